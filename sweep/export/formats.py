@@ -127,7 +127,7 @@ def _peft(record: Record) -> Export:
     saved, and is not looked at where a task type is given: what is known of the trial is in there.
     """
     told = record.model_dump(mode="json")
-    more = {key: told[key] for key in ("config", "measurement", "texts")}
+    more = {key: told[key] for key in ("config", "learning_rate", "measurement", "texts")}
     values = {
         "peft_type": "LORA",
         # Of a shipped architecture nobody knows where the weights are; PEFT notes it when it loads.

@@ -1,0 +1,384 @@
+"""Which learning rate is best on a real model, how flat the optimum is, and what the rule makes of it.
+
+    python -m tests.bench.learning_rates
+
+It reads the trainings in `results/learning_rates.jsonl`, prints their table, and writes it into
+docs/learning_rates.md. A test holds page and rule to what this makes of the trainings.
+
+A best rate is the lowest point of the parabola through the lowest held-out loss and its two
+neighbours, in the logarithm of the rate. Where the lowest loss is that of the lowest or highest rate,
+it is not bracketed, and only a bound is known.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from search_spaces.config import TrialConfig
+from search_spaces.learning_rates import in_words, learning_rate_of
+from search_spaces.models import load_model_spec
+from tests.bench.harness import ROOT, Row
+
+RESULTS = ROOT / "tests" / "bench" / "results" / "learning_rates.jsonl"
+PAGE = ROOT / "docs" / "learning_rates.md"
+BEGIN = "<!-- Made by `python -m tests.bench.learning_rates` from tests/bench/results. -->"
+END = "<!-- End of what is made. -->"
+TOLERATED_NATS = 0.01
+"""Held-out loss a token over the lowest one that a range of rates allows."""
+DRAWS = 4_000
+"""Of the noise of losses, from which the intervals of best rates are."""
+WIDTH = 576
+"""Hidden size of SmolLM2-135M."""
+
+
+@dataclass(frozen=True)
+class Group:
+    """Trainings that differ in rate and seed alone."""
+
+    targets: str
+    rank: int
+    rows: int
+    seq_len: int
+    losses: Mapping[float, Mapping[int, float]]
+    """Held-out loss in nats a token, by learning rate and seed."""
+
+    @property
+    def config(self) -> TrialConfig:
+        """What was trained, without its learning rate."""
+        return TrialConfig(
+            target_modules=self.targets,
+            lora_rank=self.rank,
+            micro_batch_size=self.rows,
+            seq_len=self.seq_len,
+        )
+
+    @cached_property
+    def means(self) -> dict[float, float]:
+        """Mean loss over the seeds of each rate, from the lowest rate on.
+
+        A rate is compared with others on the seeds that all of them have, where there are any.
+        """
+        seeds = set.intersection(*(set(of) for of in self.losses.values()))
+        found = {}
+        for rate in sorted(self.losses):
+            known = self.losses[rate]
+            chosen = seeds or set(known)
+            found[rate] = statistics.fmean(known[seed] for seed in chosen)
+        return found
+
+    @cached_property
+    def best(self) -> float:
+        """The measured rate with the lowest loss."""
+        return min(self.means, key=lambda rate: self.means[rate])
+
+    @property
+    def is_bracketed(self) -> bool:
+        """Whether higher and lower rates than the best one were measured."""
+        rates = list(self.means)
+        return rates[0] < self.best < rates[-1]
+
+    @cached_property
+    def around(self) -> tuple[float, ...]:
+        """The best rate and its two neighbours, or the three rates at the end where it lies."""
+        rates = list(self.means)
+        at = rates.index(self.best)
+        first = min(max(at - 1, 0), max(len(rates) - 3, 0))
+        return tuple(rates[first : first + 3])
+
+    @cached_property
+    def parabola(self) -> Parabola:
+        """Through those three."""
+        return Parabola.through(self.around, [self.means[rate] for rate in self.around])
+
+    @property
+    def optimum(self) -> float:
+        """The best rate; the measured one where it is not bracketed."""
+        if not self.is_bracketed:
+            return self.best
+        return self.parabola.lowest
+
+    def interval(self, noise: float) -> tuple[float, float]:
+        """Return the 95 % interval of the best rate, for so much noise of a loss.
+
+        Args:
+            noise: standard deviation of one loss around what its rate makes of it, in nats.
+        """
+        drawn = np.random.default_rng(0).normal(0.0, noise, (DRAWS, 3))
+        found = []
+        for error in drawn:
+            losses = [self.means[rate] + float(e) for rate, e in zip(self.around, error, strict=True)]
+            parabola = Parabola.through(self.around, losses)
+            lowest = parabola.lowest if parabola.curvature > 0 else self.around[0]
+            found.append(min(max(lowest, self.around[0]), self.around[-1]))
+        low, high = np.quantile(found, [0.025, 0.975])
+        return float(low), float(high)
+
+    def tolerated(self) -> tuple[float, float]:
+        """Return the lowest and the highest rate of `TOLERATED_NATS` at most over the lowest loss.
+
+        Between measured rates losses are interpolated in the logarithm of the rate; an end beyond
+        all measured rates is the last one.
+        """
+        floor = min(self.parabola.loss(self.optimum), self.means[self.best])
+        fine = np.exp(np.linspace(math.log(min(self.means)), math.log(max(self.means)), 2_001))
+        logs = np.log(list(self.means))
+        losses = np.interp(np.log(fine), logs, list(self.means.values()))
+        # The parabola is what is known near the optimum, straight lines between rates elsewhere.
+        near = (fine >= self.around[0]) & (fine <= self.around[-1])
+        if self.is_bracketed:
+            losses[near] = self.parabola.loss(fine[near])
+        good = fine[losses <= floor + TOLERATED_NATS]
+        return float(good[0]), float(good[-1])
+
+    def cost(self, rate: float) -> float:
+        """Return how far the loss at a rate is over the lowest one, in nats a token; beyond the
+        measured rates that at the last one."""
+        floor = min(self.parabola.loss(self.optimum), self.means[self.best])
+        inside = min(max(rate, min(self.means)), max(self.means))
+        if self.is_bracketed and self.around[0] <= inside <= self.around[-1]:
+            return float(self.parabola.loss(inside)) - floor
+        logs = np.log(list(self.means))
+        return float(np.interp(math.log(inside), logs, list(self.means.values()))) - floor
+
+
+@dataclass(frozen=True)
+class Parabola:
+    """A loss as a parabola of the rate's logarithm."""
+
+    curvature: float
+    slope: float
+    level: float
+
+    @classmethod
+    def through(cls, rates: Sequence[float], losses: Sequence[float]) -> Parabola:
+        """Return the one through three points, or as near as may be to more."""
+        degree = min(2, len(rates) - 1)
+        found = [float(one) for one in np.polyfit(np.log(rates), losses, degree)]
+        curvature, slope, level = [0.0] * (2 - degree) + found
+        return cls(curvature, slope, level)
+
+    @property
+    def lowest(self) -> float:
+        """The rate at which it is lowest."""
+        return math.exp(-self.slope / (2 * self.curvature))
+
+    def loss(self, rate: Any) -> Any:
+        """Return the loss at a rate, or at each of several."""
+        log = np.log(rate)
+        return self.curvature * log**2 + self.slope * log + self.level
+
+
+def read(path: Path = RESULTS) -> tuple[list[Row], list[Row]]:
+    """Return what was said of the runs as a whole, and the trainings."""
+    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    trainings = [row for row in rows if "eval_loss" in row]
+    return [row for row in rows if "eval_loss" not in row], trainings
+
+
+def groups(trainings: Iterable[Row]) -> list[Group]:
+    """Return the trainings in groups that differ in rate and seed alone, the smallest first.
+
+    One that diverged has no loss, and counts as the highest loss of its group twice over.
+    """
+    found: dict[tuple[str, int, int, int], dict[float, dict[int, float]]] = defaultdict(
+        lambda: defaultdict(dict)
+    )
+    for row in trainings:
+        key = (row["targets"], row["rank"], row["rows"], row["seq_len"])
+        loss = row["eval_loss"]
+        is_finite = loss is not None and math.isfinite(loss)
+        found[key][row["learning_rate"]][row["seed"]] = loss if is_finite else math.inf
+    return [Group(*key, _finite(losses)) for key, losses in sorted(found.items())]
+
+
+def _finite(losses: Mapping[float, Mapping[int, float]]) -> dict[float, dict[int, float]]:
+    known = [loss for of in losses.values() for loss in of.values() if math.isfinite(loss)]
+    worst = 2 * max(known)
+    return {
+        rate: {seed: min(loss, worst) for seed, loss in of.items()} for rate, of in losses.items()
+    }
+
+
+def noise_of(found: Sequence[Group]) -> float:
+    """Return the standard deviation of a loss that a comparison of rates has, in nats.
+
+    What a seed adds to the losses of all rates of a group is no noise of their comparison: it is
+    taken out where a group has several seeds at several rates.
+    """
+    squares = 0.0
+    freedom = 0
+    for group in found:
+        shared = set.intersection(*(set(of) for of in _repeated(group).values() or [{}]))
+        rates = [rate for rate, of in group.losses.items() if shared and shared <= set(of)]
+        if len(shared) < 2 or len(rates) < 2:
+            continue
+        table = np.array([[group.losses[rate][seed] for seed in sorted(shared)] for rate in rates])
+        rest = table - table.mean(0) - table.mean(1, keepdims=True) + table.mean()
+        squares += float((rest**2).sum())
+        freedom += (len(rates) - 1) * (len(shared) - 1)
+    if freedom:
+        return math.sqrt(squares / freedom)
+    spreads = [
+        statistics.stdev(of.values()) for g in found for of in g.losses.values() if len(of) > 1
+    ]
+    return math.sqrt(statistics.fmean(s**2 for s in spreads)) if spreads else 0.0
+
+
+def _repeated(group: Group) -> dict[float, Mapping[int, float]]:
+    return {rate: of for rate, of in group.losses.items() if len(of) > 1}
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """A power by which the best rate depends on a quantity, with its 95 % interval."""
+
+    exponent: float
+    low: float
+    high: float
+
+
+def power(known: Sequence[tuple[float, Group]], noise: float) -> Fitted:
+    """Return the power of a quantity that best rates follow, by least squares of logarithms.
+
+    Args:
+        known: the quantity's values with their groups, two at least.
+        noise: of one loss, in nats.
+    """
+    logs = np.log([value for value, _ in known])
+    exponent = float(np.polyfit(logs, np.log([group.optimum for _, group in known]), 1)[0])
+    # How sure each best rate is, and beside that how far they are from a power.
+    spreads = [math.log(high / low) / 3.92 for low, high in (g.interval(noise) for _, g in known)]
+    centred = logs - logs.mean()
+    weights = centred / (centred**2).sum()
+    error = math.sqrt(float(((weights * spreads) ** 2).sum()))
+    return Fitted(exponent, exponent - 1.96 * error, exponent + 1.96 * error)
+
+
+def reference(found: Sequence[Group]) -> Group:
+    """Return the group that others are compared with: rank 16 on every linear layer, at the batch
+    that several ranks were trained at."""
+    batches = [group.rows for group in found if group.rank != 16]
+    rows = statistics.mode(batches) if batches else found[0].rows
+    return next(g for g in found if (g.targets, g.rank, g.rows) == ("all-linear", 16, rows))
+
+
+def by_rank(found: Sequence[Group]) -> list[Group]:
+    """Return the groups that differ from the reference in rank alone."""
+    rows = reference(found).rows
+    return [g for g in found if g.targets == "all-linear" and g.rows == rows]
+
+
+def by_batch(found: Sequence[Group]) -> list[Group]:
+    """Return the groups that differ from the reference in batch alone."""
+    return [g for g in found if g.targets == "all-linear" and g.rank == 16]
+
+
+def by_targets(found: Sequence[Group]) -> list[Group]:
+    """Return the groups that differ from the reference in target modules alone."""
+    rows = reference(found).rows
+    return [g for g in found if g.rank == 16 and g.rows == rows]
+
+
+def made(path: Path = RESULTS) -> str:
+    """Return what the page says of the trainings."""
+    said, trainings = read(path)
+    found = groups(trainings)
+    noise = noise_of(found)
+    return "\n".join([*_run(said, trainings, noise), "", *_table(found, noise), "", *_powers(found, noise)])
+
+
+def _run(said: Sequence[Row], trainings: Sequence[Row], noise: float) -> Iterator[str]:
+    first = trainings[0]
+    steps = sorted({row["steps"] for row in trainings})
+    seeds = len({row["seed"] for row in trainings})
+    where = ""
+    for row in said:
+        versions = ", ".join(f"{name} {v}" for name, v in row.get("versions", {}).items() if v)
+        where = f" {row.get('card') or 'CPU'}, {row.get('date')}, {versions}."
+    yield (
+        f"{len(trainings)} trainings of SmolLM2-135M ({WIDTH} wide), {first['base']} base with "
+        f"{first['compute']} compute, {' or '.join(f'{n:,}' for n in steps)} steps, up to {seeds} "
+        f"seeds. Losses are held-out, in nats a token. One loss varies by {noise:.4f} nats (standard "
+        f"deviation) beside what its rate and its seed make of it.{where}"
+    )
+
+
+def _table(found: Sequence[Group], noise: float) -> Iterator[str]:
+    yield (
+        "| adapters | rank | alpha | batch | held-out loss by learning rate | best rate (95 %) | "
+        f"within {TOLERATED_NATS} nats | rule's rate, its cost |"
+    )
+    yield "|---|---|---|---|---|---|---|---|"
+    for group in found:
+        losses = ", ".join(f"{in_words(rate)}: {loss:.4f}" for rate, loss in group.means.items())
+        low, high = group.tolerated()
+        rule = learning_rate_of(group.config, hidden_size=WIDTH).value
+        cells = (
+            group.targets,
+            str(group.rank),
+            f"{group.config.alpha:g}",
+            f"{group.rows} x {group.seq_len}",
+            losses,
+            _optimum(group, noise),
+            f"{_two(low)} to {_two(high)}",
+            f"{in_words(rule)}, {group.cost(rule):+.4f}",
+        )
+        yield f"| {' | '.join(cells)} |"
+
+
+def _optimum(group: Group, noise: float) -> str:
+    if not group.is_bracketed:
+        side = "or more" if group.best == max(group.means) else "or less"
+        return f"{in_words(group.best)} {side}"
+    low, high = group.interval(noise)
+    return f"{_two(group.optimum)} ({_two(low)} to {_two(high)})"
+
+
+def _two(rate: float) -> str:
+    """Return a rate with two digits."""
+    return in_words(float(f"{rate:.1e}"))
+
+
+def _powers(found: Sequence[Group], noise: float) -> Iterator[str]:
+    yield "| what changes | best rate goes with | 95 % |"
+    yield "|---|---|---|"
+    for name, known in powers(found).items():
+        if len(known) < 2:
+            continue
+        fit = power(known, noise)
+        yield f"| {name} | {name.split(',')[0]}^{fit.exponent:.2f} | {fit.low:.2f} to {fit.high:.2f} |"
+
+
+def powers(found: Sequence[Group]) -> dict[str, list[tuple[float, Group]]]:
+    """Return by what changes its values, each with the group that has a bracketed best rate."""
+    ranks = [(float(g.rank), g) for g in by_rank(found) if g.is_bracketed]
+    tokens = [(float(g.rows * g.seq_len), g) for g in by_batch(found) if g.is_bracketed]
+    return {"rank, with alpha twice the rank": ranks, "tokens of a step": tokens}
+
+
+def page(text: str, part: str) -> str:
+    """Return the page with another table."""
+    before, _, rest = text.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    return f"{before}{BEGIN}\n\n{part}\n\n{END}{after}"
+
+
+def main() -> None:
+    """Print the table and write it into the page."""
+    part = made()
+    print(part)  # noqa: T201 - what it is for
+    PAGE.write_text(page(PAGE.read_text(encoding="utf-8"), part), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
