@@ -72,13 +72,17 @@ class LearningRate(BaseModel):
     """What the rule rests on, as the end of a sentence."""
 
     @property
+    def brief(self) -> str:
+        """The rate with the rule's range."""
+        between = f"range {in_words(self.low)} to {in_words(self.high)}"
+        if self.source == "rule":
+            return f"{in_words(self.value)} ({between})"
+        return f"{in_words(self.value)}, as given; recommended {in_words(self.recommended)} ({between})"
+
+    @property
     def words(self) -> str:
         """The rate with the rule's range and its basis, as the end of a sentence."""
-        between = f"{in_words(self.low)} to {in_words(self.high)}"
-        if self.source == "rule":
-            return f"{in_words(self.value)} (range {between}), by {self.basis}"
-        rule = f"{in_words(self.recommended)}, range {between}"
-        return f"{in_words(self.value)}, as given; recommended: {rule}, by {self.basis}"
+        return f"{self.brief}, by {self.basis}"
 
 
 @cache

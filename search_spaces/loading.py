@@ -22,7 +22,7 @@ from search_spaces.documents import (
 )
 from search_spaces.errors import InputError, did_you_mean, in_percent
 from search_spaces.gpus import find_gpu, match_product
-from search_spaces.learning_rates import in_words, learning_rate_of
+from search_spaces.learning_rates import learning_rate_of
 from search_spaces.models import ModelSpec, located
 from search_spaces.presets import preset_space, preset_texts
 from search_spaces.rules import attention_of, attention_words

@@ -426,7 +426,8 @@ def facts(record: Record) -> tuple[str, ...]:
     """Return what was measured, of what and on what, a sentence or two each."""
     origin = record.provenance
     rate = record.learning_rate
-    assert origin is not None and rate is not None, "a study's record has both"
+    assert origin is not None, "a study's record has one"
+    assert rate is not None, "and a learning rate"
     here, versions = record.environment, record.environment.get("versions") or {}
     known = [f"{name} {v}" for name, v in versions.items() if v and name != "qlora-sweep"]
     kinds = [

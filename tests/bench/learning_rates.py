@@ -1,4 +1,4 @@
-"""Which learning rate is best on a real model, how flat the optimum is, and what the rule makes of it.
+"""Which learning rate is best on a real model, how flat the optimum is, and how near the rule is.
 
     python -m tests.bench.learning_rates
 
@@ -6,8 +6,8 @@ It reads the trainings in `results/learning_rates.jsonl`, prints their table, an
 docs/learning_rates.md. A test holds page and rule to what this makes of the trainings.
 
 A best rate is the lowest point of the parabola through the lowest held-out loss and its two
-neighbours, in the logarithm of the rate. Where the lowest loss is that of the lowest or highest rate,
-it is not bracketed, and only a bound is known.
+neighbours, in the logarithm of the rate. Where the lowest loss is that of the lowest or highest
+rate, it is not bracketed, and only a bound is known.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ import numpy as np
 
 from search_spaces.config import TrialConfig
 from search_spaces.learning_rates import in_words, learning_rate_of
-from search_spaces.models import load_model_spec
 from tests.bench.harness import ROOT, Row
 
 RESULTS = ROOT / "tests" / "bench" / "results" / "learning_rates.jsonl"
@@ -63,17 +62,22 @@ class Group:
         )
 
     @cached_property
-    def means(self) -> dict[float, float]:
-        """Mean loss over the seeds of each rate, from the lowest rate on.
+    def shared_seeds(self) -> frozenset[int]:
+        """Seeds that every rate has; none where some rate has none of the others'."""
+        return frozenset.intersection(*(frozenset(of) for of in self.losses.values()))
 
-        A rate is compared with others on the seeds that all of them have, where there are any.
+    @cached_property
+    def means(self) -> dict[float, float]:
+        """Mean loss of each rate, from the lowest rate on.
+
+        It is over the seeds that every rate has, where there are any, as each seed has a loss of
+        its own.
         """
-        seeds = set.intersection(*(set(of) for of in self.losses.values()))
         found = {}
         for rate in sorted(self.losses):
             known = self.losses[rate]
-            chosen = seeds or set(known)
-            found[rate] = statistics.fmean(known[seed] for seed in chosen)
+            seeds = self.shared_seeds or known.keys()
+            found[rate] = statistics.fmean(known[seed] for seed in seeds)
         return found
 
     @cached_property
@@ -111,14 +115,17 @@ class Group:
         """Return the 95 % interval of the best rate, for so much noise of a loss.
 
         Args:
-            noise: standard deviation of one loss around what its rate makes of it, in nats.
+            noise: standard deviation of one loss around what rate and seed make of it, in nats.
         """
-        drawn = np.random.default_rng(0).normal(0.0, noise, (DRAWS, 3))
+        losses = np.array([self.means[rate] for rate in self.around])
+        of_mean = noise / math.sqrt(max(1, len(self.shared_seeds)))
+        drawn = losses + np.random.default_rng(0).normal(0.0, of_mean, (DRAWS, len(losses)))
         found = []
-        for error in drawn:
-            losses = [self.means[rate] + float(e) for rate, e in zip(self.around, error, strict=True)]
-            parabola = Parabola.through(self.around, losses)
-            lowest = parabola.lowest if parabola.curvature > 0 else self.around[0]
+        for each in drawn:
+            parabola = Parabola.through(self.around, each)
+            lowest = self.around[int(each.argmin())]
+            if parabola.curvature > 0:
+                lowest = parabola.lowest
             found.append(min(max(lowest, self.around[0]), self.around[-1]))
         low, high = np.quantile(found, [0.025, 0.975])
         return float(low), float(high)
@@ -210,32 +217,30 @@ def _finite(losses: Mapping[float, Mapping[int, float]]) -> dict[float, dict[int
 
 
 def noise_of(found: Sequence[Group]) -> float:
-    """Return the standard deviation of a loss that a comparison of rates has, in nats.
+    """Return the standard deviation of a loss around what rate and seed make of it, in nats.
 
-    What a seed adds to the losses of all rates of a group is no noise of their comparison: it is
-    taken out where a group has several seeds at several rates.
+    Of groups with several seeds at several rates: what a seed adds to all losses of a group is no
+    noise of their comparison. Where there are none it is the spread over the seeds of one rate,
+    which is larger.
     """
-    squares = 0.0
-    freedom = 0
+    squares, freedom = 0.0, 0
     for group in found:
-        shared = set.intersection(*(set(of) for of in _repeated(group).values() or [{}]))
-        rates = [rate for rate, of in group.losses.items() if shared and shared <= set(of)]
-        if len(shared) < 2 or len(rates) < 2:
+        repeated = {rate: of for rate, of in group.losses.items() if len(of) > 1}
+        if len(repeated) < 2:
             continue
-        table = np.array([[group.losses[rate][seed] for seed in sorted(shared)] for rate in rates])
+        seeds = sorted(set.intersection(*(set(of) for of in repeated.values())))
+        if len(seeds) < 2:
+            continue
+        table = np.array([[of[seed] for seed in seeds] for of in repeated.values()])
         rest = table - table.mean(0) - table.mean(1, keepdims=True) + table.mean()
         squares += float((rest**2).sum())
-        freedom += (len(rates) - 1) * (len(shared) - 1)
+        freedom += (len(table) - 1) * (len(seeds) - 1)
     if freedom:
         return math.sqrt(squares / freedom)
-    spreads = [
-        statistics.stdev(of.values()) for g in found for of in g.losses.values() if len(of) > 1
-    ]
-    return math.sqrt(statistics.fmean(s**2 for s in spreads)) if spreads else 0.0
-
-
-def _repeated(group: Group) -> dict[float, Mapping[int, float]]:
-    return {rate: of for rate, of in group.losses.items() if len(of) > 1}
+    spreads = []
+    for group in found:
+        spreads += [statistics.variance(of.values()) for of in group.losses.values() if len(of) > 1]
+    return math.sqrt(statistics.fmean(spreads)) if spreads else 0.0
 
 
 @dataclass(frozen=True)
@@ -294,7 +299,9 @@ def made(path: Path = RESULTS) -> str:
     said, trainings = read(path)
     found = groups(trainings)
     noise = noise_of(found)
-    return "\n".join([*_run(said, trainings, noise), "", *_table(found, noise), "", *_powers(found, noise)])
+    return "\n".join(
+        [*_run(said, trainings, noise), "", *_table(found, noise), "", *_powers(found, noise)]
+    )
 
 
 def _run(said: Sequence[Row], trainings: Sequence[Row], noise: float) -> Iterator[str]:
@@ -308,8 +315,8 @@ def _run(said: Sequence[Row], trainings: Sequence[Row], noise: float) -> Iterato
     yield (
         f"{len(trainings)} trainings of SmolLM2-135M ({WIDTH} wide), {first['base']} base with "
         f"{first['compute']} compute, {' or '.join(f'{n:,}' for n in steps)} steps, up to {seeds} "
-        f"seeds. Losses are held-out, in nats a token. One loss varies by {noise:.4f} nats (standard "
-        f"deviation) beside what its rate and its seed make of it.{where}"
+        f"seeds. Losses are held-out, in nats a token. One loss varies by {noise:.4f} nats "
+        f"(standard deviation) beside what its rate and its seed make of it.{where}"
     )
 
 
@@ -356,7 +363,7 @@ def _powers(found: Sequence[Group], noise: float) -> Iterator[str]:
         if len(known) < 2:
             continue
         fit = power(known, noise)
-        yield f"| {name} | {name.split(',')[0]}^{fit.exponent:.2f} | {fit.low:.2f} to {fit.high:.2f} |"
+        yield f"| {name} | its power of {fit.exponent:.2f} | {fit.low:.2f} to {fit.high:.2f} |"
 
 
 def powers(found: Sequence[Group]) -> dict[str, list[tuple[float, Group]]]:
@@ -376,7 +383,7 @@ def page(text: str, part: str) -> str:
 def main() -> None:
     """Print the table and write it into the page."""
     part = made()
-    print(part)  # noqa: T201 - what it is for
+    print(part)
     PAGE.write_text(page(PAGE.read_text(encoding="utf-8"), part), encoding="utf-8")
 
 

@@ -23,9 +23,17 @@ def trainings(
         for seed in range(seeds):
             loss = 1.8 + 0.02 * math.log(rate / best) ** 2 + 0.03 * seed
             yield {
-                **{"rank": rank, "targets": targets, "rows": rows, "seq_len": 512, "steps": 120},
-                **{"learning_rate": rate, "alpha": 2 * rank, "seed": seed, "eval_loss": loss},
-                **{"base": "bf16", "compute": "bf16"},
+                "rank": rank,
+                "targets": targets,
+                "rows": rows,
+                "seq_len": 512,
+                "steps": 120,
+                "learning_rate": rate,
+                "alpha": 2 * rank,
+                "seed": seed,
+                "eval_loss": loss,
+                "base": "bf16",
+                "compute": "bf16",
             }
 
 

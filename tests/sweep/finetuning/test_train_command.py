@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from search_spaces.config import parse_config
+from search_spaces.learning_rates import in_words, learning_rate_of
 from search_spaces.models import load_model_spec
 from sweep.cli import main
 from sweep.finetuning.protocol import TrainingJob, TrainingResult
@@ -91,6 +93,13 @@ def test_a_training_that_was_killed_resumes_and_leaves_the_same_adapter(
     found = re.search(r"(\d+) steps from step (\d+)", said.err)
     assert found is not None
     assert (int(found[1]), int(found[2]) >= 2) == (document["steps"], True)
+    rule = learning_rate_of(parse_config(CONFIG), hidden_size=load_model_spec("demo").hidden_size)
+    assert document["learning_rate"] == rule.model_dump(mode="json")
+    assert document["config"]["learning_rate"] == rule.value
+    shown = " ".join(said.err.split())
+    for text in (shown, (out / "README.md").read_text()):
+        assert in_words(rule.value) in text
+        assert in_words(rule.high) in text
     leaves_all(out)
 
     whole = uninterrupted(home)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
+from search_spaces.learning_rates import learning_rate_of
 from storage.records import INTERRUPTED, Crashed, Diverged, Invalid, OutOfMemory
 from sweep.finetuning import checkpoints
 from sweep.finetuning.protocol import Saved, Started, TrainingResult
@@ -116,6 +117,15 @@ def test_a_training_tells_what_it_came_to_and_keeps_the_newest_two_checkpoints(
     # What was done and not yet finished is evaluated again, the same.
     again = trained(tmp_path, texts, resume_from=str(checkpoints.newest(tmp_path)))
     assert (again.eval_loss, again.tokens, again.steps) == (end.eval_loss, end.tokens, 3)
+
+
+def test_a_rate_that_nobody_named_is_that_of_rank_and_model(tmp_path: Path, texts: Path) -> None:
+    asked = job(tmp_path, texts)
+    asked = asked.model_copy(update={"config": asked.config.changed(learning_rate=None)})
+    end, _ = run(asked)
+    assert isinstance(end, TrainingResult), end
+    rule = learning_rate_of(asked.config, hidden_size=asked.spec.hidden_size)
+    assert course(end)["learning_rates"][0] == pytest.approx(rule.value)
 
 
 def test_what_an_epoch_of_fewer_rows_than_its_steps_take_comes_to(tmp_path: Path) -> None:
