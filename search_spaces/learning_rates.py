@@ -77,7 +77,8 @@ class LearningRate(BaseModel):
         between = f"range {in_words(self.low)} to {in_words(self.high)}"
         if self.source == "rule":
             return f"{in_words(self.value)} ({between})"
-        return f"{in_words(self.value)}, as given; recommended {in_words(self.recommended)} ({between})"
+        rule = f"{in_words(self.recommended)} ({between})"
+        return f"{in_words(self.value)}, as given; recommended {rule}"
 
     @property
     def words(self) -> str:
