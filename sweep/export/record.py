@@ -14,7 +14,15 @@ from pathlib import Path
 from typing import Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, ValidationError
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    PositiveFloat,
+    PositiveInt,
+    ValidationError,
+    computed_field,
+)
 
 from reports import units, words
 from reports.sentences import status_words
@@ -167,11 +175,15 @@ class Record(_Part):
     measurement: RecordedMeasurement
     confirmed: bool = False
     """Whether it was measured again after the search."""
-    learning_rate: LearningRate | None = None
-    """That of the configuration, with its range and what it rests on; None where nothing says."""
     texts: RecordedTexts | None = None
     """None where full random sequences were trained on."""
     provenance: Provenance | None = None
+
+    @computed_field  # type: ignore[prop-decorator]  # as pydantic documents it
+    @property
+    def learning_rate(self) -> LearningRate:
+        """That of the configuration on this model, with its range and what it rests on."""
+        return learning_rate_of(self.config, hidden_size=self.model.config.get("hidden_size"))
 
     @property
     def output_dir(self) -> str:
@@ -260,7 +272,6 @@ def record_of(snapshot: StudySnapshot, *, number: int | None = None) -> Record:
             "measured to fit"
         )
     measured, spec = measured_of(trial), ModelSpec.from_json(definition.model)
-    rate = learning_rate_of(trial.config, hidden_size=spec.config.get("hidden_size"))
     names = resolve_targets(trial.config, spec)
     targets = "all-linear" if "all-linear" in names else tuple(sorted(names))
     place = str(spec.path) if spec.source == "directory" and spec.path else spec.name
@@ -279,10 +290,9 @@ def record_of(snapshot: StudySnapshot, *, number: int | None = None) -> Record:
         ),
         weights=definition.space.weights,
         gpu=RecordedGpu(name=definition.target.gpu, **definition.target.model_dump()),
-        config=canonical(trial.config).changed(target_modules=targets, learning_rate=rate.value),
+        config=canonical(trial.config).changed(target_modules=targets),
         measurement=RecordedMeasurement(**measured.model_dump(exclude=NOT_SHOWN)),
         confirmed=is_confirmed,
-        learning_rate=rate,
         texts=_texts(snapshot),
         provenance=Provenance(
             study=snapshot.name,
@@ -425,9 +435,7 @@ def parse_record(values: dict[str, Any], *, where: str) -> Record:
 def facts(record: Record) -> tuple[str, ...]:
     """Return what was measured, of what and on what, a sentence or two each."""
     origin = record.provenance
-    rate = record.learning_rate
     assert origin is not None, "a study's record has one"
-    assert rate is not None, "and a learning rate"
     here, versions = record.environment, record.environment.get("versions") or {}
     known = [f"{name} {v}" for name, v in versions.items() if v and name != "qlora-sweep"]
     kinds = [
@@ -449,7 +457,7 @@ def facts(record: Record) -> tuple[str, ...]:
         f"Model: {record.model.name}, {', '.join(kinds)}. "
         f"Libraries: {', '.join(known) or 'not recorded'}.",
         examples_words(record),
-        f"Learning rate: {rate.words}.",
+        f"Learning rate: {record.learning_rate.words}.",
     )
 
 

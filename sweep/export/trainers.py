@@ -89,6 +89,7 @@ def _values(record: Record) -> dict[str, Any]:
     return {
         **config.model_dump(),
         **training_arguments(record),
+        "learning_rate": record.learning_rate.value,
         "model": record.model.weights or f"path/or/hub-id/of/{record.model.name}",
         "prepared_path": f"{record.output_dir}/prepared",
         "torch_dtype": TORCH_DTYPES[record.dtype],

@@ -81,13 +81,9 @@ def _of_file(name: str, *, model: str | None) -> Subject:
     values, words = read_json(home_expanded(name), label=name), f"the configuration of {name}"
     if "config" in values or "best" in values:
         record = parse_record(values, where=name)
-        config = record.config
-        if record.learning_rate is not None and record.learning_rate.source == "rule":
-            # Another model or number of GPUs has another.
-            config = config.changed(learning_rate=None)
         if model is None:
-            return Subject(config, record.model.spec, words, record)
-        return _with_own_attention(config, load_model_spec(model), words)
+            return Subject(record.config, record.model.spec, words, record)
+        return _with_own_attention(record.config, load_model_spec(model), words)
     config = parse_config(values, where=name)
     if model is None:
         raise InputError(f"{name} says no model: name one with --model")
