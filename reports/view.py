@@ -298,11 +298,11 @@ def epoch_of(snapshot: StudySnapshot, record: TrialRecord) -> Epoch | None:
 def _winner(snapshot: StudySnapshot, record: TrialRecord, speed: TargetSpeed | None) -> Trial:
     measurement = measured_of(record).model_dump(mode="json", exclude=NOT_SHOWN)
     is_recorded = bool(snapshot.definition.target.recorded)
-    width = snapshot.definition.model.get("config", {}).get("hidden_size")
+    model = snapshot.definition.model.get("config", {})
     return Trial(
         number=record.number,
         config=record.config,
-        learning_rate=learning_rate_of(record.config, hidden_size=width),
+        learning_rate=learning_rate_of(record.config, model),
         measurement=measurement | (dict.fromkeys(_NOT_RECORDED) if is_recorded else {}),
         target_tokens_per_second=speed,
         **_sureness(record),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import cache
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveFloat
 
@@ -18,6 +18,19 @@ from search_spaces.documents import Strict, shipped
 Quantity = Literal["alpha", "rank", "width", "tokens"]
 """What a rate depends on: LoRA's alpha and rank, the model's hidden size, and the tokens of an
 optimizer step."""
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+MODEL_KEYS = ("hidden_size", *_EXPERTS)
+"""Of a model's config, what a rate depends on."""
+MIXTURE_WIDTH = 4096
+"""How wide a mixture of experts counts at least: the best rates of narrow ones are as those of
+wide models."""
+_ATTENTION = frozenset(
+    (
+        *("q_proj", "k_proj", "v_proj", "o_proj", "out_proj", "qkv_proj"),
+        *("c_attn", "query_key_value", "Wqkv"),
+    )
+)
+"""Linear layers of attention, by the names that most models have for them."""
 
 
 class Factor(Strict):
@@ -45,6 +58,8 @@ class Rule(Strict):
     basis: str
     """What the rule rests on, as the end of a sentence."""
     factors: dict[Quantity, Factor]
+    attention: PositiveFloat = 1.0
+    """A further factor where attention alone has adapters."""
 
 
 class _Rules(Strict):
@@ -93,19 +108,19 @@ def rules() -> Mapping[Method, Rule]:
     return {"sft": known.sft, "dpo": known.dpo, "grpo": known.grpo}
 
 
-def learning_rate_of(config: TrialConfig, *, hidden_size: int | None) -> LearningRate:
+def learning_rate_of(config: TrialConfig, model: Mapping[str, Any]) -> LearningRate:
     """Return the learning rate that a configuration trains with.
 
     Args:
         config: the configuration; a rate that it names is kept.
-        hidden_size: of the model, the width of its residual stream; None where a study does not
-            say, which counts as the rule's reference width.
+        model: the model's config, of which `MODEL_KEYS` count. Where it does not say how wide the
+            model is, it counts as the rule's reference width.
     """
     rule = rules()[config.method]
     quantities: dict[Quantity, float | None] = {
         "alpha": config.alpha,
         "rank": config.lora_rank,
-        "width": hidden_size,
+        "width": _width(model),
         "tokens": config.tokens_per_step,
     }
     rate = rule.rate
@@ -113,6 +128,8 @@ def learning_rate_of(config: TrialConfig, *, hidden_size: int | None) -> Learnin
         value = quantities[quantity]
         if value is not None:
             rate *= factor.of(value)
+    if _is_on_attention_alone(config.target_modules):
+        rate *= rule.attention
     recommended = _rounded(rate)
     is_given = config.learning_rate is not None
     return LearningRate(
@@ -123,6 +140,21 @@ def learning_rate_of(config: TrialConfig, *, hidden_size: int | None) -> Learnin
         high=_rounded(rate * rule.spread),
         basis=rule.basis,
     )
+
+
+def _width(model: Mapping[str, Any]) -> int | None:
+    """Return the hidden size as it counts; None where the config does not say it."""
+    if model.get("hidden_size") is None:
+        return None
+    width = int(model["hidden_size"])
+    is_mixture = any(model.get(key) for key in _EXPERTS)
+    return max(width, MIXTURE_WIDTH) if is_mixture else width
+
+
+def _is_on_attention_alone(targets: str | tuple[str, ...]) -> bool:
+    if isinstance(targets, str):
+        return targets != "all-linear"
+    return _ATTENTION.issuperset(targets)
 
 
 def in_words(rate: float) -> str:

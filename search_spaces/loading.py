@@ -213,7 +213,7 @@ def with_learning_rate(space: SearchSpace, model: ModelSpec) -> Offered:
         space: with held-out loss among its objectives.
         model: what is trained.
     """
-    rate = learning_rate_of(space.baseline_config(), hidden_size=model.hidden_size)
+    rate = learning_rate_of(space.baseline_config(), model.config)
     between = f"{{low: {rate.low:g}, high: {rate.high:g}, log: true}}"
     if "learning_rate" in space.dimensions:
         note = f"The search begins at the baseline's learning rate, {rate.words}."

@@ -183,7 +183,7 @@ class Record(_Part):
     @property
     def learning_rate(self) -> LearningRate:
         """That of the configuration on this model, with its range and what it rests on."""
-        return learning_rate_of(self.config, hidden_size=self.model.config.get("hidden_size"))
+        return learning_rate_of(self.config, self.model.config)
 
     @property
     def output_dir(self) -> str:

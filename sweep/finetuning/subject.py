@@ -39,7 +39,7 @@ class Subject:
     @property
     def learning_rate(self) -> LearningRate:
         """That it is trained with."""
-        return learning_rate_of(self.config, hidden_size=self.model.hidden_size)
+        return learning_rate_of(self.config, self.model.config)
 
 
 def subject_of(

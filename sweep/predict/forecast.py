@@ -380,7 +380,7 @@ class Forecast:
     @property
     def learning_rate(self) -> LearningRate:
         """That it would train with, which its speed and memory do not depend on."""
-        return learning_rate_of(self.config, hidden_size=self.forecaster.model.hidden_size)
+        return learning_rate_of(self.config, self.forecaster.model.config)
 
     @cached_property
     def _rule(self) -> Violation | None:

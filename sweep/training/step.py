@@ -34,7 +34,7 @@ from torch.utils.data import DataLoader
 from transformers import get_linear_schedule_with_warmup
 
 from search_spaces.config import MAX_GRAD_NORM, TrialConfig
-from search_spaces.learning_rates import learning_rate_of
+from search_spaces.learning_rates import MODEL_KEYS, learning_rate_of
 from storage.records import Stage
 from sweep.data.batches import WEIGHT, Batch
 from sweep.training.adapters import Attached, local
@@ -320,8 +320,9 @@ def evaluating(model: torch.nn.Module) -> Iterator[None]:
 
 def rate_of(config: TrialConfig, model: Any) -> float:
     """Return the highest learning rate that a model is trained with."""
-    hidden_size = int(model.config.get_text_config().hidden_size)
-    return learning_rate_of(config, hidden_size=hidden_size).value
+    decoder = model.config.get_text_config()
+    known = {key: getattr(decoder, key, None) for key in MODEL_KEYS}
+    return learning_rate_of(config, known).value
 
 
 def make_optimizer(

@@ -143,7 +143,7 @@ def of_completions(spec: ModelSpec, config: TrialConfig) -> Row:
 
     rows, half = config.micro_batch_size, config.seq_len // 2
     asked = {"num_generations": rows, "beta": 0.0, "max_completion_length": half}
-    rate = learning_rate_of(config, hidden_size=spec.hidden_size)
+    rate = learning_rate_of(config, spec.config)
     cuda = torch.cuda.is_available()
     device = torch.device("cuda" if cuda else "cpu")
     # What TRL does by itself is left to it.

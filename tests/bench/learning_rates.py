@@ -2,8 +2,9 @@
 
     python -m tests.bench.learning_rates
 
-It reads the trainings in `results/learning_rates.jsonl`, prints their table, and writes it into
-docs/learning_rates.md. A test holds page and rule to what this makes of the trainings.
+It reads the trainings in `results/learning_rates.jsonl`, writes `search_spaces/learning_rates.yaml`
+by them and by what is published, and the tables of docs/learning_rates.md. A test holds both to
+what this makes of the trainings.
 
 A best rate is the lowest point of the parabola through the lowest held-out loss and its two
 neighbours, in the logarithm of the rate. Where the lowest loss is that of the lowest or highest
@@ -23,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import yaml
 
 from search_spaces.config import TrialConfig
 from search_spaces.learning_rates import in_words, learning_rate_of
@@ -38,6 +40,22 @@ DRAWS = 4_000
 """Of the noise of losses, from which the intervals of best rates are."""
 WIDTH = 576
 """Hidden size of SmolLM2-135M."""
+RULE = ROOT / "search_spaces" / "learning_rates.yaml"
+
+# Published: read off Tinker's tables (docs/learning_rates.md) as off the trainings here.
+
+PUBLISHED_RATE, PUBLISHED_WIDTH = 4.3e-4, 4096
+"""The best rate of dense models of that width, at rank 16 with alpha 32."""
+WIDEST = 5120
+"""Of the dense models of which a best rate is known."""
+PUBLISHED_RANK_POWER = 0.23
+"""By which best rates go with the rank where alpha is fixed."""
+BASIS = (
+    "published sweeps of 1B to 1000B models, and for rank and small models by trainings of a 135M "
+    "one (docs/learning_rates.md)"
+)
+SPREAD = 2.0
+"""Times down and up: 29 of the 31 published best rates are in that range."""
 
 
 @dataclass(frozen=True)
@@ -216,8 +234,9 @@ def _finite(losses: Mapping[float, Mapping[int, float]]) -> dict[float, dict[int
     }
 
 
-def noise_of(found: Sequence[Group]) -> float:
-    """Return the standard deviation of a loss around what rate and seed make of it, in nats.
+def noise_of(found: Sequence[Group]) -> float | None:
+    """Return the standard deviation of a loss around what rate and seed make of it, in nats; None
+    where no training was repeated with another seed.
 
     Of groups with several seeds at several rates: what a seed adds to all losses of a group is no
     noise of their comparison. Where there are none it is the spread over the seeds of one rate,
@@ -240,33 +259,39 @@ def noise_of(found: Sequence[Group]) -> float:
     spreads = []
     for group in found:
         spreads += [statistics.variance(of.values()) for of in group.losses.values() if len(of) > 1]
-    return math.sqrt(statistics.fmean(spreads)) if spreads else 0.0
+    return math.sqrt(statistics.fmean(spreads)) if spreads else None
 
 
 @dataclass(frozen=True)
-class Fitted:
-    """A power by which the best rate depends on a quantity, with its 95 % interval."""
+class Power:
+    """A power of a quantity that best rates follow."""
 
     exponent: float
-    low: float
-    high: float
+    level: float
+    """The best rate where the quantity is that of the reference."""
+    interval: tuple[float, float] | None
+    """The exponent's, 95 %; None where the noise of losses is not known."""
 
 
-def power(known: Sequence[tuple[float, Group]], noise: float) -> Fitted:
+def power(known: Sequence[tuple[float, Group]], *, at: float, noise: float | None) -> Power:
     """Return the power of a quantity that best rates follow, by least squares of logarithms.
 
     Args:
         known: the quantity's values with their groups, two at least.
+        at: the reference's value of the quantity.
         noise: of one loss, in nats.
     """
-    logs = np.log([value for value, _ in known])
-    exponent = float(np.polyfit(logs, np.log([group.optimum for _, group in known]), 1)[0])
-    # How sure each best rate is, and beside that how far they are from a power.
-    spreads = [math.log(high / low) / 3.92 for low, high in (g.interval(noise) for _, g in known)]
-    centred = logs - logs.mean()
-    weights = centred / (centred**2).sum()
-    error = math.sqrt(float(((weights * spreads) ** 2).sum()))
-    return Fitted(exponent, exponent - 1.96 * error, exponent + 1.96 * error)
+    logs = np.log([value / at for value, _ in known])
+    best = np.log([group.optimum for _, group in known])
+    exponent, level = (float(one) for one in np.polyfit(logs, best, 1))
+    interval = None
+    if noise is not None:
+        ends = [group.interval(noise) for _, group in known]
+        errors = np.array([math.log(high / low) / 3.92 for low, high in ends])
+        centred = logs - logs.mean()
+        error = math.sqrt(float(((centred * errors) ** 2).sum())) / float((centred**2).sum())
+        interval = exponent - 1.96 * error, exponent + 1.96 * error
+    return Power(exponent, math.exp(level), interval)
 
 
 def reference(found: Sequence[Group]) -> Group:
@@ -294,83 +319,156 @@ def by_targets(found: Sequence[Group]) -> list[Group]:
     return [g for g in found if g.rank == 16 and g.rows == rows]
 
 
+def powers(found: Sequence[Group]) -> dict[str, Power]:
+    """Return by what changes the power that best rates follow, where two or more are bracketed."""
+    noise = noise_of(found)
+    ranks = [(float(g.rank), g) for g in by_rank(found) if g.is_bracketed]
+    tokens = [(float(g.rows * g.seq_len), g) for g in by_batch(found) if g.is_bracketed]
+    own = reference(found)
+    known = {
+        "rank, with alpha twice the rank": (ranks, float(own.rank)),
+        "tokens of a step, as many in all": (tokens, float(own.rows * own.seq_len)),
+    }
+    return {name: power(of, at=at, noise=noise) for name, (of, at) in known.items() if len(of) > 1}
+
+
+def rule(found: Sequence[Group]) -> dict[str, Any]:
+    """Return the rule of supervised training, as its file has it.
+
+    The level at common widths is the published one. How it goes with the rank is measured here,
+    where alpha is twice the rank; alpha's share of that is what the published power leaves. How it
+    goes with the width is between the published level and the one measured here.
+    """
+    known = powers(found)
+    rank = known["rank, with alpha twice the rank"]
+    own = reference(found)
+    width = math.log(rank.level / PUBLISHED_RATE) / math.log(WIDTH / PUBLISHED_WIDTH)
+    ranks = [group.rank for group in by_rank(found)]
+    factors = {
+        "alpha": _factor(
+            2 * own.rank, rank.exponent - PUBLISHED_RANK_POWER, [2 * r for r in ranks]
+        ),
+        "rank": _factor(own.rank, PUBLISHED_RANK_POWER, ranks),
+        "width": _factor(PUBLISHED_WIDTH, width, [WIDTH, WIDEST]),
+    }
+    tokens = known.get("tokens of a step, as many in all")
+    if tokens is not None:
+        measured = [g.rows * g.seq_len for g in by_batch(found) if g.is_bracketed]
+        factors["tokens"] = _factor(own.rows * own.seq_len, tokens.exponent, measured)
+    return {
+        "rate": PUBLISHED_RATE,
+        "spread": SPREAD,
+        "basis": BASIS,
+        "factors": factors,
+        "attention": _two_digits(attention(found)),
+    }
+
+
+def _factor(at: float, exponent: float, known: Sequence[float]) -> dict[str, float]:
+    return {"at": at, "exponent": round(exponent, 2), "low": min(known), "high": max(known)}
+
+
+def attention(found: Sequence[Group]) -> float:
+    """Return how many times the best rate of every linear layer that of attention alone is; 1 where
+    either is not bracketed."""
+    both = {group.targets: group for group in by_targets(found) if group.is_bracketed}
+    if len(both) < 2:
+        return 1.0
+    return both["attention"].optimum / both["all-linear"].optimum
+
+
+def rule_file(found: Sequence[Group]) -> str:
+    """Return the rule's file with what this makes of the trainings."""
+    text = RULE.read_text(encoding="utf-8")
+    comments = [line for line in text.splitlines() if line.startswith("#")]
+    known = {**yaml.safe_load(text), "sft": rule(found)}
+    body = yaml.safe_dump(known, sort_keys=False, default_flow_style=None, width=120)
+    return "\n".join([*comments, body])
+
+
 def made(path: Path = RESULTS) -> str:
     """Return what the page says of the trainings."""
     said, trainings = read(path)
     found = groups(trainings)
-    noise = noise_of(found)
-    return "\n".join(
-        [*_run(said, trainings, noise), "", *_table(found, noise), "", *_powers(found, noise)]
-    )
+    parts = (_run(said, trainings, noise_of(found)), _table(found), _powers(found))
+    return "\n\n".join("\n".join(part) for part in parts)
 
 
-def _run(said: Sequence[Row], trainings: Sequence[Row], noise: float) -> Iterator[str]:
+def _run(said: Sequence[Row], trainings: Sequence[Row], noise: float | None) -> Iterator[str]:
     first = trainings[0]
-    steps = sorted({row["steps"] for row in trainings})
+    tokens = f"{first['tokens']:,} of {first['training_tokens']:,} tokens"
+    base = "16-bit" if first["base"] == "none" else first["base"]
     seeds = len({row["seed"] for row in trainings})
-    where = ""
+    repeated = "One seed: intervals are not known."
+    if noise is not None:
+        repeated = (
+            f"Up to {seeds} seeds: a loss varies by {noise:.4f} nats (standard deviation) beside "
+            "what rate and seed make of it."
+        )
+    yield (
+        f"{len(trainings)} trainings of SmolLM2-135M ({WIDTH} wide) on {tokens} of Python's standard "
+        f"library, packed; {base} base with {first['compute']} compute, AdamW, the rate falling to "
+        f"0 without a warm-up, alpha twice the rank. Losses are held-out, in nats a token. {repeated}"
+    )
     for row in said:
-        versions = ", ".join(f"{name} {v}" for name, v in row.get("versions", {}).items() if v)
-        where = f" {row.get('card') or 'CPU'}, {row.get('date')}, {versions}."
-    yield (
-        f"{len(trainings)} trainings of SmolLM2-135M ({WIDTH} wide), {first['base']} base with "
-        f"{first['compute']} compute, {' or '.join(f'{n:,}' for n in steps)} steps, up to {seeds} "
-        f"seeds. Losses are held-out, in nats a token. One loss varies by {noise:.4f} nats "
-        f"(standard deviation) beside what its rate and its seed make of it.{where}"
-    )
+        versions = ", ".join(f"{name} {v}" for name, v in row["versions"].items() if v)
+        yield f"{row['card']}, {row['date']}, {versions}."
 
 
-def _table(found: Sequence[Group], noise: float) -> Iterator[str]:
-    yield (
-        "| adapters | rank | alpha | batch | held-out loss by learning rate | best rate (95 %) | "
-        f"within {TOLERATED_NATS} nats | rule's rate, its cost |"
-    )
-    yield "|---|---|---|---|---|---|---|---|"
+def _table(found: Sequence[Group]) -> Iterator[str]:
+    noise = noise_of(found)
+    within = f"within {TOLERATED_NATS} nats"
+    yield f"| adapters | rank | batch | held-out loss | best rate | {within} | the rule's |"
+    yield "|---|---|---|---|---|---|---|"
     for group in found:
-        losses = ", ".join(f"{in_words(rate)}: {loss:.4f}" for rate, loss in group.means.items())
+        losses = ", ".join(f"{in_words(rate)}: {_loss(group, rate)}" for rate in group.means)
         low, high = group.tolerated()
-        rule = learning_rate_of(group.config, hidden_size=WIDTH).value
+        rate = learning_rate_of(group.config, {"hidden_size": WIDTH}).value
+        is_measured = min(group.means) <= rate <= max(group.means)
+        cost = f"{group.cost(rate):+.4f}" if is_measured else "beyond"
         cells = (
             group.targets,
             str(group.rank),
-            f"{group.config.alpha:g}",
             f"{group.rows} x {group.seq_len}",
             losses,
             _optimum(group, noise),
             f"{_two(low)} to {_two(high)}",
-            f"{in_words(rule)}, {group.cost(rule):+.4f}",
+            f"{in_words(rate)}: {cost}",
         )
         yield f"| {' | '.join(cells)} |"
 
 
-def _optimum(group: Group, noise: float) -> str:
+def _loss(group: Group, rate: float) -> str:
+    loss = group.means[rate]
+    return "diverged" if loss > 2 * min(group.means.values()) else f"{loss:.4f}"
+
+
+def _optimum(group: Group, noise: float | None) -> str:
     if not group.is_bracketed:
         side = "or more" if group.best == max(group.means) else "or less"
         return f"{in_words(group.best)} {side}"
+    if noise is None:
+        return _two(group.optimum)
     low, high = group.interval(noise)
     return f"{_two(group.optimum)} ({_two(low)} to {_two(high)})"
 
 
 def _two(rate: float) -> str:
-    """Return a rate with two digits."""
-    return in_words(float(f"{rate:.1e}"))
+    return in_words(_two_digits(rate))
 
 
-def _powers(found: Sequence[Group], noise: float) -> Iterator[str]:
-    yield "| what changes | best rate goes with | 95 % |"
+def _two_digits(number: float) -> float:
+    return float(f"{number:.1e}")
+
+
+def _powers(found: Sequence[Group]) -> Iterator[str]:
+    yield "| what changes | best rates go with its power of | 95 % |"
     yield "|---|---|---|"
     for name, known in powers(found).items():
-        if len(known) < 2:
-            continue
-        fit = power(known, noise)
-        yield f"| {name} | its power of {fit.exponent:.2f} | {fit.low:.2f} to {fit.high:.2f} |"
-
-
-def powers(found: Sequence[Group]) -> dict[str, list[tuple[float, Group]]]:
-    """Return by what changes its values, each with the group that has a bracketed best rate."""
-    ranks = [(float(g.rank), g) for g in by_rank(found) if g.is_bracketed]
-    tokens = [(float(g.rows * g.seq_len), g) for g in by_batch(found) if g.is_bracketed]
-    return {"rank, with alpha twice the rank": ranks, "tokens of a step": tokens}
+        between = ""
+        if known.interval is not None:
+            between = f"{known.interval[0]:.2f} to {known.interval[1]:.2f}"
+        yield f"| {name} | {known.exponent:.2f} | {between} |"
 
 
 def page(text: str, part: str) -> str:
@@ -381,7 +479,8 @@ def page(text: str, part: str) -> str:
 
 
 def main() -> None:
-    """Print the table and write it into the page."""
+    """Write the rule, and the tables into the page; print them."""
+    RULE.write_text(rule_file(groups(read()[1])), encoding="utf-8")
     part = made()
     print(part)
     PAGE.write_text(page(PAGE.read_text(encoding="utf-8"), part), encoding="utf-8")

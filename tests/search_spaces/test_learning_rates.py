@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -11,11 +12,11 @@ from hypothesis import strategies as st
 from search_spaces.config import TrialConfig
 from search_spaces.learning_rates import Factor, in_words, learning_rate_of
 
-WIDE = 4096
+WIDE = {"hidden_size": 4096}
 
 
-def rate(width: int | None = WIDE, **settings: Any) -> float:
-    return learning_rate_of(TrialConfig(**settings), hidden_size=width).value
+def rate(model: Mapping[str, Any] = WIDE, **settings: Any) -> float:
+    return learning_rate_of(TrialConfig(**settings), model).value
 
 
 @given(
@@ -32,18 +33,18 @@ def test_every_configuration_has_a_rate_that_can_be_named_inside_its_range(
     config = TrialConfig(
         method=method, lora_rank=rank, lora_alpha=alpha, micro_batch_size=rows, seq_len=seq_len
     )
-    found = learning_rate_of(config, hidden_size=width)
+    found = learning_rate_of(config, {"hidden_size": width})
     assert found.low < found.value < found.high
     assert found.source == "rule"
     named = config.changed(learning_rate=found.value)
-    again = learning_rate_of(named, hidden_size=width)
+    again = learning_rate_of(named, {"hidden_size": width})
     assert (again.value, again.source) == (found.value, "given")
     assert (again.recommended, again.low, again.high) == (found.value, found.low, found.high)
 
 
 def test_a_rate_that_is_named_is_kept_beside_what_is_recommended() -> None:
     config = TrialConfig(learning_rate=7e-3)
-    found = learning_rate_of(config, hidden_size=WIDE)
+    found = learning_rate_of(config, WIDE)
     assert found.value == 7e-3
     assert found.recommended == rate()
     assert "7e-3, as given" in found.words

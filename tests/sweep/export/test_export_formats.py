@@ -185,7 +185,7 @@ def test_a_rate_that_nobody_named_is_the_rules_and_its_range_is_said(
     format: str, rank: int, method: Any
 ) -> None:
     config = TrialConfig(lora_rank=rank, method=method)
-    rule = learning_rate_of(config, hidden_size=MODEL.config.get("hidden_size"))
+    rule = learning_rate_of(config, MODEL.config)
     text = export(a_study(config), format=format)
     found = read(text, format=format)
     if format == "json":

@@ -93,7 +93,7 @@ def test_a_training_that_was_killed_resumes_and_leaves_the_same_adapter(
     found = re.search(r"(\d+) steps from step (\d+)", said.err)
     assert found is not None
     assert (int(found[1]), int(found[2]) >= 2) == (document["steps"], True)
-    rule = learning_rate_of(parse_config(CONFIG), hidden_size=load_model_spec("demo").hidden_size)
+    rule = learning_rate_of(parse_config(CONFIG), load_model_spec("demo").config)
     assert document["learning_rate"] == rule.model_dump(mode="json")
     assert document["config"]["learning_rate"] == rule.value
     shown = " ".join(said.err.split())

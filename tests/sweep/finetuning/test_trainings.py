@@ -124,7 +124,7 @@ def test_a_rate_that_nobody_named_is_that_of_rank_and_model(tmp_path: Path, text
     asked = asked.model_copy(update={"config": asked.config.changed(learning_rate=None)})
     end, _ = run(asked)
     assert isinstance(end, TrainingResult), end
-    rule = learning_rate_of(asked.config, hidden_size=asked.spec.hidden_size)
+    rule = learning_rate_of(asked.config, asked.spec.config)
     assert course(end)["learning_rates"][0] == pytest.approx(rule.value)
 
 

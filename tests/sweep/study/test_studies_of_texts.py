@@ -125,7 +125,7 @@ def test_a_search_for_loss_begins_at_the_rate_of_the_rule(home: Path, searched: 
     answers = Reader(prepared_texts(home / "answers", [20] * 8))
     found = prepared(answers, space="own.yaml", data=None)
     first = found.space.baseline_config()
-    rule = learning_rate_of(first, hidden_size=found.model.hidden_size)
+    rule = learning_rate_of(first, found.model.config)
     assert first.learning_rate == (rule.recommended if searched else None)
     assert rule.value == rule.recommended
     (said,) = (note for note in found.notes if "learning rate" in note)

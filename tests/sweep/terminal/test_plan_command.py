@@ -337,7 +337,7 @@ def test_a_plan_says_the_learning_rate_and_its_range(ask: Asked) -> None:
     document = ask.document(space="a10", is_exact=True, configuration={"lora_rank": 64})
     known = document["learning_rate"]
     rule = learning_rate_of(
-        parse_config(document["config"]), hidden_size=load_model_spec("mistral-7b-v0.3").hidden_size
+        parse_config(document["config"]), load_model_spec("mistral-7b-v0.3").config
     )
     assert known == rule.model_dump(mode="json")
     assert known["low"] < known["value"] < known["high"]
