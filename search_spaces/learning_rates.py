@@ -61,6 +61,23 @@ class Rule(Strict):
     attention: PositiveFloat = 1.0
     """A further factor where attention alone has adapters."""
 
+    def rate_of(self, config: TrialConfig, model: Mapping[str, Any]) -> float:
+        """Return the rate of a configuration on a model, by the model's config."""
+        quantities: dict[Quantity, float | None] = {
+            "alpha": config.alpha,
+            "rank": config.lora_rank,
+            "width": _width(model),
+            "tokens": config.tokens_per_step,
+        }
+        rate = self.rate
+        for quantity, factor in self.factors.items():
+            value = quantities[quantity]
+            if value is not None:
+                rate *= factor.of(value)
+        if _is_on_attention_alone(config.target_modules):
+            rate *= self.attention
+        return rate
+
 
 class _Rules(Strict):
     sft: Rule
@@ -117,19 +134,7 @@ def learning_rate_of(config: TrialConfig, model: Mapping[str, Any]) -> LearningR
             model is, it counts as the rule's reference width.
     """
     rule = rules()[config.method]
-    quantities: dict[Quantity, float | None] = {
-        "alpha": config.alpha,
-        "rank": config.lora_rank,
-        "width": _width(model),
-        "tokens": config.tokens_per_step,
-    }
-    rate = rule.rate
-    for quantity, factor in rule.factors.items():
-        value = quantities[quantity]
-        if value is not None:
-            rate *= factor.of(value)
-    if _is_on_attention_alone(config.target_modules):
-        rate *= rule.attention
+    rate = rule.rate_of(config, model)
     recommended = _rounded(rate)
     is_given = config.learning_rate is not None
     return LearningRate(

@@ -27,7 +27,7 @@ import numpy as np
 import yaml
 
 from search_spaces.config import TrialConfig
-from search_spaces.learning_rates import in_words, learning_rate_of
+from search_spaces.learning_rates import Rule, in_words, learning_rate_of
 from tests.bench.harness import ROOT, Row
 
 RESULTS = ROOT / "tests" / "bench" / "results" / "learning_rates.jsonl"
@@ -344,10 +344,9 @@ def rule(found: Sequence[Group]) -> dict[str, Any]:
     own = reference(found)
     width = math.log(rank.level / PUBLISHED_RATE) / math.log(WIDTH / PUBLISHED_WIDTH)
     ranks = [group.rank for group in by_rank(found)]
+    alphas = [2 * rank for rank in ranks]
     factors = {
-        "alpha": _factor(
-            2 * own.rank, rank.exponent - PUBLISHED_RANK_POWER, [2 * r for r in ranks]
-        ),
+        "alpha": _factor(2 * own.rank, rank.exponent - PUBLISHED_RANK_POWER, alphas),
         "rank": _factor(own.rank, PUBLISHED_RANK_POWER, ranks),
         "width": _factor(PUBLISHED_WIDTH, width, [WIDTH, WIDEST]),
     }
@@ -390,7 +389,8 @@ def made(path: Path = RESULTS) -> str:
     """Return what the page says of the trainings."""
     said, trainings = read(path)
     found = groups(trainings)
-    parts = (_run(said, trainings, noise_of(found)), _table(found), _powers(found))
+    run = _run(said, trainings, noise_of(found))
+    parts = (run, _table(found), _powers(found), _factors(rule(found)), _rates(rule(found)))
     return "\n\n".join("\n".join(part) for part in parts)
 
 
@@ -406,9 +406,10 @@ def _run(said: Sequence[Row], trainings: Sequence[Row], noise: float | None) -> 
             "what rate and seed make of it."
         )
     yield (
-        f"{len(trainings)} trainings of SmolLM2-135M ({WIDTH} wide) on {tokens} of Python's standard "
-        f"library, packed; {base} base with {first['compute']} compute, AdamW, the rate falling to "
-        f"0 without a warm-up, alpha twice the rank. Losses are held-out, in nats a token. {repeated}"
+        f"{len(trainings)} trainings of SmolLM2-135M ({WIDTH} wide) on {tokens} of Python's "
+        f"standard library, packed; {base} base with {first['compute']} compute, AdamW, the rate "
+        "falling to 0 without a warm-up, alpha twice the rank. Losses are held-out, in nats a "
+        f"token. {repeated}"
     )
     for row in said:
         versions = ", ".join(f"{name} {v}" for name, v in row["versions"].items() if v)
@@ -469,6 +470,42 @@ def _powers(found: Sequence[Group]) -> Iterator[str]:
         if known.interval is not None:
             between = f"{known.interval[0]:.2f} to {known.interval[1]:.2f}"
         yield f"| {name} | {known.exponent:.2f} | {between} |"
+
+
+_WORDS = {
+    "alpha": "alpha",
+    "rank": "rank",
+    "width": "width of the model (hidden size)",
+    "tokens": "tokens of an optimizer step",
+}
+_WIDTHS = (WIDTH, 2048, PUBLISHED_WIDTH, WIDEST)
+"""Of the table of rates."""
+
+
+def _factors(made_rule: Mapping[str, Any]) -> Iterator[str]:
+    attention = ""
+    if made_rule["attention"] != 1:
+        attention = f"times {made_rule['attention']:g} where attention alone has adapters, "
+    yield f"The rule: {in_words(made_rule['rate'])}, {attention}times the product of"
+    yield ""
+    yield "| quantity | over | to the power of | from | to |"
+    yield "|---|---|---|---|---|"
+    for quantity, of in made_rule["factors"].items():
+        ends = f"{of['low']:,} | {of['high']:,}"
+        yield f"| {_WORDS[quantity]} | {of['at']:,} | {of['exponent']} | {ends} |"
+
+
+def _rates(made_rule: Mapping[str, Any]) -> Iterator[str]:
+    shown = Rule.model_validate(made_rule)
+    widths = " | ".join(f"{width:,} wide" for width in _WIDTHS)
+    yield "Its rates on every linear layer, at 16 x 512, with alpha twice the rank:"
+    yield ""
+    yield f"| rank | {widths} |"
+    yield f"|---|{'---|' * len(_WIDTHS)}"
+    for rank in (4, 8, 16, 32, 64, 128, 256):
+        config = TrialConfig(target_modules="all-linear", lora_rank=rank, micro_batch_size=16)
+        rates = (shown.rate_of(config, {"hidden_size": width}) for width in _WIDTHS)
+        yield f"| {rank} | {' | '.join(_two(rate) for rate in rates)} |"
 
 
 def page(text: str, part: str) -> str:
