@@ -221,7 +221,7 @@ def with_learning_rate(space: SearchSpace, model: ModelSpec) -> Offered:
         return Offered(space.changed({"baseline": baseline}), (note,))
     if space.fixed.get("learning_rate") is not None:
         return Offered(space)
-    note = f"Each trial has the learning rate of its own rank and batch, the baseline {rate.words}"
+    note = f"Each trial has the learning rate of its own rank, the baseline {rate.words}"
     return Offered(space, (f"{note}; learning_rate: {between} under dimensions searches it.",))
 
 

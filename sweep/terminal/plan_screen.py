@@ -276,7 +276,7 @@ def _facts(plan: CardPlan, shown: Forecast, bill: Bill | None) -> Iterator[Fact]
     """Yield what a person needs to decide about one GPU."""
     survey, epoch, speed = plan.survey, shown.epoch, shown.tokens_per_second
     yield "settings", _but(plan_details.settings(shown.config))
-    yield "learning", f"rate {shown.learning_rate.brief}, of rank, batch and model"
+    yield "learning", f"rate {shown.learning_rate.brief}, by rank, alpha and model"
     if epoch is not None and speed:
         tokens = f"{epoch.loss_tokens:,} loss tokens in {units.plural(epoch.steps, 'step')}"
         cut = cut_in_words(epoch, shown.config)
