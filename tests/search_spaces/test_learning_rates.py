@@ -55,6 +55,24 @@ def test_pairs_have_far_smaller_rates_than_texts() -> None:
     assert rate(method="dpo") <= rate() / 10
 
 
+def test_rates_fall_with_the_rank_where_alpha_does_not_stay() -> None:
+    """As measured with alpha twice the rank, and as published where it is fixed."""
+    ranks = (4, 16, 64, 256)
+    rates = [rate(lora_rank=rank) for rank in ranks]
+    assert rates == sorted(rates, reverse=True)
+    assert rates[0] > 3 * rates[-1]
+    fixed = [rate(lora_rank=rank, lora_alpha=32) for rank in ranks]
+    assert max(fixed) < 3 * min(fixed)
+    assert fixed == sorted(fixed)
+
+
+def test_layers_have_the_rate_of_the_set_that_they_are() -> None:
+    names = ("q_proj", "k_proj", "v_proj", "o_proj")
+    assert rate(target_modules=names) == rate(target_modules="attention")
+    everything = (*names, "gate_proj", "up_proj", "down_proj")
+    assert rate(target_modules=everything) == rate(target_modules="all-linear")
+
+
 def test_a_batch_is_the_same_however_it_is_made_up() -> None:
     whole = rate(micro_batch_size=16)
     assert rate(micro_batch_size=2, effective_batch_size=16) == whole
