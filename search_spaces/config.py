@@ -472,8 +472,9 @@ class TrialConfig(BaseModel):
             memory="untouched",
         ),
     ] = None
-    """Highest learning rate of the schedule; null means the one that follows from the rest of
-    the configuration and the model (`docs/learning_rates.md`). Neither speed nor memory depends on it."""
+    """Highest learning rate of the schedule; null means the one that follows from the rest of the
+    configuration and the model (`docs/learning_rates.md`). Neither speed nor memory depends on
+    it."""
 
     data_parallel: Annotated[StrictInt, Knob("GPUs", {1: "one GPU", ...: "{} GPUs"})] = Field(
         default=1, ge=1, le=GPUS_MAX
