@@ -77,7 +77,9 @@ def write_real_model(directory: Path) -> None:
     model.load_state_dict(decoded.state_dict())
     model.save_pretrained(directory)
     tokenizer = AutoTokenizer.from_pretrained(**where)
-    # transformers 5.17 takes the token that begins a chat's turn for the end of a text.
+    # Of what it reads from GGUF, transformers 5.17 takes the token that begins a turn for the end of
+    # a text, and says that decoding removes spaces.
+    tokenizer.clean_up_tokenization_spaces = False
     tokenizer.eos_token = tokenizer.convert_ids_to_tokens(config.eos_token_id)
     tokenizer.pad_token = tokenizer.convert_ids_to_tokens(config.pad_token_id)
     tokenizer.save_pretrained(directory)
@@ -85,11 +87,11 @@ def write_real_model(directory: Path) -> None:
 
 def _packaged_file() -> Path:
     advice = (
-        "`make test-integration` installs it; elsewhere set "
+        "`make test-integration` installs that package; elsewhere set "
         f"{VARIABLE} to a directory that `python -m tests.real_model DIRECTORY` wrote"
     )
     if find_spec("gguf") is None:
-        raise MissingModelError(f"the pretrained model needs the package gguf: {advice}")
+        raise MissingModelError(f"the pretrained model needs gguf: {advice}")
     try:
         package = distribution(PACKAGE)
     except PackageNotFoundError as error:
