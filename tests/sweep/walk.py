@@ -26,6 +26,8 @@ ROOT = Path(__file__).parents[2]
 CHATS = ROOT / "tests" / "data" / "chats.jsonl"
 QUESTION = "The capital of France is"
 LEARNING_RATE = "1e-3"
+TRL = "from trl.cli.main import main; main()"
+"""The command ``trl``, which may not be beside Python."""
 SECONDS_MAX = 800
 """Of an exported file's few steps, most of which are imports and quantizing the base."""
 
@@ -90,7 +92,8 @@ class Walk:
         options = ("--max_steps", str(self.steps), "--learning_rate", LEARNING_RATE)
         if self.device == "cpu":
             options += ("--use_cpu", "true")
-        self._run("-m", "trl", "sft", "--config", "trl.yaml", "--output_dir", "by-trl", *options)
+        options += ("--output_dir", "by-trl")
+        self._run("-c", TRL, "sft", "--config", "trl.yaml", *options)
         return self.home / "by-trl"
 
     def _run(self, *words: str | Path) -> None:
