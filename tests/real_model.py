@@ -77,8 +77,8 @@ def write_real_model(directory: Path) -> None:
     model.load_state_dict(decoded.state_dict())
     model.save_pretrained(directory)
     tokenizer = AutoTokenizer.from_pretrained(**where)
-    # Of what it reads from GGUF, transformers 5.17 takes the token that begins a turn for the end of
-    # a text, and says that decoding removes spaces.
+    # transformers 5.17 takes the token that begins a turn for the end of a text, and has decoding
+    # remove spaces.
     tokenizer.clean_up_tokenization_spaces = False
     tokenizer.eos_token = tokenizer.convert_ids_to_tokens(config.eos_token_id)
     tokenizer.pad_token = tokenizer.convert_ids_to_tokens(config.pad_token_id)

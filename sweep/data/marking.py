@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from storage.files import WRITTEN_BY
 
-# What begins and ends with a hyphen writes no space. The model's own template is a macro between two
-# empty texts, as what stands beside a tag may lose its spaces and line ends.
+# A tag with hyphens writes no space around it. The model's own template is a macro between two empty
+# texts, as what stands beside a tag may lose its spaces and line ends.
 _MARKED = """{#
 # %(written_by)s: the model's own chat template, rendered up to each of the assistant's turns,
 # so that these can be marked. What it renders is the same.

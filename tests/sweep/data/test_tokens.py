@@ -56,8 +56,9 @@ RETELLING = (
 """As Mistral's: the system's words stand in the last turn where that is the user's."""
 
 GREETING = (
-    "{% for m in messages %}{% if loop.first and m['role'] != 'system' %}<|system|>\nYou help.</s>\n"
-    "{% endif %}<|{{ m['role'] }}|>\n{{ m['content'] }}</s>\n{% endfor %}"
+    "{% for m in messages %}"
+    "{% if loop.first and m['role'] != 'system' %}<|system|>\nYou help.</s>\n{% endif %}"
+    "<|{{ m['role'] }}|>\n{{ m['content'] }}</s>\n{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>\n{% endif %}\n"
 )
 """Has a system turn of its own, as SmolLM2's."""
