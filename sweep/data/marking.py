@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from storage.files import WRITTEN_BY
 
-# A tag with hyphens writes no space around it. The model's own template is a macro between two empty
-# texts, as what stands beside a tag may lose its spaces and line ends.
+# Tags with hyphens leave no spaces around them. The model's template is between two empty texts,
+# as what stands beside a tag may lose its spaces and line ends.
 _MARKED = """{#
 # %(written_by)s: the model's own chat template, rendered up to each of the assistant's turns,
 # so that these can be marked. What it renders is the same.
