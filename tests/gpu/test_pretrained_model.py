@@ -6,6 +6,7 @@ Needs the model's directory in ``SWEEP_REAL_MODEL``, or the packages that it is 
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,17 +29,17 @@ trials: 2
 weights: pretrained
 dimensions:
   micro_batch_size: [2, 4]
-fixed:
-  lora_rank: 16
-  target_modules: all-linear
-  seq_len: 128
-  quantization: {quantization}
-  compute_dtype: {compute_dtype}
-  checkpoint_fraction: 0.0
-  upcast_fp32: false
-  packing: none
-baseline: {{micro_batch_size: 2, seq_len: 128}}
+fixed: {fixed}
+baseline: {baseline}
 """
+FIXED = {
+    "lora_rank": 16,
+    "target_modules": "all-linear",
+    "seq_len": 128,
+    "checkpoint_fraction": 0.0,
+    "upcast_fp32": False,
+    "packing": "none",
+}
 NUMERICS = [("nf4", "bf16"), ("fp8", "fp8"), ("int8", "int8"), ("nf4", "fp8"), ("nf4", "int8")]
 
 
@@ -67,8 +68,12 @@ def test_a_pretrained_model_learns_chats_and_knows_what_it_knew(
     before = walk.loaded()
     base = walk.answers(before)
     assert "Paris" in walk.answer(before)
-    best = walk.study(SPACE.format(quantization=quantization, compute_dtype=compute_dtype))
+    fixed = FIXED | {"quantization": quantization, "compute_dtype": compute_dtype}
+    baseline = json.dumps(fixed | {"micro_batch_size": 2})
+    best = walk.study(SPACE.format(fixed=json.dumps(fixed), baseline=baseline))
     assert best["trials"]["fits"] == 2
+    config = best["best"]["config"]
+    assert (config["quantization"], config["compute_dtype"]) == (quantization, compute_dtype)
     # Of random weights it is ln 49,152, nearly 11.
     assert best["best"]["measurement"]["final_loss"] < 5
     training = walk.train()
