@@ -80,7 +80,7 @@ test-lowest:     ## the same under the lowest versions that pyproject.toml allow
 	PIP_CONSTRAINT=lowest-constraints.txt $(LOWEST)/bin/pip install --quiet --disable-pip-version-check --no-compile --editable '.[test,postgresql,dashboard,ray]'
 	$(LOWEST)/bin/python $(PYTEST)
 
-test-gpu: $(READY)  ## the tests that need a GPU, ten minutes; fails where there is none
+test-gpu: $(PRETRAINED)  ## the tests that need a GPU, ten minutes; fails where there is none
 	$(INSTALL) --constraint constraints.txt --editable '.[gpu]'
 	$(BIN)/python -m pytest tests/gpu -m 'gpu and not faults' --require-gpu
 

@@ -7,14 +7,11 @@ Needs the model's directory in ``SWEEP_REAL_MODEL``, or the packages that it is 
 from __future__ import annotations
 
 import json
-import os
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.real_model import VARIABLE, MissingModelError, real_model
-from tests.sweep.walk import Walk, assert_near
+from tests.sweep.walk import Walk, assert_near, pretrained
 
 pytestmark = [
     pytest.mark.gpu,
@@ -44,21 +41,11 @@ NUMERICS = [("nf4", "bf16"), ("fp8", "fp8"), ("int8", "int8"), ("nf4", "fp8"), (
 
 
 @pytest.fixture
-def walk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Walk]:
-    try:
-        model = real_model()
-    except MissingModelError as missing:
-        if VARIABLE in os.environ:
-            raise
-        pytest.skip(str(missing))
-    # Imported here: collecting the suite on a machine without a GPU needs none of it.
-    import torch
-
-    torch.cuda.empty_cache()
+def walk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Walk:
+    model = pretrained()
     monkeypatch.setenv("SWEEP_HOME", str(tmp_path))
     monkeypatch.chdir(tmp_path)
-    yield Walk(tmp_path, model, device="cuda", steps=30)
-    torch.cuda.empty_cache()
+    return Walk(tmp_path, model, device="cuda", steps=30)
 
 
 @pytest.mark.parametrize(("quantization", "compute_dtype"), NUMERICS)

@@ -4,14 +4,12 @@ knew before.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from tests.real_model import VARIABLE, MissingModelError, real_model
-from tests.sweep.walk import CHATS, Answers, Walk, assert_near, chats
+from tests.sweep.walk import CHATS, Answers, Walk, assert_near, chats, pretrained
 
 pytestmark = [
     pytest.mark.integration,
@@ -42,12 +40,7 @@ baseline: {micro_batch_size: 1, lora_rank: 8, seq_len: 128, compute_dtype: fp32}
 
 @pytest.fixture(scope="module")
 def walk(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Walk]:
-    try:
-        model = real_model()
-    except MissingModelError as missing:
-        if VARIABLE in os.environ:
-            raise
-        pytest.skip(str(missing))
+    model = pretrained()
     home = tmp_path_factory.mktemp("walk")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SWEEP_HOME", str(home))

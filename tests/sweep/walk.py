@@ -16,11 +16,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from sweep.cli import main
+from tests.real_model import VARIABLE, MissingModelError, real_model
 
 ROOT = Path(__file__).parents[2]
 CHATS = ROOT / "tests" / "data" / "chats.jsonl"
@@ -30,6 +32,17 @@ TRL = "from trl.cli.main import main; main()"
 """The command ``trl``, which may not be beside Python."""
 SECONDS_MAX = 800
 """Of an exported file's few steps, most of which are imports and quantizing the base."""
+
+
+def pretrained() -> Path:
+    """Return the pretrained model's directory; where there is none the test is skipped, unless one
+    was named."""
+    try:
+        return real_model()
+    except MissingModelError as missing:
+        if VARIABLE in os.environ:
+            raise
+        pytest.skip(str(missing))
 
 
 @dataclass
