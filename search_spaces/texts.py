@@ -86,6 +86,9 @@ class TextsSummary(BaseModel):
     quantiles: LengthQuantiles
     notes: tuple[str, ...] = ()
     """What a person should know of how they were read."""
+    marked_template: str | None = None
+    """A chat template that marks the assistant's turns, where they alone carry loss and neither the
+    tokenizer's template nor TRL's for it does."""
 
     @property
     def are_pairs(self) -> bool:

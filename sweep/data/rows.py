@@ -811,6 +811,7 @@ class Encoder:
     ) -> None:
         self._tokenizer, self._kind, self._column = tokenizer, kind, text_column
         self._completions_only = completions_only
+        self._is_marking = completions_only and kind in ("messages", "conversations")
         self._templates: dict[bool, str] = {}
         self._end: int | None = tokenizer.eos_token_id
         self._special = dict(tokenizer.special_tokens_map)
@@ -820,6 +821,15 @@ class Encoder:
             self._fast.no_padding()
         if kind in ("messages", "conversations"):
             self._template(has_tools=False)
+
+    @property
+    def unmarked_template(self) -> str | None:
+        """The template of chats whose turns are told apart by comparing, as neither it nor TRL
+        marks them; None where turns are marked, or all of a row carries loss."""
+        if not self._is_marking:
+            return None
+        template = self._template(has_tools=False)
+        return None if _MARKS.search(template) else template
 
     def rendered(self, fields: Mapping[str, Any]) -> Rendered:
         """Return a row as text. Raises Broken."""
@@ -926,9 +936,7 @@ class Encoder:
                     f"the tokenizer of '{name}' has no chat template, which these texts need: name "
                     "one that has with --set data.tokenizer=NAME (an instruct model's, say)"
                 ) from error
-            is_pair = self._kind in ("prompt-completion", PREFERENCE)
-            is_marking = self._completions_only and not is_pair
-            if is_marking and not _MARKS.search(own):
+            if self._is_marking and not _MARKS.search(own):
                 from trl.chat_template_utils import get_training_chat_template
 
                 # It has none for this template, or this one fails on what it tries.
