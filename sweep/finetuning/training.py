@@ -4,8 +4,8 @@ of its own and followed. Nothing here imports torch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, assert_never
@@ -13,7 +13,7 @@ from typing import Any, assert_never
 from reports import units
 from reports.words import emulation_note
 from search_spaces.checkpoints import check_weights
-from search_spaces.config import TrialConfig, parse_config
+from search_spaces.config import TrialConfig, canonical
 from search_spaces.errors import (
     EnvironmentFault,
     InputError,
@@ -23,20 +23,32 @@ from search_spaces.errors import (
 )
 from search_spaces.linears import lora_parameters
 from search_spaces.models import ModelSpec
+from search_spaces.presets import preset_texts
 from search_spaces.rules import Violation
 from search_spaces.space import SearchSpace, Weights
 from search_spaces.texts import TextsChoice
 from storage import files, records
 from sweep.data.choice import ReadTexts, refuse_other_kind, texts_of_study, typed_texts
+from sweep.data.rows import percent
+from sweep.data.study_epochs import TruncatedDataset
 from sweep.data.texts import PreparedTexts, TextsRequest
 from sweep.data.tokenizers import TokenizerFiles, find_tokenizer
 from sweep.finetuning import checkpoints, output, protocol
+from sweep.finetuning.planned import Prediction, calibration_of, longer
 from sweep.finetuning.protocol import TrainingJob, TrainingOutcome, TrainingResult
-from sweep.finetuning.subject import ReadStudy, Subject, refuse_too_large, subject_of
+from sweep.finetuning.subject import (
+    ReadStudy,
+    Subject,
+    as_options,
+    on_devices,
+    refuse_too_large,
+    subject_of,
+    with_settings,
+)
 from sweep.paths import cache_directory
 from sweep.predict.building import build_forecaster, shapes_of_texts
-from sweep.predict.forecast import Forecaster
-from sweep.predict.memory.predictor import TracingPredictor
+from sweep.predict.forecast import Evidence, Forecaster
+from sweep.predict.memory.predictor import CpuMemory, MemoryPredictor, TracingPredictor
 from sweep.running import child
 from sweep.running.device_info import Card, ChosenCard
 from sweep.running.supervisor import Deadlines
@@ -68,7 +80,8 @@ class TrainingRequest:
     weights: Weights | None = None
     max_steps: int | None = None
     epochs: float | None = None
-    learning_rate: float | None = None
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """Of the configuration, that are to be others than those that were measured."""
     seed: int | None = None
     checkpoint_every: int | None = None
     is_resumed: bool = False
@@ -86,6 +99,69 @@ class PreparedTraining:
     card: Card | None
     notes: tuple[str, ...]
     """What a person should know beforehand."""
+    prediction: Prediction | None = None
+    """What it is predicted to take, where settings were typed that nobody measured it with."""
+
+    @property
+    def truncation(self) -> TruncatedDataset:
+        """What its length cuts off the examples."""
+        shapes = self.forecaster.shapes
+        assert shapes is not None, "a training is on a dataset"
+        return shapes.epochs.truncated_dataset(self.job.config.seq_len)
+
+    @property
+    def cut_words(self) -> str:
+        """That as a sentence."""
+        words = self.truncation.words("pair" if self.texts.summary.are_pairs else "example")
+        return f"{words[0].upper()}{words[1:]}."
+
+    @property
+    def plan_words(self) -> str | None:
+        """What it is predicted to take, as a sentence; None where it is as it was measured."""
+        if self.prediction is None:
+            return None
+        size, record = units.size(self.job.config), self.subject.record
+        words = self.prediction.words(has_budget=self.job.budget_bytes is not None)
+        if record is None:
+            return f"{size}: {words}."
+        measured, known = units.size(record.config), record.measurement
+        peak = units.gib(known.peak_allocated_bytes)
+        rate = units.rate(known.tokens_per_second)
+        return f"{size} was not measured: {words}. Measured at {measured}: {peak}, {rate} tokens/s."
+
+    def ways_out(self) -> str:
+        """Return what to do where the length cuts much of the dataset."""
+        shortest = longer(
+            self.job.config,
+            self.forecaster,
+            max_positions=self.subject.model.max_positions,
+        )
+        ways = []
+        if not self._is_measured_on_texts():
+            ways.append(f"`{self._study_command()}` measures at the lengths of the dataset")
+        if shortest is not None:
+            prediction = shortest.prediction.words(has_budget=self.job.budget_bytes is not None)
+            ways.append(
+                f"`{as_options(self.job.config, shortest.config)}` cuts "
+                f"{percent(shortest.truncation.supervised_share)} ({prediction})"
+            )
+        else:
+            ways.append("no length that this model takes here cuts less than 5 %")
+        return f"{'; or '.join(ways)}; --yes trains at length {self.job.config.seq_len:,}"
+
+    def _is_measured_on_texts(self) -> bool:
+        record = self.subject.record
+        if record is None or record.texts is None:
+            return False
+        return record.texts.summary.fingerprint == self.texts.summary.fingerprint
+
+    def _study_command(self) -> str:
+        """Return what makes a study on the dataset."""
+        definition, source = self.subject.definition, self.texts.summary.source
+        space = "SPACE"
+        if definition is not None and definition.space.name in preset_texts():
+            space = definition.space.name
+        return f"sweep run {space} --model {self.subject.model.name} --data {source}"
 
     @property
     def run(self) -> dict[str, Any]:
@@ -124,10 +200,11 @@ def prepare_training(
     subject = subject_of(
         request.name, number=request.trial, model=request.model, read_study=read_study
     )
-    if request.learning_rate is not None:
-        changed = {**subject.config.model_dump(), "learning_rate": request.learning_rate}
-        subject = replace(subject, config=parse_config(changed, where="options"))
-    measured, config = subject.config, on_devices(subject.config, request.devices)
+    measured = subject.config
+    typed = with_settings(measured, request.settings)
+    changes = canonical(typed).changes_from(canonical(measured))
+    is_planned = bool(changes.keys() - {"learning_rate"})
+    config = on_devices(typed, request.devices)
     subject = replace(subject, config=config)
     model, study = subject.model, subject.definition
     weights = _weights(request.weights, model)
@@ -151,11 +228,14 @@ def prepare_training(
         emulation_note(resolved.target),
         "No GPU is here: this trains on the CPU." if is_on_cpu and study is None else None,
     )
-    traced = TracingPredictor(
-        model,
-        cache_dir=cache_directory() / "memory",
-        compute_capability=resolved.host_capability,
-    )
+    cache = cache_directory() / "memory"
+    predictor: MemoryPredictor = CpuMemory(model, cache_dir=cache)
+    if not is_on_cpu:
+        capability = resolved.host_capability
+        predictor = TracingPredictor(model, cache_dir=cache, compute_capability=capability)
+    shapes = shapes_of_texts(texts, choice, seed=seed)
+    product = None if is_on_cpu or here is None else here.product
+    known = calibration_of(subject.record, product, texts=texts, shapes=shapes)
     prepared = PreparedTraining(
         job=TrainingJob(
             config=config,
@@ -179,21 +259,29 @@ def prepare_training(
         forecaster=build_forecaster(
             model,
             resolved.target,
-            shapes=shapes_of_texts(texts, choice, seed=seed),
-            predictor=None if is_on_cpu else traced,
+            shapes=shapes,
+            predictor=predictor,
             violation=rule,
+            evidence=Evidence(calibration=known),
+            is_cut_up=not is_on_cpu,
             warn=warn,
         ),
         card=None if is_on_cpu else here,
         notes=tuple(filter(None, notes)),
     )
     if (broken := prepared.forecaster.broken(config)) is not None:
-        raise InputError(f"{texts.summary.source}: {broken.reason}")
+        words = f"{texts.summary.source}: {broken.reason}"
+        raise InputError(
+            f"{words}; {prepared.ways_out()}" if prepared.truncation.is_much else words
+        )
     if request.is_resumed:
         output.refuse_another(request.output, prepared.run)
-    else:
+    elif prepared.job.budget_bytes is not None and (is_planned or not is_on_cpu):
+        # What ran in a study on this CPU fits; to predict that takes seconds.
         refuse_too_large(config, prepared.forecaster)
-    return prepared
+    if not is_planned:
+        return prepared
+    return replace(prepared, prediction=Prediction.of(config, prepared.forecaster))
 
 
 def _shown(present: Sequence[Card], *, count: int) -> tuple[str, ...]:
@@ -222,9 +310,10 @@ def _refuse_untrainable(subject: Subject, broken: Violation | None, *, gpus: int
 def _note_on_steps(config: TrialConfig, measured: TrialConfig) -> str | None:
     if config.samples_per_step == measured.samples_per_step:
         return None
+    where = f"{units.size(config)} on {units.plural(config.data_parallel, 'GPU')}"
     return (
-        f"On {units.plural(config.data_parallel, 'GPU')} an optimizer step is of "
-        f"{config.samples_per_step} examples, not of {measured.samples_per_step}."
+        f"With {where} an optimizer step is of {config.samples_per_step} examples, not of "
+        f"{measured.samples_per_step}."
     )
 
 
@@ -235,21 +324,6 @@ def _note_on_weights(weights: Weights, model: ModelSpec) -> str | None:
         f"The weights of model '{model.name}' are random: this shows how a training runs, and its "
         "adapter is of no other use."
     )
-
-
-def on_devices(config: TrialConfig, devices: int | None) -> TrialConfig:
-    """Return a configuration on so many GPUs, which trains the same where its effective batch is a
-    multiple of theirs; one without accumulation has none there.
-
-    Raises:
-        InputError: an effective batch was chosen that is no multiple.
-    """
-    if devices is None:
-        return config
-    samples, each = config.samples_per_step, config.micro_batch_size * devices
-    effective = config.effective_batch_size or (None if samples % each else samples)
-    changes = {"data_parallel": devices, "effective_batch_size": effective}
-    return parse_config({**config.model_dump(), **changes}, where=f"--devices {devices}")
 
 
 def _texts(

@@ -1,0 +1,139 @@
+"""What a training would take that no trial measured: memory and speed, by the product's forecaster;
+and the length at which a dataset is hardly cut.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from reports import units
+from search_spaces.config import TrialConfig
+from search_spaces.gpus import match_product
+from sweep.data.lengths import CUT_MAX, shortest_length
+from sweep.data.rows import Truncation
+from sweep.data.texts import PreparedTexts
+from sweep.export.record import Record
+from sweep.finetuning.subject import nearest_that_fits
+from sweep.predict.forecast import Forecaster, calibrated
+from sweep.predict.memory.prediction import Fit
+from sweep.predict.on_texts import ShapesOnTexts
+from sweep.predict.speed.predictor import Calibration
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What one configuration is predicted to take; None where that is not predicted."""
+
+    tokens_per_second: float | None
+    """Supervised ones, on the GPU that is here."""
+    tokens_per_second_range: tuple[float, float] | None
+    """That holds nine in ten."""
+    peak_allocated_bytes: int | None
+    peak_allocated_bytes_range: tuple[float, float] | None
+    fit: Fit
+    budget_bytes: int
+
+    @classmethod
+    def of(cls, config: TrialConfig, forecaster: Forecaster) -> Prediction:
+        """Return what a forecaster says."""
+        expected = forecaster.expect(config)
+        memory = expected.memory
+        speed = ends = peak_ends = None
+        # Of a CPU, and of a GPU that the catalogue does not have, no speed is predicted.
+        if forecaster.speed is not None:
+            speed = expected.tokens_per_second
+            ends = expected.tokens_per_second_range
+        if memory is not None:
+            peak, error = memory.peak_allocated_bytes, expected.memory_uncertainty
+            peak_ends = (peak * (1.0 - error), peak * (1.0 + error))
+        return cls(
+            tokens_per_second=speed,
+            tokens_per_second_range=ends,
+            peak_allocated_bytes=expected.peak_allocated_bytes,
+            peak_allocated_bytes_range=peak_ends,
+            fit=expected.fit,
+            budget_bytes=forecaster.budget_bytes,
+        )
+
+    def words(self, *, has_budget: bool) -> str:
+        """Return it as a clause: memory, of which budget, and speed."""
+        memory = "memory is not predicted"
+        if self.peak_allocated_bytes is not None:
+            memory = f"{units.gib(self.peak_allocated_bytes)} predicted"
+            if has_budget:
+                memory += f" of the {units.gib(self.budget_bytes)} budget"
+                memory += {Fit.YES: "", Fit.NO: ", which do not fit"}.get(
+                    self.fit, ", which may not fit"
+                )
+        if self.tokens_per_second is None:
+            return f"{memory}; speed is not predicted here"
+        rate, ends = units.rate(self.tokens_per_second), self.tokens_per_second_range
+        return f"{memory}, {rate} tokens/s ({units.rate_interval(ends)})"
+
+
+@dataclass(frozen=True)
+class Longer:
+    """A training whose length cuts little, with what it would take."""
+
+    config: TrialConfig
+    truncation: Truncation
+    prediction: Prediction
+
+
+def longer(
+    config: TrialConfig, forecaster: Forecaster, *, max_positions: int | None
+) -> Longer | None:
+    """Return the training at the shortest length that cuts at most `CUT_MAX` of the supervised
+    tokens, with a smaller micro-batch where it fits with that alone; None where no such length is
+    within the model's positions, or a rule forbids it.
+
+    Args:
+        config: what is to be trained.
+        forecaster: for this model, GPU and dataset.
+        max_positions: of the model; None where nobody says.
+    """
+    assert forecaster.shapes is not None, "only a dataset is cut"
+    epochs = forecaster.shapes.epochs
+
+    def cuts_little(length: int) -> bool:
+        return epochs.truncated_dataset(length).whole.supervised_share <= CUT_MAX
+
+    length = shortest_length(
+        epochs.longest,
+        at_least=config.seq_len,
+        max_positions=max_positions,
+        cuts_little=cuts_little,
+    )
+    if length is None:
+        return None
+    wanted = config.changed(seq_len=length)
+    if not forecaster.is_valid(wanted):
+        return None
+    if forecaster.expect(wanted).fit is Fit.NO:
+        smaller = nearest_that_fits(wanted, forecaster)
+        if smaller is not None and smaller.seq_len == length:
+            wanted = smaller
+    truncation = epochs.truncated_dataset(length).whole
+    return Longer(wanted, truncation, Prediction.of(wanted, forecaster))
+
+
+def calibration_of(
+    record: Record | None, product: str | None, *, texts: PreparedTexts, shapes: ShapesOnTexts
+) -> Calibration | None:
+    """Return what a record's own measurement says of the speed of the GPU that is here; None where
+    it is of another GPU or another dataset, or nothing is recorded.
+
+    Args:
+        record: of the configuration that was measured.
+        product: of the GPU that is here; None on a CPU.
+        texts: that are trained on now.
+        shapes: what configurations come to on them.
+    """
+    gpu = None if product is None else match_product(product)
+    if record is None or gpu is None or match_product(record.device) is not gpu:
+        return None
+    if record.texts is None:
+        return calibrated([record], model=record.model.spec, gpu=gpu, shapes=None)
+    if record.texts.summary.fingerprint != texts.summary.fingerprint:
+        return None
+    return calibrated([record], model=record.model.spec, gpu=gpu, shapes=shapes)
