@@ -1330,8 +1330,7 @@ class Truncation:
         said = f"{length} cuts {self.examples_cut:,} {of} ({examples}) and {tokens} of their "
         said += "supervised tokens"
         if self.examples_left_out:
-            left_out = f"{self.examples_left_out:,} of them train nothing"
-            said += f"; {left_out}, as no supervised token of them is left"
+            said += f"; {self.examples_left_out:,} {noun}s are left out, of which nothing is left"
         return said
 
 

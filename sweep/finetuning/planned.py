@@ -29,44 +29,56 @@ class Prediction:
     tokens_per_second_range: tuple[float, float] | None
     """That holds nine in ten."""
     peak_allocated_bytes: int | None
-    peak_allocated_bytes_range: tuple[float, float] | None
+    uncertainty: float
+    """How far the peak may be off, relative."""
     fit: Fit
-    budget_bytes: int
+    budget_bytes: int | None
+    """None where nothing limits it."""
 
     @classmethod
-    def of(cls, config: TrialConfig, forecaster: Forecaster) -> Prediction:
-        """Return what a forecaster says."""
+    def of(cls, config: TrialConfig, forecaster: Forecaster, *, has_budget: bool) -> Prediction:
+        """Return what a forecaster says.
+
+        Args:
+            config: what would be trained.
+            forecaster: for this model, GPU and dataset.
+            has_budget: whether the forecaster's budget limits the training.
+        """
         expected = forecaster.expect(config)
-        memory = expected.memory
-        speed = ends = peak_ends = None
+        speed = ends = None
         # Of a CPU, and of a GPU that the catalogue does not have, no speed is predicted.
         if forecaster.speed is not None:
             speed = expected.tokens_per_second
             ends = expected.tokens_per_second_range
-        if memory is not None:
-            peak, error = memory.peak_allocated_bytes, expected.memory_uncertainty
-            peak_ends = (peak * (1.0 - error), peak * (1.0 + error))
         return cls(
             tokens_per_second=speed,
             tokens_per_second_range=ends,
             peak_allocated_bytes=expected.peak_allocated_bytes,
-            peak_allocated_bytes_range=peak_ends,
+            uncertainty=expected.memory_uncertainty,
             fit=expected.fit,
-            budget_bytes=forecaster.budget_bytes,
+            budget_bytes=forecaster.budget_bytes if has_budget else None,
         )
 
-    def words(self, *, has_budget: bool) -> str:
+    @property
+    def peak_allocated_bytes_range(self) -> tuple[float, float] | None:
+        """Between what the peak is."""
+        peak = self.peak_allocated_bytes
+        if peak is None:
+            return None
+        return peak * (1.0 - self.uncertainty), peak * (1.0 + self.uncertainty)
+
+    def words(self) -> str:
         """Return it as a clause: memory, of which budget, and speed."""
         memory = "memory is not predicted"
         if self.peak_allocated_bytes is not None:
-            memory = f"{units.gib(self.peak_allocated_bytes)} predicted"
-            if has_budget:
-                memory += f" of the {units.gib(self.budget_bytes)} budget"
-                memory += {Fit.YES: "", Fit.NO: ", which do not fit"}.get(
-                    self.fit, ", which may not fit"
-                )
+            peak, error = units.gib(self.peak_allocated_bytes), units.error(self.uncertainty)
+            memory = f"predicted {peak} (within {error})"
+        if self.budget_bytes is not None:
+            memory += f" of {units.gib(self.budget_bytes)}"
+            doubts = {Fit.NO: ", which does not fit", Fit.UNCERTAIN: ", which may not fit"}
+            memory += doubts.get(self.fit, "")
         if self.tokens_per_second is None:
-            return f"{memory}; speed is not predicted here"
+            return f"{memory}; speed is not predicted on this device"
         rate, ends = units.rate(self.tokens_per_second), self.tokens_per_second_range
         return f"{memory}, {rate} tokens/s ({units.rate_interval(ends)})"
 
@@ -81,7 +93,7 @@ class Longer:
 
 
 def longer(
-    config: TrialConfig, forecaster: Forecaster, *, max_positions: int | None
+    config: TrialConfig, forecaster: Forecaster, *, max_positions: int | None, has_budget: bool
 ) -> Longer | None:
     """Return the training at the shortest length that cuts at most `CUT_MAX` of the supervised
     tokens, with a smaller micro-batch where it fits with that alone; None where no such length is
@@ -91,6 +103,7 @@ def longer(
         config: what is to be trained.
         forecaster: for this model, GPU and dataset.
         max_positions: of the model; None where nobody says.
+        has_budget: whether the forecaster's budget limits the training.
     """
     assert forecaster.shapes is not None, "only a dataset is cut"
     epochs = forecaster.shapes.epochs
@@ -109,12 +122,12 @@ def longer(
     wanted = config.changed(seq_len=length)
     if not forecaster.is_valid(wanted):
         return None
-    if forecaster.expect(wanted).fit is Fit.NO:
+    if has_budget and forecaster.expect(wanted).fit is Fit.NO:
         smaller = nearest_that_fits(wanted, forecaster)
         if smaller is not None and smaller.seq_len == length:
             wanted = smaller
     truncation = epochs.truncated_dataset(length).whole
-    return Longer(wanted, truncation, Prediction.of(wanted, forecaster))
+    return Longer(wanted, truncation, Prediction.of(wanted, forecaster, has_budget=has_budget))
 
 
 def calibration_of(

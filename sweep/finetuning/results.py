@@ -154,12 +154,12 @@ def compared(
     if record is not None:
         speed = record.measurement.tokens_per_second
         peak = record.measurement.peak_allocated_bytes
-    can, rate, gib = incomparable is None, units.rate, units.gib
+    can = incomparable is None
     return Comparison(
-        Compared("tokens/s", speed, tokens_per_second, SPEED_TOLERANCE, rate, can),
-        Compared("peak allocated", peak, peak_allocated_bytes, MEMORY_TOLERANCE, gib, can),
-        () if record is None else tuple(_causes(record, environment)),
-        incomparable,
+        speed=_speed(speed, tokens_per_second, can=can),
+        memory=_peak(peak, peak_allocated_bytes, can=can),
+        causes=() if record is None else tuple(_causes(record, environment)),
+        incomparable=incomparable,
     )
 
 
@@ -167,30 +167,36 @@ def compared_with_prediction(
     predicted: Prediction, reached: TrainingResult, *, incomparable: str | None
 ) -> Comparison:
     """Return how what was reached compares with what was predicted; see `compared`."""
-    can, rate, gib = incomparable is None, units.rate, units.gib
+    speed, peak, can = reached.tokens_per_second, reached.peak_allocated_bytes, incomparable is None
+    speed_range = predicted.tokens_per_second_range
+    peak_range = predicted.peak_allocated_bytes_range
     return Comparison(
-        Compared(
-            "tokens/s",
-            predicted.tokens_per_second,
-            reached.tokens_per_second,
-            SPEED_TOLERANCE,
-            rate,
-            can,
-            predicted.tokens_per_second_range,
-        ),
-        Compared(
-            "peak allocated",
-            predicted.peak_allocated_bytes,
-            reached.peak_allocated_bytes,
-            MEMORY_TOLERANCE,
-            gib,
-            can,
-            predicted.peak_allocated_bytes_range,
-        ),
+        speed=_speed(predicted.tokens_per_second, speed, can=can, within=speed_range),
+        memory=_peak(predicted.peak_allocated_bytes, peak, can=can, within=peak_range),
         causes=(),
         incomparable=incomparable,
         is_predicted=True,
     )
+
+
+def _speed(
+    promised: float | None,
+    reached: float | None,
+    *,
+    can: bool,
+    within: tuple[float, float] | None = None,
+) -> Compared:
+    return Compared("tokens/s", promised, reached, SPEED_TOLERANCE, units.rate, can, within)
+
+
+def _peak(
+    promised: int | None,
+    reached: int | None,
+    *,
+    can: bool,
+    within: tuple[float, float] | None = None,
+) -> Compared:
+    return Compared("peak allocated", promised, reached, MEMORY_TOLERANCE, units.gib, can, within)
 
 
 def _causes(record: Record, environment: Mapping[str, Any]) -> Iterator[str]:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, assert_never
 
@@ -102,7 +102,7 @@ class PreparedTraining:
     prediction: Prediction | None = None
     """What it is predicted to take, where settings were typed that nobody measured it with."""
 
-    @property
+    @cached_property
     def truncation(self) -> TruncatedDataset:
         """What its length cuts off the examples."""
         shapes = self.forecaster.shapes
@@ -120,34 +120,41 @@ class PreparedTraining:
         """What it is predicted to take, as a sentence; None where it is as it was measured."""
         if self.prediction is None:
             return None
-        size, record = units.size(self.job.config), self.subject.record
-        words = self.prediction.words(has_budget=self.job.budget_bytes is not None)
+        words = f"{units.size(self.job.config)} was not measured: {self.prediction.words()}."
+        measured = self._measured_words()
+        return f"{words} {measured}." if measured else words
+
+    def _measured_words(self) -> str:
+        """Return what was measured, and at which size; empty where nothing was."""
+        record = self.subject.record
         if record is None:
-            return f"{size}: {words}."
-        measured, known = units.size(record.config), record.measurement
-        peak = units.gib(known.peak_allocated_bytes)
-        rate = units.rate(known.tokens_per_second)
-        return f"{size} was not measured: {words}. Measured at {measured}: {peak}, {rate} tokens/s."
+            return ""
+        peak = units.gib(record.measurement.peak_allocated_bytes)
+        rate = units.rate(record.measurement.tokens_per_second)
+        return f"Measured at {units.size(record.config)}: {peak}, {rate} tokens/s"
 
     def ways_out(self) -> str:
-        """Return what to do where the length cuts much of the dataset."""
-        shortest = longer(
-            self.job.config,
-            self.forecaster,
-            max_positions=self.subject.model.max_positions,
-        )
+        """Return what to do where the length cuts much of the dataset: a study on it, or a longer
+        length, with what that is predicted to take."""
         ways = []
         if not self._is_measured_on_texts():
-            ways.append(f"`{self._study_command()}` measures at the lengths of the dataset")
-        if shortest is not None:
-            prediction = shortest.prediction.words(has_budget=self.job.budget_bytes is not None)
-            ways.append(
-                f"`{as_options(self.job.config, shortest.config)}` cuts "
-                f"{percent(shortest.truncation.supervised_share)} ({prediction})"
-            )
+            ways.append(f"`{self._study_command()}` measures at the dataset's own lengths")
+        positions = self.subject.model.max_positions
+        found = longer(
+            self.job.config,
+            self.forecaster,
+            max_positions=positions,
+            has_budget=self.job.budget_bytes is not None,
+        )
+        if found is None:
+            within = "" if positions is None else f" within the model's {positions:,} positions"
+            ways.append(f"no length{within} that is allowed here cuts so little")
         else:
-            ways.append("no length that this model takes here cuts less than 5 %")
-        return f"{'; or '.join(ways)}; --yes trains at length {self.job.config.seq_len:,}"
+            typed = as_options(self.job.config, found.config)
+            share = percent(found.truncation.supervised_share)
+            ways.append(f"`{typed}` cuts {share}: {found.prediction.words()}")
+        said, measured = "; or ".join(ways), self._measured_words()
+        return f"{said}. {measured}" if measured else said
 
     def _is_measured_on_texts(self) -> bool:
         record = self.subject.record
@@ -281,7 +288,9 @@ def prepare_training(
         refuse_too_large(config, prepared.forecaster)
     if not is_planned:
         return prepared
-    return replace(prepared, prediction=Prediction.of(config, prepared.forecaster))
+    has_budget = prepared.job.budget_bytes is not None
+    predicted = Prediction.of(config, prepared.forecaster, has_budget=has_budget)
+    return replace(prepared, prediction=predicted)
 
 
 def _shown(present: Sequence[Card], *, count: int) -> tuple[str, ...]:

@@ -40,7 +40,13 @@ _RUNS = {
     "trl": "TRL's trainer on the exported file",
 }
 _MERGED = ("bf16", "fp16")
-_CHANGED = ("learning_rate", "micro_batch_size", "effective_batch_size", "checkpoint_fraction")
+_CHANGED = (
+    "learning_rate",
+    "micro_batch_size",
+    "effective_batch_size",
+    "checkpoint_fraction",
+    "packing",
+)
 """Settings that a training may have another value of than was measured."""
 _EPOCHS_MAX = 1_000_000
 
@@ -127,8 +133,8 @@ def _agree_to_cut(prepared: PreparedTraining) -> None:
     length, ways = f"length {prepared.job.config.seq_len:,}", prepared.ways_out()
     words = f"{length} cuts {share} of the supervised tokens, which is more than {percent(CUT_MAX)}"
     if not sys.stdin.isatty():
-        raise InputError(f"{words}: {ways}")
-    console.note_folded(f"warning: {words}: {ways}", indent=2)
+        raise InputError(f"{words}. {ways}. --yes trains all the same")
+    console.note_folded(f"warning: {words}. {ways}.", indent=2)
     if not console.confirmed(f"Train at {length} all the same?"):
         raise InputError("nothing was trained")
 
