@@ -127,9 +127,12 @@ def space_with_texts(
         return offered
     noun = "pair" if are_pairs else "example"
     named = [held["seq_len"]] if "seq_len" in held else offered.space.values_of("seq_len")
-    truncations = [epochs.truncation(length) for length in named]
-    much = [f"{one.words(noun)}." for one in truncations if one.supervised_share > CUT_MAX]
-    return replace(offered, notes=(*offered.notes, *(f"{w[0].upper()}{w[1:]}" for w in much)))
+    notes = list(offered.notes)
+    for length in named:
+        truncation = epochs.truncation(length)
+        if truncation.supervised_share > CUT_MAX:
+            notes.append(f"{truncation.words(noun)}.")
+    return replace(offered, notes=tuple(notes))
 
 
 def refuse_other_kind(method: str, texts: PreparedTexts) -> None:

@@ -1323,12 +1323,13 @@ class Truncation:
 
     def words(self, noun: str = "example") -> str:
         """Return it as a sentence."""
-        length, of = f"length {self.seq_len:,}", f"of the {self.examples:,} {noun}s"
+        length = f"Length {self.seq_len:,}"
+        of = f"of the {self.examples:,} {noun}s"
         if not self.examples_cut:
             return f"{length} cuts none {of}"
-        examples, tokens = percent(self.examples_share), percent(self.supervised_share)
-        said = f"{length} cuts {self.examples_cut:,} {of} ({examples}) and {tokens} of their "
-        said += "supervised tokens"
+        examples = f"{self.examples_cut:,} {of} ({percent(self.examples_share)})"
+        tokens = f"{percent(self.supervised_share)} of their supervised tokens"
+        said = f"{length} cuts {examples} and {tokens}"
         if self.examples_left_out:
             said += f"; {self.examples_left_out:,} {noun}s are left out, of which nothing is left"
         return said

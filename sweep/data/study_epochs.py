@@ -71,15 +71,17 @@ class TruncatedDataset:
 
     def to_json(self) -> dict[str, Any]:
         """Return what `training.json` says of it; shares are of that set of examples."""
+        document: dict[str, Any] = {"seq_len": self.whole.seq_len}
         parts = {"dataset": self.whole, "trained": self.trained, "held_out": self.held_out}
-        return {"seq_len": self.whole.seq_len} | {
-            name: {
-                **{key: value for key, value in asdict(part).items() if key != "seq_len"},
+        for name, part in parts.items():
+            counts = asdict(part)
+            del counts["seq_len"]
+            shares = {
                 "examples_cut_share": part.examples_share,
                 "supervised_tokens_cut_share": part.supervised_share,
             }
-            for name, part in parts.items()
-        }
+            document[name] = counts | shares
+        return document
 
 
 class StudyEpochs:

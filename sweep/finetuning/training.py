@@ -112,8 +112,7 @@ class PreparedTraining:
     @property
     def cut_words(self) -> str:
         """That as a sentence."""
-        words = self.truncation.words("pair" if self.texts.summary.are_pairs else "example")
-        return f"{words[0].upper()}{words[1:]}."
+        return f"{self.truncation.words('pair' if self.texts.summary.are_pairs else 'example')}."
 
     @property
     def plan_words(self) -> str | None:

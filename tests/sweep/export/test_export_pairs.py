@@ -93,7 +93,7 @@ def test_a_script_trains_on_pairs_and_says_what_it_reached(
     assert (reached["eval_pairs"], reached["eval_wins"] in (0, 1, 2)) == (2, True)
     said = capsys.readouterr().out
     assert "chosen completion gained more" in said
-    assert "pairs" in said.partition("trained on: length ")[2].partition("\n")[0]
+    assert "pairs" in said.partition("trained on: Length ")[2].partition("\n")[0]
     assert (tmp_path / "out" / "adapter_model.safetensors").exists()
 
 

@@ -250,5 +250,5 @@ def test_the_script_trains_on_texts_and_says_what_it_reached(
     assert 0 < reached["tokens_per_second"] < most, "only what carries loss counts"
     said = capsys.readouterr().out
     assert "held-out examples" in said
-    assert "trained on: length 128 cuts " in said
-    assert "held out: length 128 cuts " in said
+    assert "trained on: Length 128 cuts " in said
+    assert "held out: Length 128 cuts " in said
