@@ -14,18 +14,23 @@ from typing import Any
 import numpy as np
 import pytest
 
+from search_spaces.config import TrialConfig
 from search_spaces.errors import InputError, NothingFits
+from search_spaces.models import load_model_spec
 from search_spaces.texts import TextsChoice
 from sweep.data.lengths import CUT_MAX
 from sweep.data.rows import split
 from sweep.data.study_epochs import StudyEpochs, TruncatedDataset
 from sweep.data.texts import prepare_texts
+from sweep.export.record import record_of
 from sweep.finetuning.training import PreparedTraining, TrainingRequest, prepare_training
 from sweep.predict.memory.prediction import Fit
 from sweep.running.device_info import Card
+from tests.sweep.export.studies import a_measurement, a_study
 from tests.sweep.typed import Sweep
 
 A10 = Card("NVIDIA A10", 24 * 2**30, 23 * 2**30, (8, 6), None, None)
+DEMO = load_model_spec("demo")
 SHORT = {"micro_batch_size": 2, "seq_len": 24, "optimizer": "adamw_torch_fused"}
 SO = "so it goes "
 
@@ -69,10 +74,9 @@ def write(path: Path, kind: str, count: int = 40) -> None:
 
 def prepared(home: Path, *, cards: Any = (), **asked: Any) -> PreparedTraining:
     """Return a training of the demo model on ``rows.jsonl``, as it is resolved."""
-    texts = {"texts": str(home / "rows.jsonl"), **asked.pop("texts", {})}
-    request = TrainingRequest(
-        name=str(home / "short.json"), output=home / "out", texts=texts, model="demo", **asked
-    )
+    asked["texts"] = {"texts": str(home / "rows.jsonl"), **asked.get("texts", {})}
+    given = {"model": "demo", **asked}
+    request = TrainingRequest(name=str(home / "short.json"), output=home / "out", **given)
 
     def nothing_is_read(name: str) -> Any:
         raise AssertionError(f"{name} is no study")
@@ -258,6 +262,24 @@ def test_a_length_that_nobody_measured_is_planned_on_a_gpu(rows: Path) -> None:
 
 
 @pytest.mark.slow
+def test_what_a_trial_measured_corrects_what_is_predicted_at_another_length(rows: Path) -> None:
+    at_64 = {"cards": [A10], "settings": {"seq_len": 64}}
+    unmeasured = prepared(rows, **at_64).prediction
+    assert unmeasured is not None
+    config, speeds = TrialConfig.model_validate(SHORT), {}
+    for seconds in (0.01, 10.0):
+        measurement = a_measurement(step_seconds=seconds, step_seconds_ci95=None, flags=())
+        study = a_study(config, measurement=measurement, model=DEMO, emulated_on=None)
+        (rows / "short.json").write_text(record_of(study).model_dump_json())
+        found = prepared(rows, model=None, **at_64)
+        assert found.prediction is not None
+        speeds[seconds] = found.prediction.tokens_per_second
+        assert "Measured at 2 x 24" in str(found.plan_words)
+        assert prepared(rows, model=None, cards=[A10]).prediction is None
+    assert speeds[10.0] < unmeasured.tokens_per_second < speeds[0.01]  # type: ignore[operator]
+
+
+@pytest.mark.slow
 def test_a_length_that_cannot_be_is_refused_with_what_can(rows: Path) -> None:
     with pytest.raises(InputError, match="beyond the 1024 positions"):
         prepared(rows, cards=[A10], settings={"seq_len": 2048})
@@ -275,7 +297,6 @@ def test_a_length_that_cannot_be_is_refused_with_what_can(rows: Path) -> None:
 
 
 def test_what_is_typed_of_a_micro_batch_keeps_the_step_where_it_can() -> None:
-    from search_spaces.config import TrialConfig
     from sweep.finetuning.subject import as_options, with_settings
 
     config = TrialConfig(micro_batch_size=8, seq_len=512)
