@@ -1331,7 +1331,7 @@ class Truncation:
         tokens = f"{percent(self.supervised_share)} of their supervised tokens"
         said = f"{length} cuts {examples} and {tokens}"
         if self.examples_left_out:
-            said += f"; {self.examples_left_out:,} {noun}s are left out, of which nothing is left"
+            said += f"; {self.examples_left_out:,} {noun}s keep no supervised token"
         return said
 
 
