@@ -49,6 +49,7 @@ from sweep.paths import cache_directory
 from sweep.predict.building import build_forecaster, shapes_of_texts
 from sweep.predict.forecast import Evidence, Forecaster
 from sweep.predict.memory.predictor import CpuMemory, MemoryPredictor, TracingPredictor
+from sweep.predict.on_texts import ShapesOnTexts
 from sweep.running import child
 from sweep.running.device_info import Card, ChosenCard
 from sweep.running.supervisor import Deadlines
@@ -102,6 +103,11 @@ class PreparedTraining:
     prediction: Prediction | None = None
     """What it is predicted to take, where settings were typed that nobody measured it with."""
 
+    @property
+    def has_budget(self) -> bool:
+        """Whether it is kept to a budget: nobody says one for a CPU without a study."""
+        return self.job.budget_bytes is not None
+
     @cached_property
     def truncation(self) -> TruncatedDataset:
         """What its length cuts off the examples."""
@@ -143,7 +149,7 @@ class PreparedTraining:
             self.job.config,
             self.forecaster,
             max_positions=positions,
-            has_budget=self.job.budget_bytes is not None,
+            has_budget=self.has_budget,
         )
         if found is None:
             within = "" if positions is None else f" within the model's {positions:,} positions"
@@ -219,11 +225,11 @@ def prepare_training(
     present = cards()
     here = present[0] if present else None
     resolved = _resolved(subject, here)
-    rule = partial(resolved.violation, model=model, has_texts=True)
     is_on_cpu = resolved.target.device == "cpu"
     if is_on_cpu and request.devices is not None:
         raise InputError(f"--devices: {subject.words} is for the CPU")
-    _refuse_untrainable(subject, rule(config), gpus=None if is_on_cpu else len(present))
+    broken = resolved.violation(config, model=model, has_texts=True)
+    _refuse_untrainable(subject, broken, gpus=None if is_on_cpu else len(present))
     choice, texts = _texts(request, subject, read_texts)
     refuse_other_kind(config.method, texts)
     seed = request.seed if request.seed is not None else 0 if study is None else study.space.seed
@@ -234,14 +240,6 @@ def prepare_training(
         emulation_note(resolved.target),
         "No GPU is here: this trains on the CPU." if is_on_cpu and study is None else None,
     )
-    cache = cache_directory() / "memory"
-    predictor: MemoryPredictor = CpuMemory(model, cache_dir=cache)
-    if not is_on_cpu:
-        capability = resolved.host_capability
-        predictor = TracingPredictor(model, cache_dir=cache, compute_capability=capability)
-    shapes = shapes_of_texts(texts, choice, seed=seed)
-    product = None if is_on_cpu or here is None else here.product
-    known = calibration_of(subject.record, product, texts=texts, shapes=shapes)
     prepared = PreparedTraining(
         job=TrainingJob(
             config=config,
@@ -254,7 +252,6 @@ def prepare_training(
             seed=seed,
             device=resolved.target.device,
             cards=() if is_on_cpu else _shown(present, count=config.data_parallel),
-            # Nobody said a cap for a CPU without a study.
             budget_bytes=None if is_on_cpu and study is None else budget,
             output=str(request.output.absolute()),
             checkpoint_steps=request.checkpoint_every,
@@ -262,14 +259,12 @@ def prepare_training(
         subject=subject,
         texts=texts,
         tokenizer=find_tokenizer(choice.tokenizer, model),
-        forecaster=build_forecaster(
-            model,
-            resolved.target,
-            shapes=shapes,
-            predictor=predictor,
-            violation=rule,
-            evidence=Evidence(calibration=known),
-            is_cut_up=not is_on_cpu,
+        forecaster=_forecaster(
+            subject,
+            resolved,
+            texts=texts,
+            shapes=shapes_of_texts(texts, choice, seed=seed),
+            product=None if is_on_cpu or here is None else here.product,
             warn=warn,
         ),
         card=None if is_on_cpu else here,
@@ -277,19 +272,47 @@ def prepare_training(
     )
     if (broken := prepared.forecaster.broken(config)) is not None:
         words = f"{texts.summary.source}: {broken.reason}"
-        raise InputError(
-            f"{words}; {prepared.ways_out()}" if prepared.truncation.is_much else words
-        )
+        if prepared.truncation.is_much:
+            words = f"{words}; {prepared.ways_out()}"
+        raise InputError(words)
     if request.is_resumed:
         output.refuse_another(request.output, prepared.run)
-    elif prepared.job.budget_bytes is not None and (is_planned or not is_on_cpu):
+    elif prepared.has_budget and (is_planned or not is_on_cpu):
         # What ran in a study on this CPU fits; to predict that takes seconds.
         refuse_too_large(config, prepared.forecaster)
     if not is_planned:
         return prepared
-    has_budget = prepared.job.budget_bytes is not None
-    predicted = Prediction.of(config, prepared.forecaster, has_budget=has_budget)
+    predicted = Prediction.of(config, prepared.forecaster, has_budget=prepared.has_budget)
     return replace(prepared, prediction=predicted)
+
+
+def _forecaster(
+    subject: Subject,
+    resolved: ResolvedTarget,
+    *,
+    texts: PreparedTexts,
+    shapes: ShapesOnTexts,
+    product: str | None,
+    warn: Callable[[str], None],
+) -> Forecaster:
+    """Return what predicts of the model on the device and the dataset; ``product`` is the GPU's
+    that is here, None on a CPU."""
+    model, cache = subject.model, cache_directory() / "memory"
+    predictor: MemoryPredictor = CpuMemory(model, cache_dir=cache)
+    if product is not None:
+        capability = resolved.host_capability
+        predictor = TracingPredictor(model, cache_dir=cache, compute_capability=capability)
+    known = calibration_of(subject.record, product, texts=texts, shapes=shapes)
+    return build_forecaster(
+        model,
+        resolved.target,
+        shapes=shapes,
+        predictor=predictor,
+        violation=partial(resolved.violation, model=model, has_texts=True),
+        evidence=Evidence(calibration=known),
+        is_cut_up=product is not None,
+        warn=warn,
+    )
 
 
 def _shown(present: Sequence[Card], *, count: int) -> tuple[str, ...]:
