@@ -4,7 +4,6 @@ length cuts off and wastes, and which lengths are worth searching.
 
 from __future__ import annotations
 
-import bisect
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -85,24 +84,22 @@ def _truncation_of_texts(lengths: Lengths, seq_len: int) -> Truncation:
     return Truncation.of(seq_len, lengths=lengths, supervised=supervised, left=left)
 
 
-def shortest_length(
-    longest: int, *, at_least: int, max_positions: int | None, cuts_little: Callable[[int], bool]
-) -> int | None:
-    """Return the shortest length that cuts little; None where none does that the model takes.
+def longer_lengths(longest: int, *, above: int, max_positions: int | None) -> list[int]:
+    """Return the lengths above one, as kernels like them, in rising order, up to one that leaves
+    every row whole or is the model's limit.
 
     Args:
         longest: tokens of the longest row.
-        at_least: no length below is looked at.
+        above: the length that is too short.
         max_positions: of the model; None where nobody says.
-        cuts_little: says of a length whether it does, and of every longer one the same.
     """
     limit = max_positions or rounded_up(longest)
-    lengths = [rounded_up(at_least)]
-    while lengths[-1] < min(limit, longest):
-        lengths.append(rounded_up(lengths[-1] + 1))
-    known = sorted({min(length, limit) for length in lengths})
-    place = bisect.bisect_left(known, True, key=cuts_little)
-    return known[place] if place < len(known) else None
+    lengths: list[int] = []
+    last = above
+    while last < min(limit, longest):
+        last = min(rounded_up(last + 1), limit)
+        lengths.append(last)
+    return lengths
 
 
 def candidate_lengths(lengths: Lengths, *, max_positions: int | None = None) -> tuple[int, ...]:

@@ -4,12 +4,14 @@ and the length at which a dataset is hardly cut.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from dataclasses import dataclass
+from functools import cache
 
 from reports import units
 from search_spaces.config import TrialConfig
 from search_spaces.gpus import match_product
-from sweep.data.lengths import CUT_MAX, shortest_length
+from sweep.data.lengths import CUT_MAX, longer_lengths
 from sweep.data.rows import Truncation
 from sweep.data.texts import PreparedTexts
 from sweep.export.record import Record
@@ -85,19 +87,23 @@ class Prediction:
 
 @dataclass(frozen=True)
 class Longer:
-    """A training whose length cuts little, with what it would take."""
+    """A training at a longer length, with what that cuts off all examples and would take."""
 
     config: TrialConfig
     truncation: Truncation
     prediction: Prediction
+
+    @property
+    def cuts_little(self) -> bool:
+        """Whether nobody has to agree to it."""
+        return self.truncation.supervised_share <= CUT_MAX
 
 
 def longer(
     config: TrialConfig, forecaster: Forecaster, *, max_positions: int | None, has_budget: bool
 ) -> Longer | None:
     """Return the training at the shortest length that cuts at most `CUT_MAX` of the supervised
-    tokens, with a smaller micro-batch where it fits with that alone; None where no such length is
-    within the model's positions, or a rule forbids it.
+    tokens, or at the longest that fits where that is shorter; None where none fits.
 
     Args:
         config: what is to be trained.
@@ -108,26 +114,41 @@ def longer(
     assert forecaster.shapes is not None, "only a dataset is cut"
     epochs = forecaster.shapes.epochs
 
-    def cuts_little(length: int) -> bool:
-        return epochs.truncated_dataset(length).whole.supervised_share <= CUT_MAX
+    def truncation_at(length: int) -> Truncation:
+        return epochs.truncated_dataset(length).whole
 
-    length = shortest_length(
-        epochs.longest,
-        at_least=config.seq_len,
-        max_positions=max_positions,
-        cuts_little=cuts_little,
+    @cache
+    def planned_at(length: int) -> TrialConfig | None:
+        return _at_length(config, length, forecaster, has_budget=has_budget)
+
+    lengths = longer_lengths(epochs.longest, above=config.seq_len, max_positions=max_positions)
+    # A longer one cuts no more, and needs no less memory.
+    enough = bisect_left(
+        lengths, True, key=lambda length: truncation_at(length).supervised_share <= CUT_MAX
     )
-    if length is None:
+    wanted = lengths[: enough + 1]
+    fitting = bisect_left(wanted, True, key=lambda length: planned_at(length) is None)
+    if fitting == 0:
         return None
+    length = wanted[fitting - 1]
+    found = planned_at(length)
+    assert found is not None, "it was found to fit"
+    prediction = Prediction.of(found, forecaster, has_budget=has_budget)
+    return Longer(found, truncation_at(length), prediction)
+
+
+def _at_length(
+    config: TrialConfig, length: int, forecaster: Forecaster, *, has_budget: bool
+) -> TrialConfig | None:
+    """Return a training at another length, with a smaller micro-batch or more recomputation where
+    it fits with that alone; None where it does not fit, or a rule forbids it."""
     wanted = config.changed(seq_len=length)
     if not forecaster.is_valid(wanted):
         return None
-    if has_budget and forecaster.expect(wanted).fit is Fit.NO:
-        smaller = nearest_that_fits(wanted, forecaster)
-        if smaller is not None and smaller.seq_len == length:
-            wanted = smaller
-    truncation = epochs.truncated_dataset(length).whole
-    return Longer(wanted, truncation, Prediction.of(wanted, forecaster, has_budget=has_budget))
+    if not has_budget or forecaster.expect(wanted).fit is not Fit.NO:
+        return wanted
+    smaller = nearest_that_fits(wanted, forecaster)
+    return None if smaller is None or smaller.seq_len != length else smaller
 
 
 def calibration_of(

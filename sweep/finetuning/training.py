@@ -126,17 +126,12 @@ class PreparedTraining:
         if self.prediction is None:
             return None
         words = f"{units.size(self.job.config)} was not measured: {self.prediction.words()}."
-        measured = self._measured_words()
-        return f"{words} {measured}." if measured else words
-
-    def _measured_words(self) -> str:
-        """Return what was measured, and at which size; empty where nothing was."""
         record = self.subject.record
         if record is None:
-            return ""
+            return words
         peak = units.gib(record.measurement.peak_allocated_bytes)
         rate = units.rate(record.measurement.tokens_per_second)
-        return f"Measured at {units.size(record.config)}: {peak}, {rate} tokens/s"
+        return f"{words} Measured at {units.size(record.config)}: {peak}, {rate} tokens/s."
 
     def ways_out(self) -> str:
         """Return what to do where the length cuts much of the dataset: a study on it, or a longer
@@ -144,22 +139,22 @@ class PreparedTraining:
         ways = []
         if not self._is_measured_on_texts():
             ways.append(f"`{self._study_command()}` measures at the dataset's own lengths")
-        positions = self.subject.model.max_positions
         found = longer(
             self.job.config,
             self.forecaster,
-            max_positions=positions,
+            max_positions=self.subject.model.max_positions,
             has_budget=self.has_budget,
         )
         if found is None:
-            within = "" if positions is None else f" within the model's {positions:,} positions"
-            ways.append(f"no length{within} that is allowed here cuts so little")
+            ways.append("no longer length fits here")
         else:
             typed = as_options(self.job.config, found.config)
+            if not found.cuts_little:
+                typed = f"{typed} --yes"
             share = percent(found.truncation.supervised_share)
-            ways.append(f"`{typed}` cuts {share}: {found.prediction.words()}")
-        said, measured = "; or ".join(ways), self._measured_words()
-        return f"{said}. {measured}" if measured else said
+            way = f"`{typed}` cuts {share}: {found.prediction.words()}"
+            ways.append(way if found.cuts_little else f"the longest that fits, {way}")
+        return "; or ".join(ways)
 
     def _is_measured_on_texts(self) -> bool:
         record = self.subject.record

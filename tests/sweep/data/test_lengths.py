@@ -14,13 +14,14 @@ from sweep.data.lengths import (
     CUT_MAX,
     candidate_lengths,
     histogram,
+    longer_lengths,
     rounded_up,
-    shortest_length,
     waste_at,
     worthwhile_lengths,
 )
 from sweep.data.rows import Truncation, split
 
+LIMITS = st.integers(1, 5000)
 LENGTHS = arrays(np.int32, st.integers(1, 200), elements=st.integers(2, 3000))
 
 
@@ -80,16 +81,17 @@ def test_a_truncation_counts_examples_and_what_was_to_be_learned_of_them() -> No
 
 
 @settings(max_examples=50, deadline=None)
-@given(limit=st.integers(1, 5000), least=st.integers(1, 3000), wanted=st.integers(1, 4000))
-def test_the_shortest_length_that_cuts_little_is_found(limit: int, least: int, wanted: int) -> None:
-    found = shortest_length(
-        3000, at_least=least, max_positions=limit, cuts_little=lambda length: length >= wanted
-    )
-    reachable = min(limit, rounded_up(max(3000, least)))
-    assert (found is None) == (wanted > reachable)
-    if found is not None:
-        assert wanted <= found <= limit
-        assert found <= rounded_up(max(wanted, least))
+@given(longest=st.integers(1, 4000), above=st.integers(1, 4000), limit=st.none() | LIMITS)
+def test_longer_lengths_rise_from_one_that_is_too_short_to_one_that_cuts_nothing(
+    longest: int, above: int, limit: int | None
+) -> None:
+    found = longer_lengths(longest, above=above, max_positions=limit)
+    most = limit or rounded_up(longest)
+    assert found == sorted(set(found))
+    assert all(above < length <= most for length in found)
+    assert all(length in (rounded_up(length), limit) for length in found)
+    # As long as any row, or as the model takes.
+    assert max(above, *found, 0) >= min(most, longest)
 
 
 def test_candidates_are_powers_of_two_quantiles_and_the_models_limit() -> None:

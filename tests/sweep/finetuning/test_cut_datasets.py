@@ -9,6 +9,7 @@ import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,7 @@ from sweep.data.rows import split
 from sweep.data.study_epochs import StudyEpochs, TruncatedDataset
 from sweep.data.texts import prepare_texts
 from sweep.export.record import record_of
+from sweep.finetuning.planned import longer
 from sweep.finetuning.training import PreparedTraining, TrainingRequest, prepare_training
 from sweep.predict.memory.prediction import Fit
 from sweep.running.device_info import Card
@@ -294,6 +296,45 @@ def test_a_length_that_cannot_be_is_refused_with_what_can(rows: Path) -> None:
     fits = prepared(rows, cards=[A10], settings={**settings, "micro_batch_size": int(size[1])})
     assert fits.prediction is not None
     assert fits.prediction.fit is Fit.YES
+
+
+@pytest.mark.parametrize(
+    ("budget", "positions", "expected"),
+    [
+        # The shortest that cuts little, as it is, and in a smaller micro-batch.
+        (4 * 1000, None, (512, 4, True)),
+        (2 * 1000, None, (512, 2, True)),
+        # The longest that fits, and the longest that the model takes.
+        (300, None, (256, 1, False)),
+        (4 * 1000, 400, (400, 4, False)),
+        (60, None, None),
+    ],
+)
+def test_what_is_offered_is_the_shortest_that_cuts_little_or_the_longest_that_fits(
+    budget: int, positions: int | None, expected: tuple[int, int, bool] | None
+) -> None:
+    lengths = np.array([40] * 60 + [500] * 40)
+
+    def expect(config: TrialConfig) -> Any:
+        needed = config.tokens_per_micro_batch
+        memory = SimpleNamespace(fits=lambda room: Fit.YES if needed <= room else Fit.NO)
+        told = {"peak_allocated_bytes": needed, "memory_uncertainty": 0.0}
+        return SimpleNamespace(memory=memory, fit=memory.fits(budget), **told)
+
+    known: Any = SimpleNamespace(
+        budget_bytes=budget,
+        expect=expect,
+        is_valid=lambda _: True,
+        speed=None,
+        shapes=SimpleNamespace(epochs=StudyEpochs(lengths, lengths - 1, seed=0)),
+    )
+    config = TrialConfig(micro_batch_size=4, seq_len=64, checkpoint_fraction=1.0)
+    found = longer(config, known, max_positions=positions, has_budget=True)
+    if expected is None or found is None:
+        assert expected is found
+        return
+    assert (found.config.seq_len, found.config.micro_batch_size, found.cuts_little) == expected
+    assert found.prediction.peak_allocated_bytes == found.config.tokens_per_micro_batch
 
 
 def test_what_is_typed_of_a_micro_batch_keeps_the_step_where_it_can() -> None:
