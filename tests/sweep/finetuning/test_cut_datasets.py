@@ -256,7 +256,7 @@ def test_a_length_that_nobody_measured_is_planned_on_a_gpu(rows: Path) -> None:
     low, high = planned.tokens_per_second_range
     assert 0 < low < planned.tokens_per_second < high
     assert planned.peak_allocated_bytes is not None
-    assert "tokens/s" in found.ways_out()
+    assert "tokens/s" in same.ways_out()
     # The way out of a length that cuts much has the same figures.
     assert str(found.plan_words).partition(": ")[2].rstrip(".") in same.ways_out()
 
