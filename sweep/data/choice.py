@@ -18,9 +18,9 @@ from search_spaces.feasibility import HOW_TO_NAME_TEXTS
 from search_spaces.loading import Length, Offered, located_texts, with_texts
 from search_spaces.models import ModelSpec
 from search_spaces.space import SearchSpace
-from search_spaces.texts import TextsChoice
+from search_spaces.texts import CUT_MAX, TextsChoice
 from storage.definition import StudyDefinition
-from sweep.data.lengths import CUT_MAX, worthwhile_lengths
+from sweep.data.lengths import worthwhile_lengths
 from sweep.data.study_epochs import StudyEpochs
 from sweep.data.texts import PreparedTexts, TextsRequest, open_prepared, texts_directory
 

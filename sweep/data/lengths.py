@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from search_spaces.config import Method, TrialConfig
+from search_spaces.texts import CUT_MAX
 from sweep.data.epoch import Integers, cut, epoch, packed
 from sweep.data.rows import Truncation
 
@@ -28,12 +29,6 @@ _BINS_MAX = 16
 
 _SHARES = (0.90, 0.95, 0.99)
 """Of the rows that a length worth searching leaves whole."""
-CUT_MAX = 0.05
-"""Of the supervised tokens: a length that cuts off a larger share is for who asks for it.
-
-A twentieth is what is left of most data sets beyond their 95th percentile of lengths. A shorter
-length may well be the fastest, and what it is fast at is leaving texts out.
-"""
 _OUTLIER = 2.0
 """A longest row that is more than so many times as long as 99 in 100 of them sets no length."""
 _FINE, _COARSE, _COARSE_FROM = 64, 128, 1024

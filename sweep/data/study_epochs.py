@@ -15,10 +15,9 @@ from numpy.typing import NDArray
 from search_spaces.config import TrialConfig
 from search_spaces.errors import InputError
 from search_spaces.space import SearchSpace
-from search_spaces.texts import TextsChoice
+from search_spaces.texts import CUT_MAX, TextsChoice
 from storage.records import EpochRecord
 from sweep.data.epoch import Epoch, cut, cut_exactly, epoch, packed, too_few
-from sweep.data.lengths import CUT_MAX
 from sweep.data.rows import Truncation, percent, split
 from sweep.data.texts import PreparedTexts
 

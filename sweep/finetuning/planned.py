@@ -11,7 +11,8 @@ from functools import cache
 from reports import units
 from search_spaces.config import TrialConfig
 from search_spaces.gpus import match_product
-from sweep.data.lengths import CUT_MAX, longer_lengths
+from search_spaces.texts import CUT_MAX
+from sweep.data.lengths import longer_lengths
 from sweep.data.rows import Truncation
 from sweep.data.texts import PreparedTexts
 from sweep.export.record import Record

@@ -13,8 +13,8 @@ from reports import units
 from reports.words import reward_accuracy
 from search_spaces.documents import exists, read_json
 from search_spaces.errors import InputError, NothingFits, did_you_mean, quote
+from search_spaces.texts import CUT_MAX
 from storage.records import Lost, OutOfMemory
-from sweep.data.lengths import CUT_MAX
 from sweep.data.rows import percent
 from sweep.export.record import read_record, record_of
 from sweep.finetuning import checkpoints, protocol

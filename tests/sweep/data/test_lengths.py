@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
+from search_spaces.texts import CUT_MAX
 from sweep.data.lengths import (
-    CUT_MAX,
     candidate_lengths,
     histogram,
     longer_lengths,

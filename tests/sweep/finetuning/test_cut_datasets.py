@@ -18,8 +18,7 @@ import pytest
 from search_spaces.config import TrialConfig
 from search_spaces.errors import InputError, NothingFits
 from search_spaces.models import load_model_spec
-from search_spaces.texts import TextsChoice
-from sweep.data.lengths import CUT_MAX
+from search_spaces.texts import CUT_MAX, TextsChoice
 from sweep.data.rows import split
 from sweep.data.study_epochs import StudyEpochs, TruncatedDataset
 from sweep.data.texts import prepare_texts
