@@ -1251,6 +1251,95 @@ def training_rows(data: Any, lengths: ArrayLike, kept: Any, settings: Any) -> An
     return data.add_column(LENGTH, cut).select(kept).with_format("numpy")
 
 
+@dataclass(frozen=True)
+class Truncation:
+    """What a sequence length cuts off examples. A pair is one example, and both its rows count."""
+
+    seq_len: int
+    examples: int
+    examples_cut: int
+    """Those that are longer."""
+    examples_left_out: int
+    """Of these, the ones that nothing trains on: no supervised token of them is left, or a pair's
+    rows do not differ any more."""
+    tokens: int
+    tokens_cut: int
+    """Beyond the length, or of examples that are left out."""
+    supervised_tokens: int
+    supervised_tokens_cut: int
+
+    @classmethod
+    def of(
+        cls,
+        seq_len: int,
+        *,
+        lengths: ArrayLike,
+        supervised: ArrayLike,
+        left: ArrayLike,
+        rows_per_sample: int = 1,
+    ) -> Truncation:
+        """Return what is cut off rows.
+
+        Args:
+            seq_len: to which they are cut.
+            lengths: tokens of each row.
+            supervised: those of them that are supervised.
+            left: supervised tokens of each row once it is cut, 0 where nothing trains on it.
+            rows_per_sample: 2 where each two rows are a pair.
+        """
+        shape = (-1, rows_per_sample)
+        whole = np.asarray(lengths, dtype=np.int64).reshape(shape)
+        carrying = np.asarray(supervised, dtype=np.int64).reshape(shape)
+        carrying_left = np.asarray(left, dtype=np.int64).reshape(shape)
+        is_used = (carrying_left > 0).all(1)
+        is_longer = (whole > seq_len).any(1)
+        used_tokens = np.minimum(whole, seq_len)[is_used].sum()
+        return cls(
+            seq_len=seq_len,
+            examples=len(whole),
+            examples_cut=int(np.count_nonzero(is_longer | ~is_used)),
+            examples_left_out=int(np.count_nonzero(~is_used)),
+            tokens=int(whole.sum()),
+            tokens_cut=int(whole.sum() - used_tokens),
+            supervised_tokens=int(carrying.sum()),
+            supervised_tokens_cut=int(carrying.sum() - carrying_left[is_used].sum()),
+        )
+
+    def __add__(self, other: Truncation) -> Truncation:
+        """Return what the length cuts off both sets of examples."""
+        counts = vars(other)
+        both = {name: count + counts[name] for name, count in vars(self).items()}
+        return Truncation(**{**both, "seq_len": self.seq_len})
+
+    @property
+    def examples_share(self) -> float:
+        """Share of the examples that are cut, 0 to 1."""
+        return self.examples_cut / max(1, self.examples)
+
+    @property
+    def supervised_share(self) -> float:
+        """Share of their supervised tokens that are cut, 0 to 1."""
+        return self.supervised_tokens_cut / max(1, self.supervised_tokens)
+
+    def words(self, noun: str = "example") -> str:
+        """Return it as a sentence."""
+        length = f"Length {self.seq_len:,}"
+        of = f"of the {self.examples:,} {noun}s"
+        if not self.examples_cut:
+            return f"{length} cuts none {of}"
+        examples = f"{self.examples_cut:,} {of} ({percent(self.examples_share)})"
+        tokens = f"{percent(self.supervised_share)} of their supervised tokens"
+        said = f"{length} cuts {examples} and {tokens}"
+        if self.examples_left_out:
+            said += f"; {self.examples_left_out:,} {noun}s keep no supervised token"
+        return said
+
+
+def percent(share: float) -> str:
+    """Return a share of 0 to 1 in percent, with three digits: ``51.4 %``, ``0.0123 %``."""
+    return f"{100 * share:.3g} %"
+
+
 def by_member(samples: Iterable[Sequence[Any]]) -> list[Any]:
     """Return the rows of samples as a micro-batch has them: of pairs all that were chosen first."""
     return list(chain.from_iterable(zip(*samples, strict=True)))
