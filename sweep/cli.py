@@ -134,6 +134,7 @@ def run(
     seq_len: opt.SeqLen = None,
     compute_dtype: opt.ComputeDtype = None,
     quantization: opt.Quantization = None,
+    trainer: opt.Trainer = None,
     settings: opt.Set = None,
     as_json: opt.Json = False,
 ) -> int:
@@ -190,6 +191,7 @@ def run(
         "sweep plan a10",
         "sweep plan a10 --rank 64 --target-modules all-linear --seq-len 1024 --gpu a100-40gb",
         "sweep plan a10 --exact --micro-batch-size 8 --seq-len 512 --set checkpoint_fraction=0.5",
+        "sweep plan a10 --for trl",
         "sweep plan a10 --data dataset.jsonl --set data.tokenizer=models/mine",
         "sweep plan --gpu a10 --gpu l4 --cheapest --within 6h --work samples=10000",
         "sweep plan --gpu a10 --gpu l4 --rank 64 --price a10=0.75",
@@ -222,6 +224,7 @@ def plan(
     seq_len: opt.SeqLen = None,
     compute_dtype: opt.ComputeDtype = None,
     quantization: opt.Quantization = None,
+    trainer: opt.Trainer = None,
     settings: opt.Set = None,
     as_json: opt.Json = False,
 ) -> int:

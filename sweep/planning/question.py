@@ -37,9 +37,10 @@ from search_spaces.loading import (
 from search_spaces.models import ModelSpec, load_model_spec
 from search_spaces.presets import preset_space
 from search_spaces.prices import Offer, load_prices
-from search_spaces.rules import Setting, adapter_dtype_of_trl, attention_of, attention_words
+from search_spaces.rules import Setting, attention_of, attention_words
 from search_spaces.sizes import with_offered_batches
 from search_spaces.space import SearchSpace, largest_whole
+from search_spaces.trainer_spaces import for_trainer
 from storage.definition import StudySnapshot, Target
 from sweep.data.choice import ReadTexts, space_with_texts, typed_texts
 from sweep.data.texts import PreparedTexts, TextsRequest, prepare_texts
@@ -185,8 +186,6 @@ class Question:
         if self.request.is_exact:
             given = {"attention": attention_of(self.model), **needed_by(self.held), **self.held}
             asked = parse_config(_with_micro_batch(given), where="options")
-            if self.is_grpo and "adapter_dtype" not in self.held:
-                asked = asked.changed(adapter_dtype=adapter_dtype_of_trl(asked.quantization))
         else:
             refuse_without_texts(self._space_of(gpu)[0])
             space = self._of_grpo(self._offered(gpu).space)
@@ -212,24 +211,14 @@ class Question:
             yield name, replace(self, request=request)
 
     def _of_grpo(self, space: SearchSpace) -> SearchSpace:
-        """Return the space without sequences that GRPO's completions do not go into, and with
-        adapters of the types that TRL gives its bases."""
+        """Return the space without sequences that GRPO's completions do not go into."""
         if not self.is_grpo:
             return space
         longest, lengths = self.grpo["max_completion_length"] or 0, space.values_of("seq_len")
         short = [length for length in lengths if length <= longest]
         if 0 < len(short) < len(lengths):
             space = space.changed({"leave_out": [*space.leave_out, {"seq_len": short}]})
-        if "adapter_dtype" in {*space.dimensions, *self.request.configuration}:
-            return space
-        typed = self.held.get("quantization")
-        bases = space.values_of("quantization") if typed is None else (typed,)
-        types = sorted({adapter_dtype_of_trl(base) for base in bases})
-        if len(types) == 1:
-            return space.changed({"fixed": {**space.fixed, "adapter_dtype": types[0]}})
-        fixed = {key: value for key, value in space.fixed.items() if key != "adapter_dtype"}
-        free = {**space.dimensions, "adapter_dtype": types}
-        return space.changed({"dimensions": free, "fixed": fixed})
+        return space
 
     def text_notes(self, gpu: GpuSpec) -> tuple[str, ...]:
         """Return what the texts make of a GPU's space, for a person."""
@@ -240,8 +229,9 @@ class Question:
 
     def _offered(self, gpu: GpuSpec) -> Offered:
         space, kind = self._space_of(gpu)
-        own = with_own_attention(space, self.model, is_preset=kind != "file")
-        notes = () if "attention" in self.held else own.notes
+        able = for_trainer(space, self.model, is_preset=kind != "file", held=self.held)
+        own = with_own_attention(able.space, self.model, is_preset=kind != "file")
+        notes = able.notes if "attention" in self.held else (*able.notes, *own.notes)
         if self.texts is None:
             return Offered(own.space, notes)
         offered = space_with_texts(

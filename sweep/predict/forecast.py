@@ -45,7 +45,12 @@ from sweep.predict.memory.prediction import (
 from sweep.predict.memory.predictor import MemoryPredictor, Residuals, TracingPredictor
 from sweep.predict.memory.profile_store import OnProgress, tell_nobody
 from sweep.predict.memory.profiles import Untraceable
-from sweep.predict.on_texts import MemoryOnTexts, ShapesOnTexts, tokens_per_step
+from sweep.predict.on_texts import (
+    MemoryOnFullRows,
+    MemoryOnTexts,
+    ShapesOnTexts,
+    tokens_per_step,
+)
 from sweep.predict.speed.predictor import (
     FACTORS,
     Calibration,
@@ -601,8 +606,9 @@ class Forecaster:
         assert violation is not None, "rules are of a GPU, or given"
         self._violation = violation
         self.tracing = predictor if isinstance(predictor, TracingPredictor) else None
-        if predictor is not None and shapes is not None:
-            predictor = MemoryOnTexts(predictor, shapes)
+        if predictor is not None:
+            on_full_rows = MemoryOnFullRows(predictor)
+            predictor = on_full_rows if shapes is None else MemoryOnTexts(predictor, shapes)
         self._predictor = predictor
         self.target_speed = target_speed
         self._warn = warn

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from search_spaces.config import TrialConfig
 from search_spaces.errors import InputError
+from search_spaces.trainers import trainer_of
 from sweep.data.epoch import Epoch
 from sweep.data.rows import rows_of_samples
 from sweep.data.study_epochs import StudyEpochs, batch_key
@@ -108,6 +109,33 @@ class ShapesOnTexts:
             except InputError:
                 self._known[key] = ShapeOnTexts({}, {}, 1.0, float(config.tokens_per_step))
         return self._known[key]
+
+
+class MemoryOnFullRows(MemoryPredictor):
+    """Predicts memory for full rows, where a trainer passes a mask with them all the same.
+
+    Args:
+        predictor: of full rows without one.
+    """
+
+    def __init__(self, predictor: MemoryPredictor) -> None:
+        self._predictor = predictor
+
+    def predict_all(
+        self, configs: Sequence[TrialConfig], *, on_progress: OnProgress = tell_nobody
+    ) -> WholeMemory:
+        """See `MemoryPredictor.predict_all`."""
+        masked = [masked_full_rows(config) for config in configs]
+        return self._predictor.predict_all(masked, on_progress=on_progress)
+
+
+def masked_full_rows(config: TrialConfig) -> TrialConfig:
+    """Return the configuration of full rows that needs as much memory as those that the trainer
+    makes: packed where a mask comes with them."""
+    is_masked = trainer_of(config).masks_full_rows and not config.is_on_completions
+    # A row alone is as wide as it is long.
+    has_shorter = config.trainer != "trl" or config.micro_batch_size > 1
+    return config.changed(packing="packed") if is_masked and has_shorter else config
 
 
 class MemoryOnTexts(MemoryPredictor):

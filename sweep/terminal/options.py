@@ -69,6 +69,9 @@ def studies() -> list[str]:
     return []
 
 
+TRAINERS = ("sweep", "trl", "axolotl", "llama-factory", "unsloth")
+"""What `--for` takes; `search_spaces.config` has the same, and takes longer to import."""
+
 # Declared once each; a command has one under the name of its parameter, unless it says another.
 
 _PRESETS: dict[str, Any] = {"autocompletion": completed(presets)}
@@ -148,6 +151,15 @@ MicroBatch = Annotated[int | None, Option(help="Sequences in one pass of one GPU
 SeqLen = Annotated[int | None, Option(help="Tokens in a sequence.")]
 ComputeDtype = Annotated[str | None, Option(help="bf16, fp16, fp32, fp8 or int8.")]
 Quantization = Annotated[str | None, Option(help="nf4, fp4, fp8, int8 or none.")]
+Trainer = Annotated[
+    str | None,
+    Option(
+        "--for",
+        metavar="TRAINER",
+        help="What is to train: sweep, trl, axolotl, llama-factory or unsloth.",
+        autocompletion=completed(lambda: TRAINERS),
+    ),
+]
 
 On = Annotated[
     str | None,

@@ -304,7 +304,7 @@ def _values(config: TrialConfig, model: ModelSpec) -> Values:
     chunk = 1 << (-(-tokens // chunks) - 1).bit_length()
     if config.is_on_pairs:
         chunk = max(1, LOGITS_AT_ONCE // model.vocab_size)
-    elif config.method == "grpo":
+    elif config.has_head_of_trl:
         chunk = TRL_TILE[0]
     return {
         "b": config.micro_batch_size,

@@ -48,7 +48,7 @@ Values = Mapping[str, Any]
 """A whole number for each symbol, or an array with one for each configuration."""
 
 TRL_TILE = (4096, 32_768)
-"""Tokens and vocabulary, at most, of the logits that GRPO's head of TRL 1.16 has at once."""
+"""Tokens and vocabulary, at most, of the logits that TRL 1.16's head has at once."""
 _BLOCK_BYTES = 512
 """The caching allocator's granularity; what depends on no symbol is rounded to it here."""
 _SMALLEST_PRIME = 101
