@@ -96,6 +96,8 @@ CAPACITY_KEYS = ("lora_rank", "target_modules")
 LOGITS_AT_ONCE = 2**25
 """Tokens times vocabulary whose logits are there together where pairs are trained on: in 16 bits
 64 MiB, in fp32 with their gradient four times that."""
+TRL_TILE = (4096, 32_768)
+"""Tokens and vocabulary, at most, of the logits that TRL 1.16's own head has at once."""
 MICRO_BATCH_MAX = 65_536
 SEQ_LEN_MAX = 10_000_000
 GPUS_MAX = 64

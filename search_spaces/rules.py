@@ -330,10 +330,12 @@ def _of_many_gpus(config: TrialConfig, setting: Setting) -> Asked:
     if config.is_on_pairs:
         yield "pairs", _not_of_pairs(config, setting.model)
     if config.method == "grpo" or config.trainer != "sweep":
-        reason = _not_of_trainer(config, setting.model)
-        if config.method == "grpo" and reason is not None:
-            reason = f"method grpo is for TRL: {reason}"
-        yield "grpo" if config.method == "grpo" else "trainer", reason
+        lacking = _not_of_trainer(config, setting.model)
+        if config.method == "grpo" and lacking is not None:
+            lacking = f"method grpo is for TRL: {lacking}"
+        yield "grpo" if config.method == "grpo" else "trainer", lacking
+        trainer, kind = trainer_of(config), setting.model.model_type
+        yield "not-predicted", trainer.unmeasured(config, kind, has_texts=setting.has_texts)
 
 
 def _not_of_trainer(config: TrialConfig, model: ModelSpec) -> str | None:

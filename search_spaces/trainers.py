@@ -7,7 +7,7 @@ spell a setting.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any, Literal
@@ -44,17 +44,40 @@ class Trainer:
     )
     """Types of the adapters of a quantized base (True), and of one in 16 bits."""
     recomputes: Recomputing = "any share"
-    masks_full_rows: bool = False
-    """Whether even where every row is full a micro-batch comes with an attention mask: some of TRL,
-    as the last row of each thousand examples is shorter, and all of axolotl, which packs examples.
-    """
+    masks_full_rows: Literal["never", "sometimes", "always"] = "never"
+    """Whether a micro-batch comes with an attention mask where rows are full: sometimes in TRL, as
+    the last row of each thousand examples is shorter; always in axolotl, which packs examples."""
     masks_padding: bool = False
     """Whether padded rows come with an attention mask."""
     joins_packed_rows: bool = False
     """Whether the packed rows of a micro-batch become one long row, each of whose tokens is masked
     from the others' examples."""
-    is_measured_by_trials: bool = True
-    """Whether a trial of ours can run the step that it runs."""
+    measured: Mapping[str, Callable[[TrialConfig], bool]] | None = None
+    """Where its kernels are its own: what was measured, in words, and whether a configuration is of
+    that; None where our own steps stand for its."""
+    measured_types: tuple[str, ...] = ()
+    """Model types whose layers are those that were measured."""
+
+    def unmeasured(self, config: TrialConfig, model_type: str, *, has_texts: bool) -> str | None:
+        """Return why neither memory nor speed of a configuration is predicted, as nothing is
+        measured that is like it; None where they are.
+
+        Args:
+            config: the configuration.
+            model_type: of the model.
+            has_texts: whether it would train on a dataset.
+        """
+        if self.measured is None:
+            return None
+        what = None
+        if has_texts:
+            what = "a dataset"
+        elif model_type not in self.measured_types:
+            what = f"model type '{model_type}'"
+        elif not any(holds(config) for holds in self.measured.values()):
+            known = " or ".join(self.measured)
+            return f"{self.label} is not predicted but with {known}: nothing else is measured"
+        return what and f"{self.label} on {what} is not predicted: nothing of it is measured"
 
     @property
     def runs_everything(self) -> bool:
@@ -172,7 +195,7 @@ TRAINERS: Mapping[TrainerName, Trainer] = {
         },
         adapter_dtypes={kind: (dtype,) for kind, dtype in ADAPTERS_IN_TRL.items()},
         recomputes="each n-th",
-        masks_full_rows=True,
+        masks_full_rows="sometimes",
         masks_padding=True,
         joins_packed_rows=True,
     ),
@@ -181,7 +204,7 @@ TRAINERS: Mapping[TrainerName, Trainer] = {
         runs=_OF_LIBRARIES,
         adapter_dtypes={True: ("fp32",), False: ("fp32", "bf16")},
         recomputes="all or none",
-        masks_full_rows=True,
+        masks_full_rows="always",
         masks_padding=True,
     ),
     "llama-factory": Trainer(
@@ -212,7 +235,15 @@ TRAINERS: Mapping[TrainerName, Trainer] = {
         },
         adapter_dtypes=dict.fromkeys((True, False), ("fp32",)),
         recomputes="all or none",
-        is_measured_by_trials=False,
+        measured={
+            "an nf4 base in bf16": lambda c: c.quantization == "nf4" and c.compute_dtype == "bf16",
+            "a 16-bit base in bf16 without recomputed layers": lambda c: (
+                c.quantization == "none"
+                and c.compute_dtype == "bf16"
+                and c.checkpoint_fraction == 0
+            ),
+        },
+        measured_types=("mistral", "llama", "qwen2", "qwen3"),
     ),
 }
 """By the name that ``--for`` takes."""

@@ -46,7 +46,7 @@ from sweep.predict.memory.predictor import MemoryPredictor, Residuals, TracingPr
 from sweep.predict.memory.profile_store import OnProgress, tell_nobody
 from sweep.predict.memory.profiles import Untraceable
 from sweep.predict.on_texts import (
-    MemoryOnFullRows,
+    MemoryInTrainer,
     MemoryOnTexts,
     ShapesOnTexts,
     tokens_per_step,
@@ -607,8 +607,8 @@ class Forecaster:
         self._violation = violation
         self.tracing = predictor if isinstance(predictor, TracingPredictor) else None
         if predictor is not None:
-            on_full_rows = MemoryOnFullRows(predictor)
-            predictor = on_full_rows if shapes is None else MemoryOnTexts(predictor, shapes)
+            in_trainer = MemoryInTrainer(predictor)
+            predictor = in_trainer if shapes is None else MemoryOnTexts(predictor, shapes)
         self._predictor = predictor
         self.target_speed = target_speed
         self._warn = warn

@@ -47,8 +47,6 @@ Polynomial = dict[str, int]
 Values = Mapping[str, Any]
 """A whole number for each symbol, or an array with one for each configuration."""
 
-TRL_TILE = (4096, 32_768)
-"""Tokens and vocabulary, at most, of the logits that TRL 1.16's head has at once."""
 _BLOCK_BYTES = 512
 """The caching allocator's granularity; what depends on no symbol is rounded to it here."""
 _SMALLEST_PRIME = 101

@@ -43,6 +43,7 @@ from peft import PeftModel
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel, masking_utils
 
+from search_spaces.config import TRL_TILE
 from sweep.predict.memory.profiles import (
     ACTIVATIONS,
     BIRTH,
@@ -52,7 +53,6 @@ from sweep.predict.memory.profiles import (
     GRADIENTS,
     LEAVE,
     LOSS,
-    TRL_TILE,
     Entry,
     Polynomial,
     Structure,
