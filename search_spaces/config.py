@@ -568,6 +568,11 @@ class TrialConfig(BaseModel):
         return self.method == "grpo" or (self.trainer == "trl" and not self.is_on_pairs)
 
     @property
+    def masks_padding(self) -> bool:
+        """Whether its trainer passes an attention mask with padded rows."""
+        return self.trainer in ("trl", "axolotl", "llama-factory")
+
+    @property
     def rows_per_sample(self) -> int:
         """Sequences of a sample: a pair has two."""
         return 2 if self.is_on_pairs else 1

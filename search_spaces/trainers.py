@@ -47,8 +47,6 @@ class Trainer:
     masks_full_rows: Literal["never", "sometimes", "always"] = "never"
     """Whether a micro-batch comes with an attention mask where rows are full: sometimes in TRL, as
     the last row of each thousand examples is shorter; always in axolotl, which packs examples."""
-    masks_padding: bool = False
-    """Whether padded rows come with an attention mask."""
     joins_packed_rows: bool = False
     """Whether the packed rows of a micro-batch become one long row, each of whose tokens is masked
     from the others' examples."""
@@ -196,7 +194,6 @@ TRAINERS: Mapping[TrainerName, Trainer] = {
         adapter_dtypes={kind: (dtype,) for kind, dtype in ADAPTERS_IN_TRL.items()},
         recomputes="each n-th",
         masks_full_rows="sometimes",
-        masks_padding=True,
         joins_packed_rows=True,
     ),
     "axolotl": Trainer(
@@ -205,7 +202,6 @@ TRAINERS: Mapping[TrainerName, Trainer] = {
         adapter_dtypes={True: ("fp32",), False: ("fp32", "bf16")},
         recomputes="all or none",
         masks_full_rows="always",
-        masks_padding=True,
     ),
     "llama-factory": Trainer(
         TRAINER_LABELS["llama-factory"],
@@ -217,7 +213,6 @@ TRAINERS: Mapping[TrainerName, Trainer] = {
         instead={"kernels": {"fused-loss": "liger"}},
         adapter_dtypes=dict.fromkeys((True, False), ("fp32",)),
         recomputes="all or none",
-        masks_padding=True,
     ),
     "unsloth": Trainer(
         TRAINER_LABELS["unsloth"],

@@ -102,6 +102,7 @@ def front_door(version: opt.Version = False) -> None:
     epilog=_shown(
         "sweep run a10 --data dataset.jsonl",
         "sweep run cpu-demo --trials 3 --no-confirm",
+        "sweep run cpu-demo --for trl --trials 3 --no-confirm",
         "sweep run a10 --rank 64 --target-modules all-linear --set compile=true",
         "sweep run wider.yaml --from a10",
         "sweep run a10 --on slurm --with time=4h --with partition=gpu --dry-run",

@@ -73,10 +73,12 @@ def _stand_in(config: TrialConfig, width: int, *, is_masked: bool) -> dict[str, 
     trainer = trainer_of(config)
     rows = config.micro_batch_size * config.rows_per_sample
     is_padded = config.packing != "packed" and rows > 1
-    has_mask = is_masked or (trainer.masks_padding and is_padded)
+    has_mask = is_masked or (config.masks_padding and is_padded)
     found: dict[str, Any] = {"seq_len": width, "packing": "packed" if has_mask else "none"}
-    if trainer.joins_packed_rows and config.packing == "packed":
+    is_joined = trainer.joins_packed_rows and config.packing == "packed"
+    if is_joined and config.attention != "flash_attention_2":
         # As many tokens in one row, in as many micro-batches.
+        found["packing"] = "packed"
         found["seq_len"] = width * config.micro_batch_size
         found["effective_batch_size"] = config.micro_batches_per_step
         found["micro_batch_size"] = 1
