@@ -33,6 +33,10 @@ class Trainer:
 
     label: str
     """What people call it."""
+    does: str = ""
+    """What its step does otherwise than ours, as a clause."""
+    evidence: str = ""
+    """What is known of predictions of its step, as a clause."""
     runs: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     """By setting, the values that it runs as they are, the plainest first; a setting that is not
     named takes any value."""
@@ -76,6 +80,14 @@ class Trainer:
             known = " or ".join(self.measured)
             return f"{self.label} is not predicted but with {known}: nothing else is measured"
         return what and f"{self.label} on {what} is not predicted: nothing of it is measured"
+
+    @property
+    def about(self) -> str | None:
+        """What predictions of its step are of, and what is known of them, as a sentence; None where
+        nothing is otherwise than ours."""
+        if not self.does:
+            return None
+        return f"memory and speed are of {self.label}: {self.does}; {self.evidence}"
 
     @property
     def runs_everything(self) -> bool:
@@ -181,10 +193,16 @@ _OF_LIBRARIES: Mapping[str, tuple[Any, ...]] = {
 }
 """What programs can do that put transformers, PEFT and bitsandbytes together."""
 
+_NOT_MEASURED = "derived from its code, and no step of it was measured on a GPU"
+
 TRAINERS: Mapping[TrainerName, Trainer] = {
     "sweep": Trainer(TRAINER_LABELS["sweep"]),
     "trl": Trainer(
         TRAINER_LABELS["trl"],
+        does="its own head computes the loss, adapters are bf16 on a quantized base and fp32 on a "
+        "16-bit one, and a row that is shorter than others brings an attention mask",
+        evidence="a step of TRL 1.16.0's SFTTrainer on an H200 needed 0.01 % less than predicted "
+        "and was 4 % faster, peaks of ten of its GRPOTrainer were within 1.8 %",
         runs={
             **_OF_LIBRARIES,
             "method": ("sft", "dpo", "grpo"),
@@ -198,6 +216,8 @@ TRAINERS: Mapping[TrainerName, Trainer] = {
     ),
     "axolotl": Trainer(
         TRAINER_LABELS["axolotl"],
+        does="rows bring an attention mask, and nothing is compiled",
+        evidence=_NOT_MEASURED,
         runs=_OF_LIBRARIES,
         adapter_dtypes={True: ("fp32",), False: ("fp32", "bf16")},
         recomputes="all or none",
@@ -205,6 +225,8 @@ TRAINERS: Mapping[TrainerName, Trainer] = {
     ),
     "llama-factory": Trainer(
         TRAINER_LABELS["llama-factory"],
+        does="padded rows bring an attention mask, and nothing is compiled",
+        evidence=_NOT_MEASURED,
         runs={
             **_OF_LIBRARIES,
             "compute_dtype": ("bf16", "fp16"),
@@ -216,6 +238,9 @@ TRAINERS: Mapping[TrainerName, Trainer] = {
     ),
     "unsloth": Trainer(
         TRAINER_LABELS["unsloth"],
+        does="its kernels are its own",
+        evidence="factors over our own step, of two rows each, measured on an H200 with Mistral-7B "
+        "at 512 tokens",
         runs={
             **_OF_LIBRARIES,
             "compute_dtype": ("bf16", "fp16"),

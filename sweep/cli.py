@@ -345,19 +345,25 @@ def report(
 
 
 @command(
-    "commands.export",
+    "exporting.export",
     "sweep export a10 --format script",
+    "sweep export a10 --for trl",
     "sweep export a10 --format json -o winner.json",
 )
 def export(
     study: opt.Study,
-    format: opt.Format = "script",
+    format: opt.Format = None,
+    trainer: opt.Trainer = None,
     trial: opt.Trial = None,
     output: opt.Output = None,
-    is_forced: opt.Force = False,
+    is_forced: opt.ForceExport = False,
     storage: opt.Storage = None,
 ) -> None:
-    """Write a study's winner as a script, or for another trainer."""
+    """Write a study's winner as a script, or for another trainer.
+
+    A file that would run out of memory in its trainer is not written. With --for it is of the best
+    that the trainer can do.
+    """
 
 
 @command(

@@ -16,6 +16,7 @@ from pydantic import Field, StrictInt
 from search_spaces.config import (
     Attention,
     Number,
+    TrainerName,
     TrialConfig,
     as_options,
     needed_by,
@@ -148,7 +149,7 @@ class Question:
     @cached_property
     def held(self) -> Mapping[str, Any]:
         """Settings that are the same on every GPU: what was typed, and what makes jobs the same."""
-        typed = self.request.configuration
+        typed = self._typed
         spaces = [] if self.request.is_exact else [self._space_of(gpu)[0] for gpu in self.gpus]
         if self.is_grpo:
             is_free = self.space is None or self.space.values_of("effective_batch_size") == (None,)
@@ -161,6 +162,15 @@ class Question:
         if self.request.is_cheapest:
             fixed = {} if self.space is None else self.space.fixed
             return job(typed, fixed=fixed, spaces=spaces)
+        return typed
+
+    @property
+    def _typed(self) -> Mapping[str, Any]:
+        """Settings that were typed, but for a trainer that is there where nothing is said."""
+        typed = dict(self.request.configuration)
+        is_named = self.space is not None and "trainer" in self.space.fixed
+        if typed.get("trainer") == "sweep" and not is_named:
+            del typed["trainer"]
         return typed
 
     @property
@@ -244,7 +254,7 @@ class Question:
         if self.request.is_exact:
             return Asked(held=self.held, grpo=self.grpo)
         kind, command = self._space_of(gpu)[1], self._run_command(gpu)
-        held = self.request.configuration if self.is_grpo else self.held
+        held = self._typed if self.is_grpo else self.held
         return Asked(kind, held, run_command=command, grpo=self.grpo)
 
     def _run_command(self, gpu: GpuSpec) -> str:
@@ -260,7 +270,7 @@ class Question:
         elif gpu.name == space.gpu:
             del target["gpu"]
         texts = {f"data.{k}".removesuffix(".texts"): v for k, v in self.request.data.items()}
-        target |= {**texts, "numerics": self.request.numerics, **self.request.configuration}
+        target |= {**texts, "numerics": self.request.numerics, **self._typed}
         options = _typed(target)
         return f"{first}sweep run {shlex.quote(name)} {options}".rstrip()
 
@@ -408,8 +418,9 @@ def _check(request: PlanRequest) -> None:
     ways = request.configuration.keys() & {"data_parallel", "sharding"}
     if request.devices is not None and ways:
         raise InputError(f"--devices compares values of {min(ways)}: leave that out")
-    if request.configuration and request.from_file is not None:
-        key = next(iter(request.configuration))
+    of_each_line = [key for key in request.configuration if key != "trainer"]
+    if of_each_line and request.from_file is not None:
+        key = of_each_line[0]
         raise InputError(f"{key} and --from-file are both given: keep one")
     if request.is_longest and "seq_len" in request.configuration:
         raise InputError("--longest asks for the length: leave --seq-len out")
@@ -475,7 +486,11 @@ def _typed(options: Mapping[str, Any]) -> str:
 
 
 def read_configurations(
-    name: str, *, attention: Attention = "sdpa", stdin: BinaryIO | None = None
+    name: str,
+    *,
+    attention: Attention = "sdpa",
+    trainer: TrainerName = "sweep",
+    stdin: BinaryIO | None = None,
 ) -> list[tuple[str, TrialConfig]]:
     """Return each line's configuration, with where it stands for messages.
 
@@ -484,6 +499,7 @@ def read_configurations(
     Args:
         name: a file, or ``-`` for standard input.
         attention: of a line that names none.
+        trainer: alike.
         stdin: read for ``-``; the process's own by default.
 
     Raises:
@@ -504,7 +520,8 @@ def read_configurations(
     for number, line in enumerate(text.split("\n"), start=1):
         if line.strip():
             where = f"{label}: line {number}"
-            values = {"attention": attention, **parse_object(line, where=where)}
+            named = {"attention": attention, "trainer": trainer}
+            values = {**named, **parse_object(line, where=where)}
             configurations.append((where, parse_config(values, where=where)))
     if not configurations:
         raise InputError(f"{label}: no configuration in it; give one JSON object a line")

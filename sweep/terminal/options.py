@@ -115,6 +115,13 @@ Storage = Annotated[
 Json = Annotated[bool, Option("--json", help="Print one JSON document on stdout, nothing else.")]
 Yes = Annotated[bool, Option("-y", "--yes", help="Do not ask.")]
 Force = Annotated[bool, Option("--force", help="Replace a file that sweep did not write.")]
+ForceExport = Annotated[
+    bool,
+    Option(
+        "--force",
+        help="Replace a file that sweep did not write, and write one that runs out of memory.",
+    ),
+]
 Shown = Annotated[bool, Option("--dry-run", help="Print what would be written, write nothing.")]
 Forget = Annotated[
     str | None, Option("--forget", metavar="DIGEST", help="Remove a file that is kept.")
@@ -217,7 +224,10 @@ Work = Annotated[
 ]
 
 Format = Annotated[
-    str, Option(help="script, trl, axolotl, llama-factory, unsloth, peft, json, yaml or surface.")
+    str | None,
+    Option(
+        help="script (default), trl, axolotl, llama-factory, unsloth, peft, json, yaml or surface."
+    ),
 ]
 Figure = Annotated[str | None, Option(help="Which figure, where -o ends in .png or .svg.")]
 Base = Annotated[str | None, Option("--model", help="The 16-bit base; the adapter's own.")]
