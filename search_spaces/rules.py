@@ -21,7 +21,7 @@ from search_spaces.linears import (
     unquantized,
 )
 from search_spaces.models import ModelSpec
-from search_spaces.trainers import trainer_of
+from search_spaces.trainers import GRPO, trainer_of
 
 LIGER_MODEL_TYPES = types(
     """
@@ -330,12 +330,17 @@ def _of_many_gpus(config: TrialConfig, setting: Setting) -> Asked:
     if config.is_on_pairs:
         yield "pairs", _not_of_pairs(config, setting.model)
     if config.method == "grpo" or config.trainer != "sweep":
-        lacking = _not_of_trainer(config, setting.model)
-        if config.method == "grpo" and lacking is not None:
-            lacking = f"method grpo is for TRL: {lacking}"
-        yield "grpo" if config.method == "grpo" else "trainer", lacking
-        trainer, kind = trainer_of(config), setting.model.model_type
-        yield "not-predicted", trainer.unmeasured(config, kind, has_texts=setting.has_texts)
+        yield from _of_trainer(config, setting)
+
+
+def _of_trainer(config: TrialConfig, setting: Setting) -> Asked:
+    trainer, kind = trainer_of(config), setting.model.model_type
+    lacking = _not_of_trainer(config, setting.model)
+    if trainer is GRPO:
+        yield "grpo", lacking and f"method grpo is for TRL: {lacking}"
+    else:
+        yield "trainer", lacking
+    yield "not-predicted", trainer.unmeasured(config, kind, has_texts=setting.has_texts)
 
 
 def _not_of_trainer(config: TrialConfig, model: ModelSpec) -> str | None:

@@ -5,7 +5,9 @@ A trial is of the step that a study measured; what a file makes of it in its tra
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from reports import units
 from search_spaces.config import TrainerName, TrialConfig, as_options
@@ -14,11 +16,13 @@ from search_spaces.gpus import find_gpu, match_product
 from search_spaces.loading import with_fixed
 from search_spaces.models import ModelSpec
 from search_spaces.preference import TIE
+from search_spaces.space import SearchSpace
 from search_spaces.trainer_spaces import for_trainer
 from search_spaces.trainers import TRAINERS, Trainer
 from storage.definition import StudySnapshot
 from storage.ranking import rank_study
 from storage.records import TrialRecord, Verdict
+from sweep.planning.candidates import own_space
 from sweep.planning.survey import survey
 from sweep.predict.building import build_forecaster, shapes_of_study
 from sweep.predict.forecast import Forecast, Forecaster
@@ -135,21 +139,28 @@ class InTrainer:
         return max(found, key=lambda best: best.forecast.tokens_per_second or 0.0, default=None)
 
     def _planned_best(self, config: TrialConfig) -> Best | None:
+        """Return what is predicted to be best of the study's space, or of the GPU's own where
+        nothing of that fits."""
         held = {key: getattr(config, key) for key in _TASK_KEYS}
+        if config.effective_batch_size is not None:
+            held["effective_batch_size"] = config.effective_batch_size
         space = self._snapshot.definition.space
+        own, _ = own_space(self._gpu.name, space.model)
+        return self._recommended(space, held) or self._recommended(own, held)
+
+    def _recommended(self, space: SearchSpace, held: Mapping[str, Any]) -> Best | None:
         try:
-            able = for_trainer(
-                space, self._model, is_preset=True, held={**held, "trainer": self.name}
-            ).space
+            typed = {**held, "trainer": self.name}
+            able = for_trainer(space, self._model, is_preset=True, held=typed).space
             asked = with_fixed(able, held)
             if isinstance(asked, TrialConfig):
-                forecast = self.forecaster.expect(asked)
-                return Best(forecast, None) if forecast.fit is Fit.YES else None
-            found = survey(asked, self.forecaster).recommended
+                found: Forecast | None = self.forecaster.expect(asked)
+            else:
+                found = survey(asked, self.forecaster).recommended
         except InputError:
             # Nothing of the space is what the trainer can run, or nothing of it is predicted.
             return None
-        return None if found is None or not found.fits else Best(found, None)
+        return None if found is None or found.fit is not Fit.YES else Best(found, None)
 
 
 def _is_same_task(one: TrialConfig, other: TrialConfig) -> bool:

@@ -164,7 +164,7 @@ def _refusal(there: InTrainer, record: Record, needs: str, best: Best | None) ->
     )
     command = f"sweep export {quote(record.study)} --for {there.name}"
     if best is None:
-        told += f"Nothing of the study's space surely fits there: `sweep plan --for {there.name}`"
+        told += f"Nothing surely fits there (`sweep plan --for {there.name}`)"
     else:
         told += f"The best that {label} can do of it, {best.words}: `{command}` writes that"
     return f"{told}; --force writes this one all the same"
