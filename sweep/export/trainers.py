@@ -145,6 +145,7 @@ def cases_of(record: Record) -> dict[str, str]:
         "adapter_dtype": f"{config.adapter_dtype} on {'16-bit' if bits == '16' else 'quantized'}",
         "checkpoint_fraction": parts if 0 < recomputed < layers else "all or none",
         "upcast_fp32": str(config.upcast_fp32),
+        "trainer": "in TRL" if config.has_head_of_trl else "",
         "model": "part" if PART_OF in record.model.config else "whole",
         "method": config.method,
         "loss_type": "sigmoid" if canonical(config).loss_type == "sigmoid" else "not sigmoid",

@@ -38,9 +38,9 @@ from storage.records import Stage
 from sweep.data.batches import WEIGHT, Batch
 from sweep.data.rows import IGNORED
 from sweep.training.adapters import Attached, local
-from sweep.training.in_trl import InTrl
+from sweep.training.in_trl import trained
 from sweep.training.model import compute_type
-from sweep.training.preference import REFERENCE, trained
+from sweep.training.preference import REFERENCE
 from sweep.training.team import fsdp_plugin, rank, shard_on_cpu, world_size
 
 _DISTINCT_BATCHES = 3
@@ -110,8 +110,6 @@ class TrainingLoop:
         rates = get_linear_schedule_with_warmup(optimizer, warmup, last)
         self.trained: Any = trained(attached.model, config)
         """What a step calls."""
-        if config.has_head_of_trl:
-            self.trained = InTrl(attached.model)
         if world_size() > 1 and not config.is_sharded:
             keep_from_others(self.trained)
         # accelerate puts a model into its precision, but for one that it shards.
@@ -300,6 +298,15 @@ def full_rows(config: TrialConfig) -> tuple[Callable[[list[torch.Tensor]], Batch
         case "axolotl":
             return (of_two_examples,)
     return (stacked,)
+
+
+def full_rows_in_turn(config: TrialConfig) -> Callable[[list[torch.Tensor]], Batch]:
+    """Return what makes micro-batches of full rows of a training: those that need most memory come
+    in its first steps, as in a trial."""
+    largest, *others = full_rows(config)
+    plain = others[0] if others else largest
+    left = itertools.repeat(largest, config.accumulation_steps)
+    return lambda rows: next(left, plain)(rows)
 
 
 def stacked(rows: list[torch.Tensor]) -> Batch:

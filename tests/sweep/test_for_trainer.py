@@ -222,6 +222,10 @@ def test_a_study_for_a_trainer_samples_what_it_can_run_and_says_so(
     assert sweep(*run, "--study", "cpu-demo-trl").code == 2
     options = yaml.safe_load(sweep("export", "cpu-demo-trl", "--for", "trl").out)
     assert options["max_length"] > 0
+    # A script would hold the logits.
+    assert sweep("export", "cpu-demo-trl", "--format", "script").code == 2
+    verified = sweep("verify", "cpu-demo-trl", "--steps", "8", "--json")
+    assert _document(verified)["peak_allocated_bytes"]["ratio"] == pytest.approx(1.0, abs=0.05)
 
 
 def test_a_study_for_a_trainer_that_no_trial_can_run_is_refused(sweep: Sweep) -> None:
