@@ -105,8 +105,11 @@ class Structure:
 
     @property
     def key(self) -> str:
-        """What tells it apart, as JSON: the settings that shape tensors, and no others."""
+        """What tells it apart, as JSON: the settings that shape tensors, and no others; the trainer
+        where it is another one than sweep."""
         shaping = {key: getattr(self.config, key) for key, knob in KNOBS.items() if knob.traced}
+        if self.config.trainer == "sweep":
+            del shaping["trainer"]
         return json.dumps([shaping, self.is_checkpointed, self.has_flash, self.is_long])
 
     @property
