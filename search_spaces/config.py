@@ -530,7 +530,7 @@ class TrialConfig(BaseModel):
         if trainer == "sweep" and method != "grpo":
             return values
         own: dict[str, Any] = {"upcast_fp32": False}
-        if trainer == "trl" or method == "grpo":
+        if trainer == "trl" or (trainer == "sweep" and method == "grpo"):
             is_quantized = values.get("quantization", "nf4") != "none"
             own["adapter_dtype"] = ADAPTERS_IN_TRL[is_quantized]
         return {**own, **values}
@@ -563,9 +563,14 @@ class TrialConfig(BaseModel):
         return self.method != "sft"
 
     @property
+    def is_in_trl(self) -> bool:
+        """Whether one of TRL's trainers trains it; of completions nothing else does."""
+        return self.trainer == "trl" or (self.trainer == "sweep" and self.method == "grpo")
+
+    @property
     def has_head_of_trl(self) -> bool:
         """Whether TRL's own head computes the loss, from a tile of logits at a time."""
-        return self.method == "grpo" or (self.trainer == "trl" and not self.is_on_pairs)
+        return self.is_in_trl and not self.is_on_pairs
 
     @property
     def masks_padding(self) -> bool:
@@ -666,7 +671,11 @@ class TrialConfig(BaseModel):
             pydantic.ValidationError: it is none, as at construction; `takes_micro_batch` asks first
                 of what most often is.
         """
-        return TrialConfig.model_validate({**self.__dict__, **changes})
+        values = {**self.__dict__, **changes}
+        if "quantization" in changes and "adapter_dtype" not in changes and self.is_in_trl:
+            # The base decides it, and the base is another one.
+            del values["adapter_dtype"]
+        return TrialConfig.model_validate(values)
 
     def takes_micro_batch(self, size: int) -> bool:
         """Whether a micro-batch of that size on each of its GPUs goes into its effective batch."""

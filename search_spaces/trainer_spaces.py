@@ -42,9 +42,11 @@ def for_trainer(
     if trainer.runs_everything:
         return Offered(space)
     free: dict[str, Any] = dict(space.dimensions)
-    fixed = {**space.fixed, "trainer": name}
+    fixed = dict(space.fixed)
+    if name != "sweep":
+        fixed["trainer"] = name
     left_out: list[str] = []
-    for key in (*trainer.runs, "checkpoint_fraction"):
+    for key in (*(key for key in trainer.runs if key != "method"), "checkpoint_fraction"):
         named = _named(key, space, held)
         allowed = trainer.runs.get(key) or _recomputable(named, trainer, model)
         kept = [value for value in named if value in allowed]
@@ -57,25 +59,37 @@ def for_trainer(
         dropped = [as_typed(value) for value in named if value not in allowed]
         if key in free and dropped:
             left_out.append(f"{key} {', '.join(dropped)}")
-        free.pop(key, None)
-        fixed.pop(key, None)
-        values = kept or [allowed[0]]
-        if len(values) == 1:
-            fixed[key] = values[0]
-        else:
-            free[key] = Choices(choices=tuple(values))
+        _put(key, kept or [allowed[0]], free, fixed)
     if trainer.decides_adapter_dtype:
         _check_adapters(trainer, free, fixed, held)
         free.pop("adapter_dtype", None)
         fixed.pop("adapter_dtype", None)
-    asked = space.baseline_config()
-    run = trainer.as_run(asked, layers=model.hidden_layers, half="bf16").changed(trainer=name)
-    baseline = {**space.baseline, **run.changes_from(asked)}
     notes: tuple[str, ...] = ()
     if left_out and not is_preset:
         notes = (f"Not searched, as {trainer.label} cannot run it: {'; '.join(left_out)}.",)
+    baseline = _baseline(space, trainer, name, model)
     changes = {"dimensions": free, "fixed": fixed, "baseline": baseline}
     return Offered(space.changed(changes), notes)
+
+
+def _put(key: str, values: Sequence[Any], free: dict[str, Any], fixed: dict[str, Any]) -> None:
+    """Let a setting have some values: fixed where it is one, else searched."""
+    free.pop(key, None)
+    fixed.pop(key, None)
+    if len(values) == 1:
+        fixed[key] = values[0]
+    else:
+        free[key] = Choices(choices=tuple(values))
+
+
+def _baseline(
+    space: SearchSpace, trainer: Trainer, name: TrainerName, model: ModelSpec
+) -> dict[str, Any]:
+    """Return what the trainer does in the baseline's place."""
+    asked = space.baseline_config()
+    run = trainer.as_run(asked, layers=model.hidden_layers, half="bf16").changed(trainer=name)
+    # The method is the space's, which has no other baseline.
+    return {**space.baseline, **run.changed(method=asked.method).changes_from(asked)}
 
 
 def _named(key: str, space: SearchSpace, held: Mapping[str, Any]) -> Sequence[Any]:

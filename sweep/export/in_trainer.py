@@ -145,8 +145,15 @@ class InTrainer:
         if config.effective_batch_size is not None:
             held["effective_batch_size"] = config.effective_batch_size
         space = self._snapshot.definition.space
-        own, _ = own_space(self._gpu.name, space.model)
-        return self._recommended(space, held) or self._recommended(own, held)
+        found = self._recommended(space, held)
+        if found is not None:
+            return found
+        try:
+            own, _ = own_space(self._gpu.name, space.model)
+        except InputError:
+            # The model is not here any more.
+            return None
+        return self._recommended(own, held)
 
     def _recommended(self, space: SearchSpace, held: Mapping[str, Any]) -> Best | None:
         try:
