@@ -114,8 +114,8 @@ def trainer_words(config: TrialConfig) -> str:
     """Return what trials of a configuration for another trainer are of."""
     trainer = trainer_of(config)
     return (
-        f"{trainer.label}: only what it can run is searched, and trials run what it does "
-        f"({trainer.does})"
+        f"{trainer.label}: only what it can run is searched, and trials run what it does: "
+        f"{trainer.does}"
     )
 
 

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import shlex
 from contextlib import closing
 
 from reports import units
 from search_spaces.config import TrainerName
-from search_spaces.errors import EnvironmentFault, InputError, NothingFits, did_you_mean, quote
+from search_spaces.errors import EnvironmentFault, InputError, NothingFits, did_you_mean
 from search_spaces.gpus import match_product
 from search_spaces.models import ModelSpec
 from search_spaces.trainers import TRAINERS
 from storage.definition import StudySnapshot
 from storage.files import checked_output, write_output
-from storage.surfaces import surface_text
 from sweep import paths
 from sweep.export import formats
 from sweep.export.in_trainer import Best, InTrainer, figures, is_predicted
@@ -40,9 +40,7 @@ def export(
     path = checked_output(output, what=f"format {format}", endings=endings, is_forced=is_forced)
     snapshot = read(study, url=paths.storage_url(storage))
     if format == formats.SURFACE:
-        if trial is not None:
-            raise InputError("--trial: a surface is of all trials; leave it out")
-        export = formats.Export(surface_text(snapshot))
+        export = formats.exported(snapshot, format=format, number=trial)
     else:
         record = _record(
             snapshot, format=format, trial=trial, is_for=trainer is not None, is_forced=is_forced
@@ -81,8 +79,7 @@ def _format(format: str | None, trainer: str | None) -> str:
     own = "script" if trainer == "sweep" else trainer
     if format is None:
         return own
-    is_of_trainer = format in TRAINERS and format != "sweep"
-    if is_of_trainer != (trainer != "sweep") or (is_of_trainer and format != trainer):
+    if (_trainer_of(format) or "sweep") != trainer:
         raise InputError(f"--for {trainer} and --format {format} are of two trainers: keep one")
     return format
 
@@ -98,11 +95,8 @@ def _record(
         InputError: no such trial that fits.
     """
     record = record_of(snapshot, number=trial)
-    name: TrainerName = "sweep"
-    for known in TRAINERS:
-        if format == known:
-            name = known
-    if name == "sweep" or not is_predicted(snapshot):
+    name = _trainer_of(format)
+    if name is None or not is_predicted(snapshot):
         return record
     model = ModelSpec.from_json(snapshot.definition.model)
     gpu = match_product(snapshot.definition.target.gpu)
@@ -124,6 +118,14 @@ def _record(
             return record
 
 
+def _trainer_of(format: str) -> TrainerName | None:
+    """Return the trainer of a format; None where it is sweep's own, or a document."""
+    for name in TRAINERS:
+        if name == format and name != "sweep":
+            return name
+    return None
+
+
 def _checked(
     there: InTrainer,
     record: Record,
@@ -138,15 +140,13 @@ def _checked(
     if unknown is not None:
         console.note_folded(f"{label}: not predicted there: {unknown}", indent=2)
         return record
-    is_as_measured = config.trainer == record.config.trainer != "sweep"
     needs = f"{figures(there.forecast(config))}, predicted"
-    if not is_best_wanted or (is_as_measured and not there.is_too_large(config)):
-        if not there.is_too_large(config) or is_forced:
-            console.note_folded(f"in {label} it needs {needs}", indent=2)
-            return record
-        raise NothingFits(_refusal(there, record, needs, there.best(config)))
+    is_own = config.trainer == there.name or not is_best_wanted
+    if is_own and (is_forced or not there.is_too_large(config)):
+        console.note_folded(f"in {label} it needs {needs}", indent=2)
+        return record
     best = there.best(config)
-    if best is None:
+    if best is None or not is_best_wanted:
         raise NothingFits(_refusal(there, record, needs, best))
     console.note_folded(f"the best for {label}, {best.words}", indent=2)
     if best.trial is not None:
@@ -162,7 +162,7 @@ def _refusal(there: InTrainer, record: Record, needs: str, best: Best | None) ->
         f"{record.label}: in {label}, which cannot run it as it was measured ({measured}), the "
         f"file needs {needs}: it runs out of memory. "
     )
-    command = f"sweep export {quote(record.study)} --for {there.name}"
+    command = f"sweep export {shlex.quote(record.study)} --for {there.name}"
     if best is None:
         told += f"Nothing surely fits there (`sweep plan --for {there.name}`)"
     else:

@@ -286,7 +286,7 @@ def test_a_winner_that_runs_out_of_memory_in_its_trainer_is_not_written(
     words = " ".join(said.err.split())
     assert TRAINERS[trainer].label in words
     assert "21.48 GiB" in words
-    assert f"sweep export 'a10' --for {trainer}" in words
+    assert f"sweep export a10 --for {trainer}" in words
     assert "--force" in words
     # Both ways out.
     assert sweep("export", a10, "--format", trainer, "-o", path, "--force").code == 0
