@@ -7,7 +7,7 @@ import statistics
 
 import pytest
 
-from search_spaces.config import TrialConfig
+from search_spaces.config import TrialConfig, parse_config
 from search_spaces.gpus import GIB, find_gpu
 from sweep.predict.forecast import Forecaster
 from sweep.predict.memory.peaks import KNOWN_PARTS
@@ -30,21 +30,15 @@ def forecaster(profile_cache, tracing_child) -> Forecaster:  # type: ignore[no-u
 
 
 def _config(row: Row) -> TrialConfig:
-    return TrialConfig(
-        trainer="unsloth",
-        quantization=row["quantization"],
-        checkpoint_fraction=row["checkpoint_fraction"],
-        micro_batch_size=row["micro_batch_size"],
-        optimizer="adamw_torch_fused",
-        expandable_segments=True,
-    )
+    return parse_config(row["config"])
 
 
 def _rows(base: str, is_recomputed: bool) -> list[Row]:
     return [
         row
         for row in ROWS
-        if row["quantization"] == base and (row["checkpoint_fraction"] == 1) is is_recomputed
+        if row["config"]["quantization"] == base
+        and (row["config"]["checkpoint_fraction"] == 1) is is_recomputed
     ]
 
 
@@ -69,7 +63,7 @@ def test_unsloths_factors_are_those_of_its_rows(
     assert stated.log_spread == pytest.approx(worst / NINE_IN_TEN, abs=0.002)
 
 
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row['quantization']}-{row['date']}")
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: str(row["peak_allocated_gib"]))
 def test_a_measured_step_of_unsloth_is_predicted_with_its_interval(
     forecaster: Forecaster, row: Row
 ) -> None:
