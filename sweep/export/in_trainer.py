@@ -11,7 +11,7 @@ from typing import Any
 
 from reports import units
 from search_spaces.config import TrainerName, TrialConfig, as_options
-from search_spaces.errors import InputError
+from search_spaces.errors import EnvironmentFault, InputError
 from search_spaces.gpus import find_gpu, match_product
 from search_spaces.loading import with_fixed
 from search_spaces.models import ModelSpec
@@ -85,11 +85,12 @@ class InTrainer:
         # Speed is of the GPU that the study is for, whatever stood in for it.
         target = snapshot.definition.target.model_copy(update={"emulated_on": None})
         self._gpu = find_gpu(target.gpu)
+        try:
+            shapes = shapes_of_study(snapshot.definition)
+        except EnvironmentFault as error:
+            raise EnvironmentFault("the study's dataset is not on this machine any more") from error
         self.forecaster: Forecaster = build_forecaster(
-            self._model,
-            target,
-            shapes=shapes_of_study(snapshot.definition),
-            predictor=predictor,
+            self._model, target, shapes=shapes, predictor=predictor
         )
 
     def forecast(self, config: TrialConfig) -> Forecast:
