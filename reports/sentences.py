@@ -11,6 +11,7 @@ from typing import NamedTuple
 from reports import units, words
 from reports.view import Epoch, StudyView
 from search_spaces.config import CAPACITY_KEYS, SIZE_KEYS, TrialConfig, canonical, targets_in_words
+from search_spaces.texts import CUT_MAX
 from search_spaces.trainers import trainer_of
 from storage.confirmations import FEW_ROWS, is_told_apart
 from storage.definition import StudySnapshot
@@ -310,6 +311,10 @@ def commands(view: StudyView) -> tuple[str, ...]:
     name = shlex.quote(view.study)
     again = () if view.ranking.is_settled else (f"sweep confirm {name}",)
     data = "" if view.texts else " --data dataset.jsonl"
+    epoch = view.winner.epoch
+    if epoch is not None and (epoch.supervised_tokens_cut or 0.0) > CUT_MAX:
+        # What it cuts stands above.
+        data += " --yes"
     return (
         *again,
         f"sweep train {name}{data} --output adapter",

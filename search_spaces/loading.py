@@ -175,8 +175,8 @@ class Length:
     """A sequence length, and what it cuts off the examples."""
 
     seq_len: int
-    tokens_cut: float
-    """Share of the dataset's tokens beyond it, 0 to 1."""
+    supervised_cut: float
+    """Share of the dataset's supervised tokens that it cuts off, 0 to 1."""
 
 
 @dataclass(frozen=True)
@@ -237,11 +237,11 @@ def with_texts(
     if not names_its_lengths and "seq_len" not in held:
         fixed.pop("seq_len", None)
         dimensions["seq_len"] = Choices(choices=tuple(x.seq_len for x in lengths))
-        shown = ", ".join(f"{x.seq_len} (cuts {in_percent(x.tokens_cut)})" for x in lengths)
+        shown = ", ".join(f"{x.seq_len} (cuts {in_percent(x.supervised_cut)})" for x in lengths)
         had = ", ".join(map(str, space.values_of("seq_len")))
         own = f" in place of {had}" if "seq_len" in space.dimensions else ""
         notes.append(
-            f"Lengths are those of the dataset{own}: {shown} of the tokens of all examples; "
+            f"Lengths are those of the dataset{own}: {shown} of all supervised tokens; "
             "--seq-len, or seq_len in a space file of your own, keeps another."
         )
     baseline = {"packing": PACKINGS[0], **space.baseline}

@@ -369,6 +369,9 @@ class EpochRecord(_Frozen):
     """Share of the texts' tokens that are cut off the rows that are trained on, 0 to 1."""
     tokens_left_out: float
     """Share of the texts' tokens that are in rows that are left out, 0 to 1."""
+    supervised_tokens_cut: float | None = None
+    """Share of the texts' supervised tokens that are cut off or in rows that are left out, 0 to 1;
+    None where an earlier version did not count them."""
     padded_tokens: int
     """That are computed, pads among them."""
     loss_tokens: int

@@ -452,15 +452,18 @@ def train(
     checkpoint_every: opt.CheckpointEvery = None,
     is_resumed: opt.Resume = False,
     devices: opt.Devices = None,
+    seq_len: opt.SeqLen = None,
     settings: opt.TrainSet = None,
     storage: opt.Storage = None,
+    is_sure: opt.YesCut = False,
     as_json: opt.Json = False,
 ) -> None:
     """Train an adapter on a dataset with the measured settings.
 
     The winner of a study, or another trial of it, or a configuration of a file: what
     `sweep export --format json` writes, or its keys alone. At the end: tokens/s and memory beside
-    what was measured.
+    what was measured; at another length than the measured one beside what is predicted. A length
+    that cuts more than 5 % of the supervised tokens needs --yes.
     """
 
 

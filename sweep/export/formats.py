@@ -26,7 +26,7 @@ from storage.files import WRITTEN_BY
 from storage.surfaces import surface_text
 from sweep.export import trainers
 from sweep.export.record import Record, Trainer, beside, facts, record_of
-from sweep.export.rows import DATA_FILE, dataset_options
+from sweep.export.rows import DATA_FILE, TEMPLATE_FILE, dataset_options
 
 SURFACE = "surface"
 """The format of all of a study's trials; the others are of one."""
@@ -240,8 +240,15 @@ def _unsloth(record: Record) -> Export:
 def _options(record: Record, *, trainer: Trainer) -> Export:
     """Return a trainer's file of options."""
     lost = trainers.lost(record, trainer)
-    text = f"{_header(record, trainer, lost)}\n\n{_as_yaml(trainers.options(record, trainer))}"
-    return Export(text, lost, record=_beside(record, lost) if trainer == "trl" else None)
+    told = trainers.options(record, trainer)
+    text = f"{_header(record, trainer, lost)}\n\n{_as_yaml(told)}"
+    if trainer != "trl":
+        return Export(text, lost)
+    template = None if record.texts is None else record.texts.summary.marked_template
+    needed = {}
+    if template is not None and "chat_template_path" in told:
+        needed[TEMPLATE_FILE] = template
+    return Export(text, lost, needed, _beside(record, lost))
 
 
 def _header(record: Record, trainer: Trainer, lost: Iterable[str]) -> str:

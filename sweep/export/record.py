@@ -30,7 +30,7 @@ from storage.confirmations import Ratio
 from storage.definition import StudySnapshot, Target
 from storage.files import WRITTEN_BY
 from storage.ranking import NoGain, Ranking, measured_of, rank_study
-from storage.records import NOT_SHOWN, Measurement, TrialRecord, Verdict
+from storage.records import NOT_SHOWN, EpochRecord, Measurement, TrialRecord, Verdict
 from sweep.predict.forecast import Forecast
 
 Trainer = Literal["script", "trl", "axolotl", "llama-factory", "unsloth"]
@@ -107,6 +107,8 @@ class RecordedTexts(_Part):
     """Of the choice of those."""
     tokenizer: str | None = None
     """The one that was named, a path or a hub id; None for the model's own."""
+    epoch: EpochRecord | None = None
+    """What one pass over it is to the configuration, and what is cut of it."""
 
     @property
     def column(self) -> str:
@@ -276,7 +278,7 @@ def record_of(snapshot: StudySnapshot, *, number: int | None = None) -> Record:
         config=_written_out(trial.config, spec),
         measurement=RecordedMeasurement(**measured.model_dump(exclude=NOT_SHOWN)),
         confirmed=is_confirmed,
-        texts=_texts(snapshot),
+        texts=_texts(snapshot, trial.epoch),
         provenance=Provenance(
             study=snapshot.name,
             trial=trial.number,
@@ -378,7 +380,7 @@ def _trial(snapshot: StudySnapshot, ranking: Ranking, number: int) -> TrialRecor
     return record
 
 
-def _texts(snapshot: StudySnapshot) -> RecordedTexts | None:
+def _texts(snapshot: StudySnapshot, epoch: EpochRecord | None) -> RecordedTexts | None:
     summary, space = snapshot.definition.texts, snapshot.definition.space
     if summary is None:
         return None
@@ -394,6 +396,7 @@ def _texts(snapshot: StudySnapshot) -> RecordedTexts | None:
         eval_fraction=float(choice.eval_fraction),
         seed=space.seed,
         tokenizer=tokenizer,
+        epoch=epoch,
     )
 
 
@@ -563,10 +566,14 @@ def examples_words(record: Record) -> str:
     """Return what was trained on, as a sentence."""
     if record.texts is None:
         tokens = record.config.seq_len
-        return f"Examples: random tokens, each sequence full ({tokens} tokens)."
+        return (
+            f"Examples: random tokens, each sequence full ({tokens} tokens). Longer examples of a "
+            "dataset are cut there: `sweep data` says how much that is."
+        )
     texts, summary = record.texts, record.texts.summary
     loss = "loss on completions only" if summary.completions_only else "loss on every token"
+    cut = "" if texts.epoch is None else f"; {words.cut_in_words(texts.epoch, record.config)}"
     return (
         f"Dataset: {quote(texts.source)} ({summary.kind}, {loss}; fingerprint "
-        f"{summary.fingerprint}), {in_percent(texts.eval_fraction)} of the examples held out."
+        f"{summary.fingerprint}), {in_percent(texts.eval_fraction)} of the examples held out{cut}."
     )

@@ -193,8 +193,20 @@ class SpeedForecast:
             self._is_stale = len(self._measured) >= TRIALS_TO_CALIBRATE
 
 
+class Timed(Protocol):
+    """A configuration whose step was measured: a trial, or the record of one."""
+
+    @property
+    def config(self) -> TrialConfig:
+        """What ran."""
+
+    @property
+    def measurement(self) -> Measurement | None:
+        """What was measured of it; None where nothing was."""
+
+
 def calibrated(
-    records: Iterable[TrialRecord],
+    records: Iterable[Timed],
     *,
     model: ModelSpec,
     gpu: GpuSpec,

@@ -114,6 +114,7 @@ Storage = Annotated[
 ]
 Json = Annotated[bool, Option("--json", help="Print one JSON document on stdout, nothing else.")]
 Yes = Annotated[bool, Option("-y", "--yes", help="Do not ask.")]
+YesCut = Annotated[bool, Option("-y", "--yes", help="Train, however much the length cuts off.")]
 Force = Annotated[bool, Option("--force", help="Replace a file that sweep did not write.")]
 ForceExport = Annotated[
     bool,
@@ -245,8 +246,9 @@ TrainSet = Annotated[
     Option(
         "--set",
         metavar="KEY=VALUE",
-        help="learning_rate, weights (pretrained or random), data.eval_fraction (0.05) or "
-        "another data.KEY; repeatable (docs/guide/train.md).",
+        help="learning_rate, micro_batch_size, effective_batch_size, checkpoint_fraction, packing, "
+        "weights (pretrained or random), data.eval_fraction (0.05) or another data.KEY; repeatable "
+        "(docs/guide/train.md).",
     ),
 ]
 Samplers = Annotated[str | None, Option(help="Names with commas; guided,tpe,gp,random.")]

@@ -99,6 +99,9 @@ def train_with_trl(typed: argparse.Namespace) -> dict[str, Any]:
         "save_strategy": "no",
         "use_cpu": not torch.cuda.is_available(),
     }
+    if "chat_template_path" in options:
+        # It lies beside the file, whatever directory this runs in.
+        options["chat_template_path"] = str(Path(typed.file).parent / options["chat_template_path"])
     path = Path(typed.output).with_suffix(".yaml")
     path.write_text(yaml.safe_dump(options, sort_keys=False), encoding="utf-8")
     name, trained = f"{config.method.upper()}Trainer", []

@@ -53,9 +53,9 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def killed_at(line: str) -> None:
+def killed_at(line: str, *also: str) -> None:
     """Train in a process of its own, and kill that once it has said a line."""
-    command = [sys.executable, "-c", PROGRAM, *COMMAND, *INTO_OUT]
+    command = [sys.executable, "-c", PROGRAM, *COMMAND, *INTO_OUT, *also]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=os.environ) as training:
         assert training.stderr is not None
         assert next(said for said in training.stderr if said.startswith(line))
@@ -134,6 +134,24 @@ def leaves_all(output: Path) -> None:
     assert "://" not in re.sub(r"<script>.*?</script>", "", page, flags=re.S)
     assert [path.name for path in output.iterdir() if path.name.startswith(".")] == [".lock"]
     assert not list(output.glob("checkpoint-*"))
+
+
+@pytest.mark.timeout(400)
+def test_what_was_agreed_to_is_not_asked_again(
+    home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shorter = ("--seq-len", "16")
+    assert main([*COMMAND, *INTO_OUT, *shorter]) == 2
+    assert "--yes" in capsys.readouterr().err
+    killed_at("step 1: checkpoint", *shorter, "--yes")
+    assert main([*COMMAND, *INTO_OUT, "--resume"]) == 2
+    assert "seq_len was 16 and is 48" in capsys.readouterr().err
+    assert main([*COMMAND, *INTO_OUT, *shorter, "--resume", "--json"]) == 0
+    said = capsys.readouterr()
+    assert "Length 16 cuts" in said.err
+    document = json.loads(said.out)
+    assert document["promised_basis"] == "predicted"
+    assert document["truncation"]["dataset"]["supervised_tokens_cut_share"] > 0.05
 
 
 @pytest.mark.integration

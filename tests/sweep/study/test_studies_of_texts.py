@@ -83,7 +83,10 @@ def test_a_presets_lengths_are_those_of_the_texts(reader: Reader, home: Path) ->
     held = prepared(reader, held={"seq_len": 128, "packing": "packed"})
     assert held.space.fixed.items() >= {"seq_len": 128, "packing": "packed"}.items()
     assert not {"seq_len", "packing"} & set(held.space.dimensions)
-    assert held.notes == ()
+    # A length that was typed is kept, and what it costs is said.
+    (said,) = held.notes
+    assert "Length 128 cuts 140 of the 200 examples" in said
+    assert prepared(reader, held={"seq_len": 448, "packing": "packed"}).notes == ()
     # Those of a file of one's own are kept.
     own = prepared(reader, **own_space(home))
     assert own.space.dimensions["seq_len"].values() == (64, 128)
