@@ -138,6 +138,9 @@ def with_fixed(space: SearchSpace, held: Mapping[str, Any]) -> SearchSpace | Tri
     """
     options = Document("options")
     values = {key: read_value(key, value, document=options) for key, value in held.items()}
+    if values.get("trainer") == "sweep" and "trainer" not in space.fixed:
+        # That is what a space says where it names none.
+        del values["trainer"]
     if values.get("method", space.values_of("method")[0]) != "dpo":
         standard = TrialConfig()
         for key in ("loss_type", "dpo_beta", "reference"):

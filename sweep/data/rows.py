@@ -1346,8 +1346,11 @@ def by_member(samples: Iterable[Sequence[Any]]) -> list[Any]:
 
 
 def is_flattened(settings: Any) -> bool:
-    """Whether packed rows go through as one long row: how flash attention is told of examples."""
-    return settings.packing == "packed" and settings.attention == "flash_attention_2"
+    """Whether packed rows go through as one long row: how flash attention is told of examples, and
+    what TRL does whatever the attention."""
+    is_joined = getattr(settings, "trainer", "sweep") == "trl"
+    is_joined = is_joined or settings.attention == "flash_attention_2"
+    return settings.packing == "packed" and is_joined
 
 
 def padded_widths(longest: ArrayLike, settings: Any) -> NDArray[np.int64]:
@@ -1374,8 +1377,9 @@ class Collator:
     """Makes a micro-batch of rows that have `INPUT` and perhaps `MASK`, packed ones `SEQ_LENGTHS`
     too.
 
-    Rows are cut and padded on the right, and no attention mask is passed: no token of a causal
-    model sees the pads behind it, pads carry no loss, and flash and sdpa keep their fast kernels.
+    Rows are cut and padded on the right, and no attention mask is passed, but for trainers that
+    pass one: no token of a causal model sees the pads behind it, pads carry no loss, and flash and
+    sdpa keep their fast kernels.
     Packed rows have ``position_ids`` that start again with each example, by which transformers
     keeps them apart. Padding, positions and the boundaries for flash attention are TRL's
     collator's. Under ``compile`` a micro-batch of texts has all its rows, of pads where there are
@@ -1385,7 +1389,8 @@ class Collator:
     """
 
     settings: Any
-    """A configuration: seq_len, micro_batch_size, packing, attention, compile, is_on_pairs."""
+    """A configuration: seq_len, micro_batch_size, packing, attention, compile, is_on_pairs,
+    trainer, masks_padding."""
     pad_token_id: int = 0
     """Any token of the model."""
 
@@ -1410,7 +1415,8 @@ class Collator:
             ),
         )
         batch: dict[str, Any] = collate(examples)
-        batch.pop("attention_mask", None)
+        if settings.packing == "packed" or not getattr(settings, "masks_padding", False):
+            batch.pop("attention_mask", None)
         if "position_ids" in batch:
             # What begins an example is predicted from nothing, least of all from the one before.
             batch["labels"][batch["position_ids"] == 0] = IGNORED

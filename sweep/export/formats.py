@@ -103,7 +103,16 @@ def exported(snapshot: StudySnapshot, *, format: str, number: int | None = None)
         if number is not None:
             raise InputError("--trial: a surface is of all trials; leave it out")
         return Export(surface_text(snapshot))
-    record = record_of(snapshot, number=number).model_copy(update={"format": format})
+    return written(record_of(snapshot, number=number), format=format)
+
+
+def written(record: Record, *, format: str) -> Export:
+    """Return a record as a file of a format.
+
+    Raises:
+        InputError: the format is of a trainer that would train something else.
+    """
+    record = record.model_copy(update={"format": format})
     for why in trainers.unsupported(record, format, section="refused").values():
         raise InputError(f"--format {format}: {why}")
     return _FORMATS[format][0](record)

@@ -31,7 +31,7 @@ from search_spaces.documents import home_expanded, is_directory, parse_object, r
 from search_spaces.errors import InputError, NothingFits, in_percent, quote
 from search_spaces.gpus import match_product
 from search_spaces.learning_rates import LearningRate, learning_rate_of
-from search_spaces.linears import resolve_targets
+from search_spaces.linears import lora_parameters, resolve_targets
 from search_spaces.models import ModelSpec, load_model_spec, shipped_models
 from search_spaces.space import Weights
 from search_spaces.texts import TextsChoice, TextsSummary
@@ -40,6 +40,7 @@ from storage.definition import StudySnapshot, Target
 from storage.files import WRITTEN_BY
 from storage.ranking import NoGain, Ranking, measured_of, rank_study
 from storage.records import NOT_SHOWN, EpochRecord, Measurement, TrialRecord, Verdict
+from sweep.predict.forecast import Forecast
 
 Trainer = Literal["script", "trl", "axolotl", "llama-factory", "unsloth"]
 """What trains an exported file: transformers' `Trainer` in our script, or a program of others."""
@@ -99,6 +100,8 @@ class RecordedMeasurement(Measurement):
 
     tokens_per_second: PositiveFloat
     peak_allocated_bytes: PositiveInt
+    final_loss: float | None  # type: ignore[assignment]
+    """None of what is only predicted."""
 
 
 class RecordedTexts(_Part):
@@ -177,6 +180,8 @@ class Record(_Part):
     measurement: RecordedMeasurement
     confirmed: bool = False
     """Whether it was measured again after the search."""
+    is_predicted: bool = False
+    """Whether its measurement is a prediction, as nothing was run."""
     texts: RecordedTexts | None = None
     """None where full random sequences were trained on."""
     provenance: Provenance | None = None
@@ -274,9 +279,6 @@ def record_of(snapshot: StudySnapshot, *, number: int | None = None) -> Record:
             "measured to fit"
         )
     measured, spec = measured_of(trial), ModelSpec.from_json(definition.model)
-    names = resolve_targets(trial.config, spec)
-    targets = "all-linear" if "all-linear" in names else tuple(sorted(names))
-    place = str(spec.path) if spec.source == "directory" and spec.path else spec.name
     again = ranking.is_measured_again(trial)
     is_best = best is not None and trial.number == best.number
     is_confirmed = ranking.is_confirmed if is_best else again
@@ -285,14 +287,10 @@ def record_of(snapshot: StudySnapshot, *, number: int | None = None) -> Record:
     return Record(
         study=snapshot.name,
         number=trial.number,
-        model=RecordedModel(
-            **spec.to_json(),
-            weights=None if spec.source == "shipped" else place,
-            fingerprint=definition.model_fingerprint,
-        ),
+        model=_recorded_model(spec, fingerprint=definition.model_fingerprint),
         weights=definition.space.weights,
-        gpu=RecordedGpu(name=definition.target.gpu, **definition.target.model_dump()),
-        config=canonical(trial.config).changed(target_modules=targets),
+        gpu=_recorded_gpu(definition.target),
+        config=_written_out(trial.config, spec),
         measurement=RecordedMeasurement(**measured.model_dump(exclude=NOT_SHOWN)),
         confirmed=is_confirmed,
         texts=_texts(snapshot, trial.epoch),
@@ -317,6 +315,62 @@ def record_of(snapshot: StudySnapshot, *, number: int | None = None) -> Record:
             no_gain=gain.reason,
         ),
     )
+
+
+def predicted_record(name: str, forecast: Forecast, *, target: Target) -> Record:
+    """Return the record of a configuration that nothing ran.
+
+    Args:
+        name: what stands in place of a study's.
+        forecast: what is predicted of the configuration.
+        target: the GPU, and what a training may take.
+
+    Raises:
+        InputError: neither speed nor memory of it is predicted.
+    """
+    config, model, memory = forecast.config, forecast.forecaster.model, forecast.memory
+    step_seconds, rate = forecast.step_seconds, forecast.tokens_per_second
+    if memory is None or step_seconds is None or rate is None:
+        raise InputError(f"nothing is predicted of it: {'; '.join(forecast.notes)}")
+    return Record(
+        study=name,
+        number=0,
+        model=_recorded_model(model, fingerprint=model.fingerprint),
+        gpu=_recorded_gpu(target),
+        config=_written_out(config, model),
+        measurement=RecordedMeasurement(
+            tokens_per_second=rate,
+            samples_per_second=config.samples_per_step / step_seconds,
+            step_seconds=step_seconds,
+            step_seconds_ci95=None,
+            steps_measured=0,
+            steps_warmup=0,
+            peak_allocated_bytes=memory.peak_allocated_bytes,
+            trainable_parameters=lora_parameters(config, model) or 0,
+            final_loss=None,
+            setup_seconds=0.0,
+            measured_seconds=0.0,
+        ),
+        is_predicted=True,
+    )
+
+
+def _recorded_model(spec: ModelSpec, *, fingerprint: str | None) -> RecordedModel:
+    weights = None
+    if spec.source != "shipped":
+        weights = str(spec.path) if spec.source == "directory" and spec.path else spec.name
+    return RecordedModel(**spec.to_json(), weights=weights, fingerprint=fingerprint)
+
+
+def _recorded_gpu(target: Target) -> RecordedGpu:
+    return RecordedGpu(name=target.gpu, **target.model_dump())
+
+
+def _written_out(config: TrialConfig, spec: ModelSpec) -> TrialConfig:
+    """Return a configuration with every default, and the modules that have adapters by name."""
+    names = resolve_targets(config, spec)
+    targets = "all-linear" if "all-linear" in names else tuple(sorted(names))
+    return canonical(config).changed(target_modules=targets)
 
 
 def _predicted(snapshot: StudySnapshot, trial: TrialRecord) -> PredictedSpeed | None:
@@ -436,7 +490,10 @@ def parse_record(values: dict[str, Any], *, where: str) -> Record:
 
 
 def facts(record: Record) -> tuple[str, ...]:
-    """Return what was measured, of what and on what, a sentence or two each."""
+    """Return what was measured, of what and on what, a sentence or two each; of what is only
+    predicted, that."""
+    if record.is_predicted:
+        return _predicted_facts(record)
     origin = record.provenance
     assert origin is not None, "a study's record has one"
     here, versions = record.environment, record.environment.get("versions") or {}
@@ -461,6 +518,19 @@ def facts(record: Record) -> tuple[str, ...]:
         f"Libraries: {', '.join(known) or 'not recorded'}.",
         examples_words(record),
         f"Learning rate: {record.learning_rate.words}.",
+    )
+
+
+def _predicted_facts(record: Record) -> tuple[str, ...]:
+    measured = record.measurement
+    return (
+        f"{WRITTEN_BY}.",
+        f"Predicted, and not measured: {units.rate(measured.tokens_per_second)} tokens/s and "
+        f"{units.gib(measured.peak_allocated_bytes)} allocated on {record.gpu.name} (budget "
+        f"{units.gib(record.gpu.budget_bytes)}).",
+        f"Model: {record.model.name}, {record.config.quantization} base, "
+        f"{record.config.compute_dtype} compute.",
+        examples_words(record),
     )
 
 

@@ -45,8 +45,9 @@ from sweep.training import team
 from sweep.training.adapters import Attached, attached
 from sweep.training.device import Device, open_device
 from sweep.training.exceptions import knob_at_fault, out_of_memory
+from sweep.training.in_trl import trained
 from sweep.training.model import Unavailable, build_base, compute_type, name_quantizer
-from sweep.training.preference import REFERENCE, Preference, trained
+from sweep.training.preference import REFERENCE, Preference
 from sweep.training.step import (
     BUCKETS,
     evaluating,

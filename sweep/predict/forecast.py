@@ -46,7 +46,12 @@ from sweep.predict.memory.prediction import (
 from sweep.predict.memory.predictor import MemoryPredictor, Residuals, TracingPredictor
 from sweep.predict.memory.profile_store import OnProgress, tell_nobody
 from sweep.predict.memory.profiles import Untraceable
-from sweep.predict.on_texts import MemoryOnTexts, ShapesOnTexts, tokens_per_step
+from sweep.predict.on_texts import (
+    MemoryInTrainer,
+    MemoryOnTexts,
+    ShapesOnTexts,
+    tokens_per_step,
+)
 from sweep.predict.speed.predictor import (
     FACTORS,
     Calibration,
@@ -619,8 +624,9 @@ class Forecaster:
         assert violation is not None, "rules are of a GPU, or given"
         self._violation = violation
         self.tracing = predictor if isinstance(predictor, TracingPredictor) else None
-        if predictor is not None and shapes is not None:
-            predictor = MemoryOnTexts(predictor, shapes)
+        if predictor is not None:
+            in_trainer = MemoryInTrainer(predictor)
+            predictor = in_trainer if shapes is None else MemoryOnTexts(predictor, shapes)
         self._predictor = predictor
         self.target_speed = target_speed
         self._warn = warn

@@ -360,7 +360,11 @@ def _of_file(question: Question, name: str, progress: Progress) -> Answer:
     """
     (gpu,) = question.gpus
     forecaster, offers = question.forecaster(gpu), question.offers.get(gpu.name, ())
-    lines = read_configurations(name, attention=attention_of(question.model))
+    lines = read_configurations(
+        name,
+        attention=attention_of(question.model),
+        trainer=question.request.configuration.get("trainer", "sweep"),
+    )
     for where, config in lines:
         try:
             refuse_impossible(config, Setting(question.model, "cuda", None))

@@ -29,6 +29,7 @@ from sweep.data.rows import is_flattened
 from sweep.training.adapters import changed, eager, local, recomputed
 from sweep.training.eight_bit import TYPES as EIGHT_BIT_TYPES
 from sweep.training.eight_bit import EightBitLinear
+from sweep.training.in_trl import InTrl
 from sweep.training.model import DTYPES, compute_type
 from sweep.training.preference import Preference
 from sweep.training.step import TrainingLoop, rate_of
@@ -270,7 +271,8 @@ def _kernels(config: TrialConfig, seen: StepEvidence) -> str | None:
     )
     ran = "liger" if any(of_parts) else "fused-loss" if of_whole else "hf"
     asked = canonical(config).kernels
-    return _other(asked, [ran]) or _other(asked != "hf", [of_whole])
+    has_fused_loss = asked != "hf" and not config.has_head_of_trl
+    return _other(asked, [ran]) or _other(has_fused_loss, [of_whole])
 
 
 def _optimizer(config: TrialConfig, seen: StepEvidence) -> str | None:
@@ -526,6 +528,9 @@ PROOFS: dict[str, Callable[[TrialConfig, StepEvidence], str | None]] = {
     "attention": _attention,
     "data_parallel": _parallel,
     "sharding": _sharding,
+    "trainer": lambda config, seen: _other(
+        config.has_head_of_trl, [isinstance(seen.loop.trained, InTrl)]
+    ),
 }
 """By the key of each setting what returns a contradiction to its value, or None."""
 

@@ -169,7 +169,7 @@ def test_no_setting_is_dropped_without_a_word(format: str) -> None:
         written = export(a_study(changed, texts=texts), format=format)
         assert read(written, format=format)
         assert written != export(a_study(BASE, texts=texts), format=format), key
-    assert OTHER.keys() | OF_PAIRS.keys() | {"method"} == set(CONFIG_KEYS)
+    assert OTHER.keys() | OF_PAIRS.keys() | {"method", "trainer"} == set(CONFIG_KEYS)
     on_pairs = BASE.model_copy(update={"method": "dpo"})
     for key, value in OF_PAIRS.items() if format not in ("peft", "unsloth") else ():
         changed = on_pairs.model_copy(update={key: value})

@@ -506,7 +506,7 @@ def test_one_configuration_of_grpo_has_what_the_method_needs(ask: Asked) -> None
                     "adapter_dtype": "bf16",
                 },
             },
-            "TRL, which has the adapters of such a base in fp32: use adapter_dtype fp32$",
+            "TRL cannot run adapter_dtype bf16: use fp32$",
         ),
         ({"configuration": {}, "grpo": {"beta": 0.1}}, "--set beta is of GRPO"),
         (
