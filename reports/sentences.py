@@ -11,6 +11,8 @@ from typing import NamedTuple
 from reports import units, words
 from reports.view import Epoch, StudyView
 from search_spaces.config import CAPACITY_KEYS, SIZE_KEYS, TrialConfig, canonical, targets_in_words
+from search_spaces.texts import CUT_MAX
+from search_spaces.trainers import trainer_of
 from storage.confirmations import FEW_ROWS, is_told_apart
 from storage.definition import StudySnapshot
 from storage.ranking import CLAIMED_RANK, Ranking, claimed_pair, measured_of
@@ -98,6 +100,8 @@ def facts(view: StudyView) -> Iterator[tuple[str, str]]:
         if view.epoch is not None and view.epoch.seconds is not None:
             yield "epoch", _epoch(view.epoch, winner.config)
         yield "sure", _sureness(view)
+        if winner.config.trainer != "sweep":
+            yield "for", trainer_words(winner.config)
     counted = words.verdict_words(view.snapshot.records)
     carried = sum(record.carried is not None for record in view.snapshot.records)
     over = f", {carried} of them carried over" if carried else ""
@@ -105,6 +109,15 @@ def facts(view: StudyView) -> Iterator[tuple[str, str]]:
     yield "trials", f"{took}: {counted}" if counted else took
     for warning in view.snapshot.warnings:
         yield "warning", warning
+
+
+def trainer_words(config: TrialConfig) -> str:
+    """Return what trials of a configuration for another trainer are of."""
+    trainer = trainer_of(config)
+    return (
+        f"{trainer.label}: only what it can run is searched, and trials run what it does: "
+        f"{trainer.does}"
+    )
 
 
 def _too_few(quality: QualityReport) -> str:
@@ -298,12 +311,22 @@ def commands(view: StudyView) -> tuple[str, ...]:
     name = shlex.quote(view.study)
     again = () if view.ranking.is_settled else (f"sweep confirm {name}",)
     data = "" if view.texts else " --data dataset.jsonl"
+    epoch = view.winner.epoch
+    if epoch is not None and (epoch.supervised_tokens_cut or 0.0) > CUT_MAX:
+        # What it cuts stands above.
+        data += " --yes"
     return (
         *again,
         f"sweep train {name}{data} --output adapter",
-        f"sweep export {name} --format script",
+        f"sweep export {name} {_export_options(view.winner.config)}",
         f"sweep best {name} --json",
     )
+
+
+def _export_options(config: TrialConfig) -> str:
+    if config.trainer == "sweep":
+        return "--format script"
+    return f"--for {config.trainer}"
 
 
 def confirmed_rows(view: StudyView) -> Iterator[ConfirmedRow]:

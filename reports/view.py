@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, InstanceOf
 
 from search_spaces.config import TrialConfig
 from search_spaces.costs import usd_per_training_second
+from search_spaces.learning_rates import LearningRate, learning_rate_of
 from search_spaces.space import Objective
 from storage.definition import StudySnapshot, TargetSpeed
 from storage.ranking import (
@@ -92,6 +93,8 @@ class Trial(Sureness):
 
     number: int
     config: TrialConfig
+    learning_rate: LearningRate
+    """That it trains with, with its range and what it rests on."""
     measurement: Mapping[str, Any]
     """Null where a surface says nothing of it."""
     target_tokens_per_second: Speed | None
@@ -236,7 +239,7 @@ def view_of(snapshot: StudySnapshot) -> StudyView:
         },
         trials={"total": len(records), **verdict_counts(records)},
         ended=snapshot.ended,
-        best=None if winner is None else _winner(winner, speed, is_recorded=bool(target.recorded)),
+        best=None if winner is None else _winner(snapshot, winner, speed),
         cost=None if winner is None else _cost(snapshot, winner),
         texts=None if texts is None else texts.model_dump(mode="json"),
         epoch=None if winner is None else epoch_of(snapshot, winner),
@@ -292,11 +295,14 @@ def epoch_of(snapshot: StudySnapshot, record: TrialRecord) -> Epoch | None:
     )
 
 
-def _winner(record: TrialRecord, speed: TargetSpeed | None, *, is_recorded: bool) -> Trial:
+def _winner(snapshot: StudySnapshot, record: TrialRecord, speed: TargetSpeed | None) -> Trial:
     measurement = measured_of(record).model_dump(mode="json", exclude=NOT_SHOWN)
+    is_recorded = bool(snapshot.definition.target.recorded)
+    model = snapshot.definition.model.get("config", {})
     return Trial(
         number=record.number,
         config=record.config,
+        learning_rate=learning_rate_of(record.config, model),
         measurement=measurement | (dict.fromkeys(_NOT_RECORDED) if is_recorded else {}),
         target_tokens_per_second=speed,
         **_sureness(record),

@@ -370,14 +370,17 @@ def cut_in_words(epoch: EpochRecord, config: TrialConfig) -> str:
     """Return what a length cuts off the dataset, in tokens and in rows or pairs."""
     noun = "pair" if config.is_on_pairs else "row"
     length, of = units.count(config.seq_len), epoch.rows + epoch.rows_left_out
-    cut = (
-        f"length {length} cuts off {units.share(epoch.tokens_cut)} of the tokens "
-        f"({epoch.rows_cut:,} of {of:,} training {noun}s)"
-        if epoch.rows_cut
-        else f"length {length} cuts nothing off"
-    )
-    if not epoch.rows_left_out:
-        return cut
-    rows = units.plural(epoch.rows_left_out, noun)
-    tokens = f"{units.share(epoch.tokens_left_out)} of the tokens"
-    return f"{cut}; {rows} with {tokens} left out, as no supervised token is left of them"
+    parts = [f"length {length} cuts nothing off"]
+    if epoch.rows_cut:
+        tokens = units.share(epoch.tokens_cut)
+        rows = f"{epoch.rows_cut:,} of {of:,} training {noun}s"
+        parts = [f"length {length} cuts off {tokens} of the tokens ({rows})"]
+    if epoch.rows_left_out:
+        rows = units.plural(epoch.rows_left_out, noun)
+        tokens = f"{units.share(epoch.tokens_left_out)} of the tokens"
+        parts.append(f"{rows} with {tokens} left out, as no supervised token is left of them")
+    if epoch.supervised_tokens_cut:
+        parts.append(
+            f"{units.share(epoch.supervised_tokens_cut)} of the supervised tokens are lost"
+        )
+    return "; ".join(parts)

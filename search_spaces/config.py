@@ -54,6 +54,17 @@ PairLoss = Literal[
 ]
 Reference = Literal["adapter_off", "precomputed"]
 Sharding = Literal["none", "fsdp"]
+TrainerName = Literal["sweep", "trl", "axolotl", "llama-factory", "unsloth"]
+TRAINER_LABELS: Mapping[TrainerName, str] = {
+    "sweep": "sweep",
+    "trl": "TRL",
+    "axolotl": "axolotl",
+    "llama-factory": "LLaMA-Factory",
+    "unsloth": "Unsloth",
+}
+"""What the trainers are called."""
+ADAPTERS_IN_TRL: Mapping[bool, AdapterDtype] = {True: "bf16", False: "fp32"}
+"""Type in which TRL has the adapters of a quantized base (True), and of one in 16 bits."""
 EIGHT_BIT = ("fp8", "int8")
 """What a matrix product of 8 bits multiplies, and what a base of 8 bits is held in."""
 FOUR_BIT = ("nf4", "fp4")
@@ -77,6 +88,7 @@ OPTION_KEYS = {
     "seq_len": "--seq-len",
     "compute_dtype": "--compute-dtype",
     "quantization": "--quantization",
+    "trainer": "--for",
 }
 """Settings that have an option of their own on the command line; the others are typed by --set."""
 CAPACITY_KEYS = ("lora_rank", "target_modules")
@@ -84,6 +96,8 @@ CAPACITY_KEYS = ("lora_rank", "target_modules")
 LOGITS_AT_ONCE = 2**25
 """Tokens times vocabulary whose logits are there together where pairs are trained on: in 16 bits
 64 MiB, in fp32 with their gradient four times that."""
+TRL_TILE = (4096, 32_768)
+"""Tokens and vocabulary, at most, of the logits that TRL 1.16's own head has at once."""
 MICRO_BATCH_MAX = 65_536
 SEQ_LEN_MAX = 10_000_000
 GPUS_MAX = 64
@@ -173,7 +187,6 @@ def _target_modules(value: object) -> object:
 
 
 Number = Annotated[float, BeforeValidator(_number), Field(allow_inf_nan=False)]
-LEARNING_RATE = 2e-4
 _LISTED = {"type": "array", "items": {"type": "string", "minLength": 1}, "minItems": 1}
 TargetModules = Annotated[
     str | tuple[str, ...],
@@ -398,7 +411,6 @@ class TrialConfig(BaseModel):
         Knob(
             "kernels",
             {"hf": "standard kernels", "liger": "Liger kernels", ...: "{} kernels"},
-            # On pairs logits are never held.
             resolved=lambda config: (
                 "hf" if config.is_on_completions and config.kernels != "liger" else config.kernels
             ),
@@ -466,12 +478,16 @@ class TrialConfig(BaseModel):
     in a micro-batch (``grouped``), or as many as fit (``packed``); the last two need a dataset."""
 
     learning_rate: Annotated[
-        Number,
-        # Files may write out that it is left to its default, as they do of alpha.
-        BeforeValidator(lambda value: LEARNING_RATE if value is None else value),
-        Knob("learning rate", "learning rate {:g}", memory="untouched"),
-    ] = Field(default=LEARNING_RATE, ge=1e-7, le=1.0)
-    """Highest learning rate of the schedule. Neither speed nor memory depends on it."""
+        Annotated[Number, Field(ge=1e-7, le=1.0)] | None,
+        Knob(
+            "learning rate",
+            {None: "learning rate by the rule", ...: "learning rate {:g}"},
+            memory="untouched",
+        ),
+    ] = None
+    """Highest learning rate of the schedule; null means the one that follows from the rest of the
+    configuration and the model (`docs/learning_rates.md`). Neither speed nor memory depends on
+    it."""
 
     data_parallel: Annotated[StrictInt, Knob("GPUs", {1: "one GPU", ...: "{} GPUs"})] = Field(
         default=1, ge=1, le=GPUS_MAX
@@ -492,6 +508,35 @@ class TrialConfig(BaseModel):
     ] = "none"
     """What each of several GPUs stores: the whole model, or its share of every layer (``fsdp``:
     FSDP2, with 4-bit weights stored in the compute dtype)."""
+
+    trainer: Annotated[
+        TrainerName,
+        # Of the others' tensors nothing is known that a setting does not say.
+        Knob(
+            "trainer",
+            {name: f"for {label}" for name, label in TRAINER_LABELS.items()},
+            applies=lambda config: config.trainer != "sweep",
+            shapes_base=True,
+            traced=lambda value: "trl" if value == "trl" else "sweep",
+        ),
+    ] = "sweep"
+    """What trains the configuration: `sweep train` and the exported script (``sweep``), or a
+    program of others, which cannot do everything. All configurations of a study have the same."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _of_trainer(cls, values: Any) -> Any:
+        """Let what nobody names be what the trainer does."""
+        if not isinstance(values, dict):
+            return values
+        trainer, method = values.get("trainer", "sweep"), values.get("method", "sft")
+        if trainer == "sweep" and method != "grpo":
+            return values
+        own: dict[str, Any] = {"upcast_fp32": False}
+        if trainer == "trl" or (trainer == "sweep" and method == "grpo"):
+            is_quantized = values.get("quantization", "nf4") != "none"
+            own["adapter_dtype"] = ADAPTERS_IN_TRL[is_quantized]
+        return {**own, **values}
 
     @model_validator(mode="after")
     def _accumulation_is_whole(self) -> Self:
@@ -519,6 +564,21 @@ class TrialConfig(BaseModel):
     def is_on_completions(self) -> bool:
         """Whether its loss is of completions' log-probabilities, without logits as a whole."""
         return self.method != "sft"
+
+    @property
+    def is_in_trl(self) -> bool:
+        """Whether one of TRL's trainers trains it; of completions nothing else does."""
+        return self.trainer == "trl" or (self.trainer == "sweep" and self.method == "grpo")
+
+    @property
+    def has_head_of_trl(self) -> bool:
+        """Whether TRL's own head computes the loss, from a tile of logits at a time."""
+        return self.is_in_trl and not self.is_on_pairs
+
+    @property
+    def masks_padding(self) -> bool:
+        """Whether its trainer passes an attention mask with padded rows."""
+        return self.trainer in ("trl", "axolotl", "llama-factory")
 
     @property
     def rows_per_sample(self) -> int:
@@ -614,7 +674,11 @@ class TrialConfig(BaseModel):
             pydantic.ValidationError: it is none, as at construction; `takes_micro_batch` asks first
                 of what most often is.
         """
-        return TrialConfig.model_validate({**self.__dict__, **changes})
+        values = {**self.__dict__, **changes}
+        if "quantization" in changes and "adapter_dtype" not in changes and self.is_in_trl:
+            # The base decides it, and the base is another one.
+            del values["adapter_dtype"]
+        return TrialConfig.model_validate(values)
 
     def takes_micro_batch(self, size: int) -> bool:
         """Whether a micro-batch of that size on each of its GPUs goes into its effective batch."""

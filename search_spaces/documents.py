@@ -13,6 +13,7 @@ import stat
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from importlib.resources import files
 from pathlib import Path
 from typing import IO, Any, TypeVar, get_args
 
@@ -371,6 +372,13 @@ def validate(
         begun = "line " if ordered[0][0] < math.inf else ""
         label = f"{document.label}: " if document.label else ""
         raise InputError(f"{label}{begun}{text}") from error
+
+
+def shipped(name: str, model: type[Model]) -> Model:
+    """Return a YAML file that ships in this package, read strictly."""
+    text = (files("search_spaces") / name).read_text(encoding="utf-8")
+    document = parse_yaml(text, label=name)
+    return validate(model, document.values, document)
 
 
 def explain(error: ValidationError, model: type[BaseModel] | None = None) -> str:

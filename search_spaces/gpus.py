@@ -6,17 +6,15 @@ import math
 import re
 from datetime import date
 from functools import cache
-from importlib.resources import files
-from typing import Literal, TypeVar
+from typing import Literal
 
-from pydantic import BaseModel, Field
+from pydantic import Field
 
 from search_spaces.config import ComputeDtype, Numerics
-from search_spaces.documents import Strict, parse_yaml, validate
+from search_spaces.documents import Strict, shipped
 from search_spaces.errors import InputError, did_you_mean
 
 GIB = 1024**3
-M = TypeVar("M", bound=BaseModel)
 
 UNMEASURED_MATRIX_SHARE = 0.8
 """Share of the dense peak that stands in for a matrix rate nobody measured, where 16-bit products
@@ -182,17 +180,11 @@ class _Catalogue(Strict):
 @cache
 def gpu_catalogue() -> dict[str, GpuSpec]:
     """Return the shipped GPUs by name."""
-    known = _shipped("speed_spreads.yaml", SpeedSpreads)
+    known = shipped("speed_spreads.yaml", SpeedSpreads)
     return {
         spec.name: spec.model_copy(update={"speed": known.gpus.get(spec.name, known.others)})
-        for spec in _shipped("gpus.yaml", _Catalogue).gpus
+        for spec in shipped("gpus.yaml", _Catalogue).gpus
     }
-
-
-def _shipped(name: str, model: type[M]) -> M:
-    text = (files("search_spaces") / name).read_text(encoding="utf-8")
-    document = parse_yaml(text, label=name)
-    return validate(model, document.values, document)
 
 
 def find_gpu(name: str) -> GpuSpec:

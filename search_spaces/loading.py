@@ -22,6 +22,7 @@ from search_spaces.documents import (
 )
 from search_spaces.errors import InputError, did_you_mean, in_percent
 from search_spaces.gpus import find_gpu, match_product
+from search_spaces.learning_rates import learning_rate_of
 from search_spaces.models import ModelSpec, located
 from search_spaces.presets import preset_space, preset_texts
 from search_spaces.rules import attention_of, attention_words
@@ -137,6 +138,9 @@ def with_fixed(space: SearchSpace, held: Mapping[str, Any]) -> SearchSpace | Tri
     """
     options = Document("options")
     values = {key: read_value(key, value, document=options) for key, value in held.items()}
+    if values.get("trainer") == "sweep" and "trainer" not in space.fixed:
+        # That is what a space says where it names none.
+        del values["trainer"]
     if values.get("method", space.values_of("method")[0]) != "dpo":
         standard = TrialConfig()
         for key in ("loss_type", "dpo_beta", "reference"):
@@ -172,8 +176,8 @@ class Length:
     """A sequence length, and what it cuts off the examples."""
 
     seq_len: int
-    tokens_cut: float
-    """Share of the dataset's tokens beyond it, 0 to 1."""
+    supervised_cut: float
+    """Share of the dataset's supervised tokens that it cuts off, 0 to 1."""
 
 
 @dataclass(frozen=True)
@@ -200,6 +204,28 @@ def with_own_attention(space: SearchSpace, model: ModelSpec, *, is_preset: bool)
     free = {key: of for key, of in space.dimensions.items() if key != "attention"}
     changes = {"dimensions": free, "fixed": {**space.fixed, "attention": attention_of(model)}}
     return Offered(space.changed(changes), (f"{words}.",))
+
+
+def with_learning_rate(space: SearchSpace, model: ModelSpec) -> Offered:
+    """Return a space of held-out loss that begins at the learning rate of the rule.
+
+    Where rates are searched the baseline, which is the first trial, has the rule's. Elsewhere every
+    trial has that of its own configuration.
+
+    Args:
+        space: with held-out loss among its objectives.
+        model: what is trained.
+    """
+    rate = learning_rate_of(space.baseline_config(), model.config)
+    between = f"{{low: {rate.low:g}, high: {rate.high:g}, log: true}}"
+    if "learning_rate" in space.dimensions:
+        note = f"The search begins at the baseline's learning rate, {rate.words}."
+        baseline = {**space.baseline, "learning_rate": rate.value}
+        return Offered(space.changed({"baseline": baseline}), (note,))
+    if space.fixed.get("learning_rate") is not None:
+        return Offered(space)
+    note = f"Each trial has the learning rate of its own rank, the baseline {rate.words}"
+    return Offered(space, (f"{note}; learning_rate: {between} under dimensions searches it.",))
 
 
 def with_texts(
@@ -234,11 +260,11 @@ def with_texts(
     if not names_its_lengths and "seq_len" not in held:
         fixed.pop("seq_len", None)
         dimensions["seq_len"] = Choices(choices=tuple(x.seq_len for x in lengths))
-        shown = ", ".join(f"{x.seq_len} (cuts {in_percent(x.tokens_cut)})" for x in lengths)
+        shown = ", ".join(f"{x.seq_len} (cuts {in_percent(x.supervised_cut)})" for x in lengths)
         had = ", ".join(map(str, space.values_of("seq_len")))
         own = f" in place of {had}" if "seq_len" in space.dimensions else ""
         notes.append(
-            f"Lengths are those of the dataset{own}: {shown} of the tokens of all examples; "
+            f"Lengths are those of the dataset{own}: {shown} of all supervised tokens; "
             "--seq-len, or seq_len in a space file of your own, keeps another."
         )
     baseline = {"packing": PACKINGS[0], **space.baseline}

@@ -7,11 +7,11 @@ trains float16 adapters) needs no rule: a configuration has only one.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
-from search_spaces.config import EIGHT_BIT, KNOBS, AdapterDtype, Attention, TrialConfig, as_typed
+from search_spaces.config import EIGHT_BIT, Attention, TrialConfig, as_typed
 from search_spaces.errors import did_you_mean
 from search_spaces.linears import (
     known_linear_modules,
@@ -21,6 +21,7 @@ from search_spaces.linears import (
     unquantized,
 )
 from search_spaces.models import ModelSpec
+from search_spaces.trainers import GRPO, trainer_of
 
 LIGER_MODEL_TYPES = types(
     """
@@ -51,17 +52,6 @@ TURING = (7, 5)
 VOLTA = (7, 0)
 EIGHT_BIT_SINCE = {"fp8": (8, 9), "int8": TURING}
 """Compute capability from which matrix units multiply the type."""
-_OF_GRPO: Mapping[str, tuple[Any, ...]] = {
-    "compute_dtype": ("bf16", "fp16", "fp32"),
-    "quantization": ("nf4", "fp4", "none"),
-    "quantized_fraction": (1.0,),
-    "upcast_fp32": (False,),
-    "compile": (False,),
-    "packing": ("none",),
-    "sharding": ("none",),
-    "checkpoint_fraction": (0.0, 1.0),
-}
-"""Values that TRL's GRPOTrainer takes; layers it compiles none by itself."""
 EIGHT_BIT_MULTIPLE = 16
 """Both widths of a matrix are multiples of it (cuBLASLt: 16 bytes)."""
 INT8_ROWS = 16
@@ -339,26 +329,30 @@ def _of_many_gpus(config: TrialConfig, setting: Setting) -> Asked:
         yield "sharding", _unsharded(config)
     if config.is_on_pairs:
         yield "pairs", _not_of_pairs(config, setting.model)
-    if config.method == "grpo":
-        yield "grpo", _not_of_grpo(config)
+    if config.method == "grpo" or config.trainer != "sweep":
+        yield from _of_trainer(config, setting)
 
 
-def _not_of_grpo(config: TrialConfig) -> str | None:
-    """Return what TRL's GRPOTrainer, which alone would train it, does not do."""
+def _of_trainer(config: TrialConfig, setting: Setting) -> Asked:
+    trainer, kind = trainer_of(config), setting.model.model_type
+    lacking = _not_of_trainer(config, setting.model)
+    if trainer is GRPO:
+        yield "grpo", lacking and f"method grpo is for TRL: {lacking}"
+    else:
+        yield "trainer", lacking
+    yield "not-predicted", trainer.unmeasured(config, kind, has_texts=setting.has_texts)
+
+
+def _not_of_trainer(config: TrialConfig, model: ModelSpec) -> str | None:
+    """Return what the trainer that is to train a configuration does not do."""
+    trainer = trainer_of(config)
     lacks = [
-        f"no {KNOBS[key].phrase(value)}: use {key} {' or '.join(map(as_typed, known))}"
-        for key, known in _OF_GRPO.items()
-        if (value := getattr(config, key)) not in known
+        f"{key} {as_typed(getattr(config, key))}: {cure}"
+        for key, cure in trainer.lacks(config, model.hidden_layers)
     ]
-    own = adapter_dtype_of_trl(config.quantization)
-    if config.adapter_dtype != own:
-        lacks.append(f"the adapters of such a base in {own}: use adapter_dtype {own}")
-    return f"method grpo is for TRL, which has {'; '.join(lacks)}" if lacks else None
-
-
-def adapter_dtype_of_trl(quantization: str) -> AdapterDtype:
-    """Return the type in which TRL's GRPOTrainer has a base's adapters, whatever it is asked."""
-    return "fp32" if quantization == "none" else "bf16"
+    if not lacks:
+        return None
+    return f"{trainer.label} cannot run {'; '.join(lacks)}"
 
 
 def _not_of_pairs(config: TrialConfig, model: ModelSpec) -> str | None:

@@ -155,7 +155,9 @@ class EightBitProducts(_Frozen):
 
     errors: tuple[ProductErrors, ...]
     most_error: float
-    """Over which a layer's products stay in 16 bits."""
+    """Of a product forward, over which a layer stays in 16 bits."""
+    most_gradient_error: float
+    """The same of an input's gradient."""
     kept_in_16_bits: tuple[str, ...]
     """Names of those layers."""
     share_in_16_bits: float
@@ -405,6 +407,9 @@ class EpochRecord(_Frozen):
     """Share of the texts' tokens that are cut off the rows that are trained on, 0 to 1."""
     tokens_left_out: float
     """Share of the texts' tokens that are in rows that are left out, 0 to 1."""
+    supervised_tokens_cut: float | None = None
+    """Share of the texts' supervised tokens that are cut off or in rows that are left out, 0 to 1;
+    None where an earlier version did not count them."""
     padded_tokens: int
     """That are computed, pads among them."""
     loss_tokens: int

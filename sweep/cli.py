@@ -102,6 +102,7 @@ def front_door(version: opt.Version = False) -> None:
     epilog=_shown(
         "sweep run a10 --data dataset.jsonl",
         "sweep run cpu-demo --trials 3 --no-confirm",
+        "sweep run cpu-demo --for trl --trials 3 --no-confirm",
         "sweep run a10 --rank 64 --target-modules all-linear --set compile=true",
         "sweep run wider.yaml --from a10",
         "sweep run a10 --on slurm --with time=4h --with partition=gpu --dry-run",
@@ -134,6 +135,7 @@ def run(
     seq_len: opt.SeqLen = None,
     compute_dtype: opt.ComputeDtype = None,
     quantization: opt.Quantization = None,
+    trainer: opt.Trainer = None,
     settings: opt.Set = None,
     as_json: opt.Json = False,
 ) -> int:
@@ -190,6 +192,7 @@ def run(
         "sweep plan a10",
         "sweep plan a10 --rank 64 --target-modules all-linear --seq-len 1024 --gpu a100-40gb",
         "sweep plan a10 --exact --micro-batch-size 8 --seq-len 512 --set checkpoint_fraction=0.5",
+        "sweep plan a10 --for trl",
         "sweep plan a10 --data dataset.jsonl --set data.tokenizer=models/mine",
         "sweep plan --gpu a10 --gpu l4 --cheapest --within 6h --work samples=10000",
         "sweep plan --gpu a10 --gpu l4 --rank 64 --price a10=0.75",
@@ -222,6 +225,7 @@ def plan(
     seq_len: opt.SeqLen = None,
     compute_dtype: opt.ComputeDtype = None,
     quantization: opt.Quantization = None,
+    trainer: opt.Trainer = None,
     settings: opt.Set = None,
     as_json: opt.Json = False,
 ) -> int:
@@ -341,19 +345,25 @@ def report(
 
 
 @command(
-    "commands.export",
+    "exporting.export",
     "sweep export a10 --format script",
+    "sweep export a10 --for trl",
     "sweep export a10 --format json -o winner.json",
 )
 def export(
     study: opt.Study,
-    format: opt.Format = "script",
+    format: opt.Format = None,
+    trainer: opt.Trainer = None,
     trial: opt.Trial = None,
     output: opt.Output = None,
-    is_forced: opt.Force = False,
+    is_forced: opt.ForceExport = False,
     storage: opt.Storage = None,
 ) -> None:
-    """Write a study's winner as a script, or for another trainer."""
+    """Write a study's winner as a script, or for another trainer.
+
+    A file that would run out of memory in its trainer is not written. With --for it is of the best
+    that the trainer can do.
+    """
 
 
 @command(
@@ -442,15 +452,18 @@ def train(
     checkpoint_every: opt.CheckpointEvery = None,
     is_resumed: opt.Resume = False,
     devices: opt.Devices = None,
+    seq_len: opt.SeqLen = None,
     settings: opt.TrainSet = None,
     storage: opt.Storage = None,
+    is_sure: opt.YesCut = False,
     as_json: opt.Json = False,
 ) -> None:
     """Train an adapter on a dataset with the measured settings.
 
     The winner of a study, or another trial of it, or a configuration of a file: what
     `sweep export --format json` writes, or its keys alone. At the end: tokens/s and memory beside
-    what was measured.
+    what was measured; at another length than the measured one beside what is predicted. A length
+    that cuts more than 5 % of the supervised tokens needs --yes.
     """
 
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import hashlib
 import os
 import sys
 import warnings
 from collections.abc import Callable, Collection
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,12 +23,14 @@ from search_spaces.errors import InputError, quote
 from search_spaces.linears import parameters
 from search_spaces.models import load_model_spec
 from search_spaces.space import Weights
+from storage.files import replace
 from sweep.data.rows import IGNORED
 from sweep.export.formats import lora_options
 from sweep.export.record import Record
 from sweep.export.trainers import options, unsupported
 from sweep.finetuning import course
 from sweep.finetuning.results import compared
+from sweep.paths import cache_directory
 from sweep.running.device_info import environment_with, read_card
 from sweep.training.adapters import compile_each, recompute, with_adapters
 from sweep.training.device import open_device
@@ -78,6 +82,8 @@ def _arguments(kind: Any, record: Record, changes: dict[str, Any]) -> Any:
     known = {field.name for field in dataclasses.fields(kind) if field.init}
     # Evaluating needs a dataset for it, which is the caller's to choose.
     spelled = {k: v for k, v in options(record, "trl").items() if k in known - {"eval_strategy"}}
+    if record.texts is not None and "chat_template_path" in spelled:
+        spelled["chat_template_path"] = str(_kept(record.texts.summary.marked_template or ""))
     has_gpu = torch.cuda.is_available()
     here = {
         "output_dir": record.model_copy(update={"format": "python"}).output_dir,
@@ -86,6 +92,15 @@ def _arguments(kind: Any, record: Record, changes: dict[str, Any]) -> Any:
         "accelerator_config": {"non_blocking": has_gpu},
     }
     return kind(**{**spelled, **here, **changes})
+
+
+def _kept(template: str) -> Path:
+    """Return the file of a chat template, which a `SFTConfig` names, in the cache."""
+    content = template.encode("utf-8")
+    name = f"{hashlib.sha256(content).hexdigest()[:16]}.jinja"
+    path = cache_directory() / "chat_templates" / name
+    replace(path, content, is_durable=False)
+    return path
 
 
 def _warn(what: str, record: Record, keys: Collection[str], *more: str | None) -> None:

@@ -25,6 +25,8 @@ from search_spaces.models import load_model_spec
 from search_spaces.presets import preset_space
 from search_spaces.space import ConfirmBudget, SearchSpace
 from search_spaces.texts import TextsChoice
+from search_spaces.trainer_spaces import for_trainer
+from search_spaces.trainers import trainer_named
 from storage.definition import NAME_MAX, check_name, is_file_name
 from sweep.data.choice import refuse_planned_alone, typed_texts
 from sweep.data.rows import is_on_hub
@@ -196,6 +198,8 @@ def refuse_mistakes(request: RunRequest, *, models: Sequence[str], storage: str)
     choice = space.data
     if space.gpu not in ("auto", "cpu"):
         find_gpu(space.gpu)
+    is_preset = preset_name(request.space) is not None
+    refuse_unmeasured(for_trainer(space, model, is_preset=is_preset, held=request.held).space)
     if choice is None or is_on_hub(choice.texts):
         return
     is_known = (runs_directory() / name).is_dir()
@@ -207,6 +211,22 @@ def refuse_mistakes(request: RunRequest, *, models: Sequence[str], storage: str)
             read_study(name, url=storage, home=runs_directory())
             return
     look_at(TextsRequest.of(choice, model))
+
+
+def refuse_unmeasured(space: SearchSpace) -> None:
+    """Refuse a study for a trainer whose steps no trial of ours can run.
+
+    Raises:
+        InputError: says what there is instead.
+    """
+    (name,) = space.values_of("trainer")
+    trainer = trainer_named(name, "sft")
+    if trainer.measured is not None:
+        raise InputError(
+            f"a trial cannot run {trainer.label}'s step, whose kernels are its own: `sweep plan "
+            f"--for {name}` predicts it by what was measured, and a study for another trainer "
+            f"exports a file for it (`sweep export STUDY --format {name}`)"
+        )
 
 
 def checked_name(name: str) -> str:
@@ -276,7 +296,8 @@ def held_in(
         return space, changed
     rest = with_fixed(space, held)
     if isinstance(rest, SearchSpace):
-        fixed = {key: rest.fixed[key] for key in held if rest.fixed[key] != space.fixed.get(key)}
+        typed_now = [key for key in held if key in rest.fixed]
+        fixed = {k: rest.fixed[k] for k in typed_now if rest.fixed[k] != space.fixed.get(k)}
         return rest, {**changed, **fixed}
     cure = "leave one of them out"
     if space.gpu != "cpu":
@@ -293,8 +314,8 @@ def held_in(
 
 
 def default_study_name(space: SearchSpace, changed: Mapping[str, Any]) -> str:
-    """Return the space's name, with the GPU, the model and the dataset that were changed, and a
-    digest of the settings that were: ``a10-l4-3f9c2a``.
+    """Return the space's name, with the GPU, the model, the dataset and the trainer that were
+    changed, and a digest of the settings that were: ``a10-l4-trl-3f9c2a``.
 
     Raises:
         InputError: a letter of it cannot stand in a study's name, and without it two studies could
@@ -304,7 +325,11 @@ def default_study_name(space: SearchSpace, changed: Mapping[str, Any]) -> str:
     data = changed.get("data")
     if isinstance(data, TextsChoice):
         parts.append(Path(data.texts).stem)
-    settings = {key: changed[key] for key in (*KNOBS, "numerics") if key in changed}
+    trainer = changed.get("trainer", "sweep")
+    if trainer != "sweep":
+        parts.append(trainer)
+    known = [key for key in (*KNOBS, "numerics") if key in changed and key != "trainer"]
+    settings = {key: changed[key] for key in known}
     told = json.dumps(settings, sort_keys=True)
     digest = f"-{hashlib.sha256(told.encode()).hexdigest()[:_DIGITS]}" if settings else ""
     whole = unicodedata.normalize("NFC", "-".join(parts))

@@ -36,6 +36,7 @@ _SHARING = (
     "tests/sweep/running/test_training_teams.py",
     "tests/sweep/running/test_worker.py",
     "tests/sweep/terminal/test_data_command.py",
+    "tests/sweep/test_pretrained_model.py",
     "tests/sweep/verifying/test_verifying.py",
     "tests/test_wheel.py",
     "tests/sweep/test_examples.py",

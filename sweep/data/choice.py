@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -17,9 +18,10 @@ from search_spaces.feasibility import HOW_TO_NAME_TEXTS
 from search_spaces.loading import Length, Offered, located_texts, with_texts
 from search_spaces.models import ModelSpec
 from search_spaces.space import SearchSpace
-from search_spaces.texts import TextsChoice
+from search_spaces.texts import CUT_MAX, TextsChoice
 from storage.definition import StudyDefinition
-from sweep.data.lengths import tokens_cut, worthwhile_lengths
+from sweep.data.lengths import worthwhile_lengths
+from sweep.data.study_epochs import StudyEpochs
 from sweep.data.texts import PreparedTexts, TextsRequest, open_prepared, texts_directory
 
 ReadTexts = Callable[[TextsRequest], PreparedTexts]
@@ -110,9 +112,27 @@ def space_with_texts(
     """
     refuse_other_kind(held.get("method", space.values_of("method")[0]), texts)
     is_own = not is_preset and "seq_len" in {*space.dimensions, *space.fixed}
-    lengths = _lengths(texts, model)
-    are_pairs = texts.summary.are_pairs
-    return with_texts(space, lengths, names_its_lengths=is_own, held=held, is_on_pairs=are_pairs)
+    epochs, are_pairs = StudyEpochs.of_all(texts), texts.summary.are_pairs
+    lengths = worthwhile_lengths(
+        texts.lengths(), max_positions=model.max_positions, truncation_at=epochs.truncation
+    )
+    offered = with_texts(
+        space,
+        [Length(length, epochs.truncation(length).supervised_share) for length in lengths],
+        names_its_lengths=is_own,
+        held=held,
+        is_on_pairs=are_pairs,
+    )
+    if not is_own and "seq_len" not in held:
+        return offered
+    noun = "pair" if are_pairs else "example"
+    named = [held["seq_len"]] if "seq_len" in held else offered.space.values_of("seq_len")
+    notes = list(offered.notes)
+    for length in named:
+        truncation = epochs.truncation(length)
+        if truncation.supervised_share > CUT_MAX:
+            notes.append(f"{truncation.words(noun)}.")
+    return replace(offered, notes=tuple(notes))
 
 
 def refuse_other_kind(method: str, texts: PreparedTexts) -> None:
@@ -148,10 +168,3 @@ def refuse_planned_alone(method: str) -> None:
             "completions. `sweep plan --method grpo`, without a dataset, says what the training "
             "step of TRL's GRPOTrainer needs"
         )
-
-
-def _lengths(texts: PreparedTexts, model: ModelSpec) -> tuple[Length, ...]:
-    """Return the lengths that the texts make worth searching, no longer than the model takes."""
-    rows = texts.lengths()
-    worthwhile = worthwhile_lengths(rows, max_positions=model.max_positions)
-    return tuple(Length(length, tokens_cut(rows, length)) for length in worthwhile)

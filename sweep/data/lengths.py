@@ -12,7 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from search_spaces.config import Method, TrialConfig
+from search_spaces.texts import CUT_MAX
 from sweep.data.epoch import Integers, cut, epoch, packed
+from sweep.data.rows import Truncation
 
 Lengths = NDArray[np.int32]
 CutAt = Callable[[int], tuple[Integers, Integers]]
@@ -27,12 +29,6 @@ _BINS_MAX = 16
 
 _SHARES = (0.90, 0.95, 0.99)
 """Of the rows that a length worth searching leaves whole."""
-CUT_MAX = 0.05
-"""Of the texts' tokens: a length that cuts off a larger share is for who asks for it.
-
-A twentieth is what is left of most data sets beyond their 95th percentile of lengths. A shorter
-length may well be the fastest, and what it is fast at is leaving texts out.
-"""
 _OUTLIER = 2.0
 """A longest row that is more than so many times as long as 99 in 100 of them sets no length."""
 _FINE, _COARSE, _COARSE_FROM = 64, 128, 1024
@@ -45,17 +41,24 @@ def rounded_up(length: int) -> int:
     return -(-length // step) * step
 
 
-def worthwhile_lengths(lengths: Lengths, *, max_positions: int | None = None) -> tuple[int, ...]:
+def worthwhile_lengths(
+    lengths: Lengths,
+    *,
+    max_positions: int | None = None,
+    truncation_at: Callable[[int], Truncation] | None = None,
+) -> tuple[int, ...]:
     """Return the sequence lengths worth searching for rows of these lengths, in rising order.
 
     They leave 90, 95, 99 and all of 100 rows whole, rounded up; the last only where the longest
-    row is no outlier. Shorter ones, and those that cut off more than `CUT_MAX` of the tokens, would
-    be faster in tokens a second for throwing away what is there to be learned; longer ones pad. Of
-    none that cuts so little it is the longest.
+    row is no outlier. Shorter ones, and those that cut off more than `CUT_MAX` of the supervised
+    tokens, would be faster in tokens a second for throwing away what is there to be learned; longer
+    ones pad. Of none that cuts so little it is the longest.
 
     Args:
         lengths: tokens of each row, at least one.
         max_positions: of the model, which no length passes; None where nobody says.
+        truncation_at: says what a length cuts off them; None where every token but a row's first is
+            supervised.
     """
     quantiles = np.quantile(lengths, _SHARES, method="inverted_cdf")
     longest = int(np.max(lengths))
@@ -64,14 +67,34 @@ def worthwhile_lengths(lengths: Lengths, *, max_positions: int | None = None) ->
         wanted.append(longest)
     limit = max_positions or rounded_up(longest)
     known = sorted({min(rounded_up(value), limit) for value in wanted})
-    kept = [length for length in known if tokens_cut(lengths, length) <= CUT_MAX]
+    truncated = truncation_at or partial(_truncation_of_texts, lengths)
+    kept = [length for length in known if truncated(length).supervised_share <= CUT_MAX]
     return tuple(kept or known[-1:])
 
 
-def tokens_cut(lengths: Lengths, seq_len: int) -> float:
-    """Return the share of the tokens of all rows that are beyond a length, 0 to 1."""
-    rows = np.asarray(lengths, dtype=np.int64)
-    return int(np.maximum(rows - seq_len, 0).sum()) / max(1, int(rows.sum()))
+def _truncation_of_texts(lengths: Lengths, seq_len: int) -> Truncation:
+    """Return what a length cuts off rows of which every token but the first is supervised."""
+    supervised = np.asarray(lengths, dtype=np.int64) - 1
+    _, left = cut(lengths, supervised, seq_len)
+    return Truncation.of(seq_len, lengths=lengths, supervised=supervised, left=left)
+
+
+def longer_lengths(longest: int, *, above: int, max_positions: int | None) -> list[int]:
+    """Return the lengths above one, as kernels like them, in rising order, up to one that leaves
+    every row whole or is the model's limit.
+
+    Args:
+        longest: tokens of the longest row.
+        above: the length that is too short.
+        max_positions: of the model; None where nobody says.
+    """
+    limit = max_positions or rounded_up(longest)
+    lengths: list[int] = []
+    last = above
+    while last < min(limit, longest):
+        last = min(rounded_up(last + 1), limit)
+        lengths.append(last)
+    return lengths
 
 
 def candidate_lengths(lengths: Lengths, *, max_positions: int | None = None) -> tuple[int, ...]:
@@ -105,6 +128,8 @@ class Waste:
     """Of the rows, those that are longer."""
     tokens_cut: float
     """Of the tokens, those behind the cut."""
+    supervised_tokens_cut: float
+    """Of the supervised tokens, those behind the cut, or of rows that are left out."""
     rows_left_out: float
     """Of the rows, those whose cut leaves no token that carries loss, so that no epoch has them;
     a pair goes as a whole."""
@@ -145,6 +170,9 @@ def waste_at(
     whole, left = int(np.sum(lengths, dtype=np.int64)), kept.reshape(-1, each)[is_left].ravel()
     if not len(left):
         return None
+    lost = Truncation.of(
+        seq_len, lengths=lengths, supervised=loss_lengths, left=loss, rows_per_sample=each
+    )
     size = min(micro_batch_size, len(left) // each)
 
     def padded(packing: str) -> float:
@@ -156,7 +184,8 @@ def waste_at(
         seq_len=seq_len,
         rows_cut=float(np.mean(np.asarray(lengths) > seq_len)),
         tokens_cut=1.0 - int(kept.sum()) / whole,
-        rows_left_out=1.0 - len(left) / len(kept),
+        supervised_tokens_cut=lost.supervised_share,
+        rows_left_out=lost.examples_left_out / lost.examples,
         padding_waste=padded("none"),
         grouped_waste=padded("grouped"),
         # Not by an epoch: that may have fewer rows than a micro-batch once texts are packed.

@@ -29,6 +29,7 @@ from search_spaces.texts import LengthQuantiles, TextsFormat, TextsKind, TextsSu
 from storage import files
 from sweep.data import texts
 from sweep.data.epoch import DIFFERENCES
+from sweep.data.marking import marked
 from sweep.data.rows import (
     INPUT,
     MASK,
@@ -172,6 +173,7 @@ def _write(
         np.save(directory / DIFFERENCES, np.array(differences, np.int32))
     lines = "".join(f"{json.dumps(asdict(row))}\n" for row in broken)
     (directory / texts.BROKEN).write_text(lines, encoding="utf-8")
+    unmarked = encoder.unmarked_template
     shares = {"p50": 0.50, "p90": 0.90, "p95": 0.95, "p99": 0.99, "max": 1.0}
     summary = TextsSummary(
         source=asked.source,
@@ -197,6 +199,7 @@ def _write(
             }
         ),
         notes=source.notes,
+        marked_template=None if unmarked is None else marked(unmarked),
     )
     text = summary.model_dump_json(indent=1)
     (directory / texts.SUMMARY).write_text(text, encoding="utf-8")

@@ -811,6 +811,7 @@ class Encoder:
     ) -> None:
         self._tokenizer, self._kind, self._column = tokenizer, kind, text_column
         self._completions_only = completions_only
+        self._is_marking = completions_only and kind in ("messages", "conversations")
         self._templates: dict[bool, str] = {}
         self._end: int | None = tokenizer.eos_token_id
         self._special = dict(tokenizer.special_tokens_map)
@@ -820,6 +821,15 @@ class Encoder:
             self._fast.no_padding()
         if kind in ("messages", "conversations"):
             self._template(has_tools=False)
+
+    @property
+    def unmarked_template(self) -> str | None:
+        """The template of chats whose turns are told apart by comparing, as neither it nor TRL
+        marks them; None where turns are marked, or all of a row carries loss."""
+        if not self._is_marking:
+            return None
+        template = self._template(has_tools=False)
+        return None if _MARKS.search(template) else template
 
     def rendered(self, fields: Mapping[str, Any]) -> Rendered:
         """Return a row as text. Raises Broken."""
@@ -926,9 +936,7 @@ class Encoder:
                     f"the tokenizer of '{name}' has no chat template, which these texts need: name "
                     "one that has with --set data.tokenizer=NAME (an instruct model's, say)"
                 ) from error
-            is_pair = self._kind in ("prompt-completion", PREFERENCE)
-            is_marking = self._completions_only and not is_pair
-            if is_marking and not _MARKS.search(own):
+            if self._is_marking and not _MARKS.search(own):
                 from trl.chat_template_utils import get_training_chat_template
 
                 # It has none for this template, or this one fails on what it tries.
@@ -1243,14 +1251,106 @@ def training_rows(data: Any, lengths: ArrayLike, kept: Any, settings: Any) -> An
     return data.add_column(LENGTH, cut).select(kept).with_format("numpy")
 
 
+@dataclass(frozen=True)
+class Truncation:
+    """What a sequence length cuts off examples. A pair is one example, and both its rows count."""
+
+    seq_len: int
+    examples: int
+    examples_cut: int
+    """Those that are longer."""
+    examples_left_out: int
+    """Of these, the ones that nothing trains on: no supervised token of them is left, or a pair's
+    rows do not differ any more."""
+    tokens: int
+    tokens_cut: int
+    """Beyond the length, or of examples that are left out."""
+    supervised_tokens: int
+    supervised_tokens_cut: int
+
+    @classmethod
+    def of(
+        cls,
+        seq_len: int,
+        *,
+        lengths: ArrayLike,
+        supervised: ArrayLike,
+        left: ArrayLike,
+        rows_per_sample: int = 1,
+    ) -> Truncation:
+        """Return what is cut off rows.
+
+        Args:
+            seq_len: to which they are cut.
+            lengths: tokens of each row.
+            supervised: those of them that are supervised.
+            left: supervised tokens of each row once it is cut, 0 where nothing trains on it.
+            rows_per_sample: 2 where each two rows are a pair.
+        """
+        shape = (-1, rows_per_sample)
+        whole = np.asarray(lengths, dtype=np.int64).reshape(shape)
+        carrying = np.asarray(supervised, dtype=np.int64).reshape(shape)
+        carrying_left = np.asarray(left, dtype=np.int64).reshape(shape)
+        is_used = (carrying_left > 0).all(1)
+        is_longer = (whole > seq_len).any(1)
+        used_tokens = np.minimum(whole, seq_len)[is_used].sum()
+        return cls(
+            seq_len=seq_len,
+            examples=len(whole),
+            examples_cut=int(np.count_nonzero(is_longer | ~is_used)),
+            examples_left_out=int(np.count_nonzero(~is_used)),
+            tokens=int(whole.sum()),
+            tokens_cut=int(whole.sum() - used_tokens),
+            supervised_tokens=int(carrying.sum()),
+            supervised_tokens_cut=int(carrying.sum() - carrying_left[is_used].sum()),
+        )
+
+    def __add__(self, other: Truncation) -> Truncation:
+        """Return what the length cuts off both sets of examples."""
+        counts = vars(other)
+        both = {name: count + counts[name] for name, count in vars(self).items()}
+        return Truncation(**{**both, "seq_len": self.seq_len})
+
+    @property
+    def examples_share(self) -> float:
+        """Share of the examples that are cut, 0 to 1."""
+        return self.examples_cut / max(1, self.examples)
+
+    @property
+    def supervised_share(self) -> float:
+        """Share of their supervised tokens that are cut, 0 to 1."""
+        return self.supervised_tokens_cut / max(1, self.supervised_tokens)
+
+    def words(self, noun: str = "example") -> str:
+        """Return it as a sentence."""
+        length = f"Length {self.seq_len:,}"
+        of = f"of the {self.examples:,} {noun}s"
+        if not self.examples_cut:
+            return f"{length} cuts none {of}"
+        examples = f"{self.examples_cut:,} {of} ({percent(self.examples_share)})"
+        tokens = f"{percent(self.supervised_share)} of their supervised tokens"
+        said = f"{length} cuts {examples} and {tokens}"
+        if self.examples_left_out:
+            said += f"; {self.examples_left_out:,} {noun}s keep no supervised token"
+        return said
+
+
+def percent(share: float) -> str:
+    """Return a share of 0 to 1 in percent, with three digits: ``51.4 %``, ``0.0123 %``."""
+    return f"{100 * share:.3g} %"
+
+
 def by_member(samples: Iterable[Sequence[Any]]) -> list[Any]:
     """Return the rows of samples as a micro-batch has them: of pairs all that were chosen first."""
     return list(chain.from_iterable(zip(*samples, strict=True)))
 
 
 def is_flattened(settings: Any) -> bool:
-    """Whether packed rows go through as one long row: how flash attention is told of examples."""
-    return settings.packing == "packed" and settings.attention == "flash_attention_2"
+    """Whether packed rows go through as one long row: how flash attention is told of examples, and
+    what TRL does whatever the attention."""
+    is_joined = getattr(settings, "trainer", "sweep") == "trl"
+    is_joined = is_joined or settings.attention == "flash_attention_2"
+    return settings.packing == "packed" and is_joined
 
 
 def padded_widths(longest: ArrayLike, settings: Any) -> NDArray[np.int64]:
@@ -1277,8 +1377,9 @@ class Collator:
     """Makes a micro-batch of rows that have `INPUT` and perhaps `MASK`, packed ones `SEQ_LENGTHS`
     too.
 
-    Rows are cut and padded on the right, and no attention mask is passed: no token of a causal
-    model sees the pads behind it, pads carry no loss, and flash and sdpa keep their fast kernels.
+    Rows are cut and padded on the right, and no attention mask is passed, but for trainers that
+    pass one: no token of a causal model sees the pads behind it, pads carry no loss, and flash and
+    sdpa keep their fast kernels.
     Packed rows have ``position_ids`` that start again with each example, by which transformers
     keeps them apart. Padding, positions and the boundaries for flash attention are TRL's
     collator's. Under ``compile`` a micro-batch of texts has all its rows, of pads where there are
@@ -1288,7 +1389,8 @@ class Collator:
     """
 
     settings: Any
-    """A configuration: seq_len, micro_batch_size, packing, attention, compile, is_on_pairs."""
+    """A configuration: seq_len, micro_batch_size, packing, attention, compile, is_on_pairs,
+    trainer, masks_padding."""
     pad_token_id: int = 0
     """Any token of the model."""
 
@@ -1313,7 +1415,8 @@ class Collator:
             ),
         )
         batch: dict[str, Any] = collate(examples)
-        batch.pop("attention_mask", None)
+        if settings.packing == "packed" or not getattr(settings, "masks_padding", False):
+            batch.pop("attention_mask", None)
         if "position_ids" in batch:
             # What begins an example is predicted from nothing, least of all from the one before.
             batch["labels"][batch["position_ids"] == 0] = IGNORED

@@ -5,7 +5,9 @@ from __future__ import annotations
 import hashlib
 import itertools
 from collections.abc import Callable, Hashable
+from dataclasses import asdict, dataclass
 from functools import cache, cached_property, partial
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,10 +15,10 @@ from numpy.typing import NDArray
 from search_spaces.config import TrialConfig
 from search_spaces.errors import InputError
 from search_spaces.space import SearchSpace
-from search_spaces.texts import TextsChoice
+from search_spaces.texts import CUT_MAX, TextsChoice
 from storage.records import EpochRecord
 from sweep.data.epoch import Epoch, cut, cut_exactly, epoch, packed, too_few
-from sweep.data.rows import split
+from sweep.data.rows import Truncation, percent, split
 from sweep.data.texts import PreparedTexts
 
 Lengths = NDArray[np.int64]
@@ -33,6 +35,52 @@ def batch_key(config: TrialConfig) -> Hashable:
         config.compile,
         config.attention == "flash_attention_2",
     )
+
+
+@dataclass(frozen=True)
+class TruncatedDataset:
+    """What a sequence length cuts off a dataset's examples: those that are trained on, and those
+    that are held out."""
+
+    trained: Truncation
+    held_out: Truncation
+
+    @property
+    def whole(self) -> Truncation:
+        """Of all examples."""
+        return self.trained + self.held_out
+
+    @property
+    def is_much(self) -> bool:
+        """Whether so much is cut that nobody is to train on it unasked."""
+        return self.whole.supervised_share > CUT_MAX
+
+    def words(self, noun: str = "example") -> str:
+        """Return it as sentences, with what each share is of."""
+        said = self.whole.words(noun)
+        if not self.whole.examples_cut or not self.held_out.examples:
+            return said
+        trained, held_out = self.trained, self.held_out
+        return (
+            f"{said}. Of the {trained.examples:,} that are trained on it cuts "
+            f"{percent(trained.examples_share)} and {percent(trained.supervised_share)}, of the "
+            f"{held_out.examples:,} held out {percent(held_out.examples_share)} and "
+            f"{percent(held_out.supervised_share)}"
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """Return what `training.json` says of it; shares are of that set of examples."""
+        document: dict[str, Any] = {"seq_len": self.whole.seq_len}
+        parts = {"dataset": self.whole, "trained": self.trained, "held_out": self.held_out}
+        for name, part in parts.items():
+            counts = asdict(part)
+            del counts["seq_len"]
+            shares = {
+                "examples_cut_share": part.examples_share,
+                "supervised_tokens_cut_share": part.supervised_share,
+            }
+            document[name] = counts | shares
+        return document
 
 
 class StudyEpochs:
@@ -71,13 +119,18 @@ class StudyEpochs:
     @classmethod
     def of(cls, texts: PreparedTexts, choice: TextsChoice, *, seed: int) -> StudyEpochs:
         """Return the epochs of a choice of texts."""
+        whole = cls.of_all(texts, seed=seed)
+        train, held = split(len(whole.lengths), choice.eval_fraction, seed, whole.rows_per_sample)
+        return whole.of_rows(train, held_out=whole.of_rows(held))
+
+    @classmethod
+    def of_all(cls, texts: PreparedTexts, *, seed: int = 0) -> StudyEpochs:
+        """Return the epochs of all rows, where none is held out."""
         lengths = np.asarray(texts.lengths(), dtype=np.int64)
         loss = np.asarray(texts.loss_lengths(), dtype=np.int64)
         exact = partial(cut_exactly, texts.directory, lengths, loss)
         each = 2 if texts.summary.are_pairs else 1
-        whole = cls(lengths, loss, seed=seed, cut_at=exact, rows_per_sample=each)
-        train, held = split(len(lengths), choice.eval_fraction, seed, each)
-        return whole.of_rows(train, held_out=whole.of_rows(held))
+        return cls(lengths, loss, seed=seed, cut_at=exact, rows_per_sample=each)
 
     def of_rows(self, rows: Lengths, *, held_out: StudyEpochs | None = None) -> StudyEpochs:
         """Return the epochs of some of the rows, by their place."""
@@ -95,6 +148,28 @@ class StudyEpochs:
             held_out=held_out,
             rows_per_sample=self.rows_per_sample,
         )
+
+    def truncation(self, seq_len: int) -> Truncation:
+        """Return what a length cuts off these rows."""
+        _, left = self._cut_at(seq_len)
+        return Truncation.of(
+            seq_len,
+            lengths=self.lengths,
+            supervised=self.loss_lengths,
+            left=left,
+            rows_per_sample=self.rows_per_sample,
+        )
+
+    def truncated_dataset(self, seq_len: int) -> TruncatedDataset:
+        """Return the same with what it cuts off the rows that are held out."""
+        held_out = self._held_out or self.of_rows(np.array([], dtype=np.int64))
+        return TruncatedDataset(self.truncation(seq_len), held_out.truncation(seq_len))
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest row, held out or not."""
+        held_out = 0 if self._held_out is None else self._held_out.longest
+        return max(held_out, int(self.lengths.max(initial=0)))
 
     def held_out_loss_tokens(self, seq_len: int) -> int:
         """Return the tokens that carry loss of the rows that are held out, each cut to a length."""
@@ -137,6 +212,7 @@ class StudyEpochs:
         except InputError:
             return None
         trained = int(self.lengths[whole.rows.documents].sum())
+        lost = self.truncation(config.seq_len)
         return EpochRecord(
             rows=len(self.lengths) // self.rows_per_sample - whole.rows_left_out,
             rows_cut=whole.rows_cut,
@@ -144,6 +220,7 @@ class StudyEpochs:
             tokens=whole.tokens,
             tokens_cut=(trained - whole.tokens) / self._tokens,
             tokens_left_out=1.0 - trained / self._tokens,
+            supervised_tokens_cut=lost.supervised_share,
             padded_tokens=whole.padded_tokens,
             loss_tokens=whole.loss_tokens,
             steps=whole.optimizer_steps,

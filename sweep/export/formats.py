@@ -26,7 +26,7 @@ from storage.files import WRITTEN_BY
 from storage.surfaces import surface_text
 from sweep.export import trainers
 from sweep.export.record import Record, Trainer, beside, facts, record_of
-from sweep.export.rows import DATA_FILE, dataset_options
+from sweep.export.rows import DATA_FILE, TEMPLATE_FILE, dataset_options
 
 SURFACE = "surface"
 """The format of all of a study's trials; the others are of one."""
@@ -103,7 +103,16 @@ def exported(snapshot: StudySnapshot, *, format: str, number: int | None = None)
         if number is not None:
             raise InputError("--trial: a surface is of all trials; leave it out")
         return Export(surface_text(snapshot))
-    record = record_of(snapshot, number=number).model_copy(update={"format": format})
+    return written(record_of(snapshot, number=number), format=format)
+
+
+def written(record: Record, *, format: str) -> Export:
+    """Return a record as a file of a format.
+
+    Raises:
+        InputError: the format is of a trainer that would train something else.
+    """
+    record = record.model_copy(update={"format": format})
     for why in trainers.unsupported(record, format, section="refused").values():
         raise InputError(f"--format {format}: {why}")
     return _FORMATS[format][0](record)
@@ -127,7 +136,7 @@ def _peft(record: Record) -> Export:
     saved, and is not looked at where a task type is given: what is known of the trial is in there.
     """
     told = record.model_dump(mode="json")
-    more = {key: told[key] for key in ("config", "measurement", "texts")}
+    more = {key: told[key] for key in ("config", "learning_rate", "measurement", "texts")}
     values = {
         "peft_type": "LORA",
         # Of a shipped architecture nobody knows where the weights are; PEFT notes it when it loads.
@@ -231,8 +240,15 @@ def _unsloth(record: Record) -> Export:
 def _options(record: Record, *, trainer: Trainer) -> Export:
     """Return a trainer's file of options."""
     lost = trainers.lost(record, trainer)
-    text = f"{_header(record, trainer, lost)}\n\n{_as_yaml(trainers.options(record, trainer))}"
-    return Export(text, lost, record=_beside(record, lost) if trainer == "trl" else None)
+    told = trainers.options(record, trainer)
+    text = f"{_header(record, trainer, lost)}\n\n{_as_yaml(told)}"
+    if trainer != "trl":
+        return Export(text, lost)
+    template = None if record.texts is None else record.texts.summary.marked_template
+    needed = {}
+    if template is not None and "chat_template_path" in told:
+        needed[TEMPLATE_FILE] = template
+    return Export(text, lost, needed, _beside(record, lost))
 
 
 def _header(record: Record, trainer: Trainer, lost: Iterable[str]) -> str:

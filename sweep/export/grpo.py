@@ -9,13 +9,16 @@ from search_spaces.config import TrialConfig, liger_kernels
 from search_spaces.errors import InputError
 
 
-def grpo_config(config: TrialConfig, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the keys of `GRPOConfig` that decide the step's memory.
+def grpo_config(
+    config: TrialConfig, settings: Mapping[str, Any], *, learning_rate: float
+) -> dict[str, Any]:
+    """Return the keys of `GRPOConfig` that decide the step's memory, and its learning rate.
 
     Args:
         config: what was planned.
         settings: ``num_generations``, ``beta`` and ``max_completion_length``; where that is None,
             half of a sequence is the prompt's.
+        learning_rate: the highest of the schedule.
 
     Raises:
         InputError: some prompt would not have all its completions in one step, or a completion
@@ -37,6 +40,7 @@ def grpo_config(config: TrialConfig, settings: Mapping[str, Any]) -> dict[str, A
         "num_generations": generations,
         "max_completion_length": longest or max(1, config.seq_len // 2),
         "beta": settings["beta"],
+        "learning_rate": learning_rate,
         "gradient_checkpointing": is_recomputed,
         **({"gradient_checkpointing_kwargs": {"use_reentrant": False}} if is_recomputed else {}),
         "bf16": config.compute_dtype == "bf16",

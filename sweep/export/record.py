@@ -14,7 +14,15 @@ from pathlib import Path
 from typing import Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, ValidationError
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    PositiveFloat,
+    PositiveInt,
+    ValidationError,
+    computed_field,
+)
 
 from reports import units, words
 from reports.sentences import status_words
@@ -22,7 +30,8 @@ from search_spaces.config import KNOBS, TrialConfig, canonical
 from search_spaces.documents import home_expanded, is_directory, parse_object, read_text
 from search_spaces.errors import InputError, NothingFits, in_percent, quote
 from search_spaces.gpus import match_product
-from search_spaces.linears import resolve_targets
+from search_spaces.learning_rates import LearningRate, learning_rate_of
+from search_spaces.linears import lora_parameters, resolve_targets
 from search_spaces.models import ModelSpec, load_model_spec, shipped_models
 from search_spaces.space import Weights
 from search_spaces.texts import TextsChoice, TextsSummary
@@ -30,7 +39,8 @@ from storage.confirmations import Ratio
 from storage.definition import StudySnapshot, Target
 from storage.files import WRITTEN_BY
 from storage.ranking import NoGain, Ranking, measured_of, rank_study
-from storage.records import NOT_SHOWN, Measurement, TrialRecord, Verdict
+from storage.records import NOT_SHOWN, EpochRecord, Measurement, TrialRecord, Verdict
+from sweep.predict.forecast import Forecast
 
 Trainer = Literal["script", "trl", "axolotl", "llama-factory", "unsloth"]
 """What trains an exported file: transformers' `Trainer` in our script, or a program of others."""
@@ -90,6 +100,8 @@ class RecordedMeasurement(Measurement):
 
     tokens_per_second: PositiveFloat
     peak_allocated_bytes: PositiveInt
+    final_loss: float | None  # type: ignore[assignment]
+    """None of what is only predicted."""
 
 
 class RecordedTexts(_Part):
@@ -104,6 +116,8 @@ class RecordedTexts(_Part):
     """Of the choice of those."""
     tokenizer: str | None = None
     """The one that was named, a path or a hub id; None for the model's own."""
+    epoch: EpochRecord | None = None
+    """What one pass over it is to the configuration, and what is cut of it."""
 
     @property
     def column(self) -> str:
@@ -166,9 +180,17 @@ class Record(_Part):
     measurement: RecordedMeasurement
     confirmed: bool = False
     """Whether it was measured again after the search."""
+    is_predicted: bool = False
+    """Whether its measurement is a prediction, as nothing was run."""
     texts: RecordedTexts | None = None
     """None where full random sequences were trained on."""
     provenance: Provenance | None = None
+
+    @computed_field  # type: ignore[prop-decorator]  # as pydantic documents it
+    @property
+    def learning_rate(self) -> LearningRate:
+        """That of the configuration on this model, with its range and what it rests on."""
+        return learning_rate_of(self.config, self.model.config)
 
     @property
     def output_dir(self) -> str:
@@ -257,9 +279,6 @@ def record_of(snapshot: StudySnapshot, *, number: int | None = None) -> Record:
             "measured to fit"
         )
     measured, spec = measured_of(trial), ModelSpec.from_json(definition.model)
-    names = resolve_targets(trial.config, spec)
-    targets = "all-linear" if "all-linear" in names else tuple(sorted(names))
-    place = str(spec.path) if spec.source == "directory" and spec.path else spec.name
     again = ranking.is_measured_again(trial)
     is_best = best is not None and trial.number == best.number
     is_confirmed = ranking.is_confirmed if is_best else again
@@ -268,17 +287,13 @@ def record_of(snapshot: StudySnapshot, *, number: int | None = None) -> Record:
     return Record(
         study=snapshot.name,
         number=trial.number,
-        model=RecordedModel(
-            **spec.to_json(),
-            weights=None if spec.source == "shipped" else place,
-            fingerprint=definition.model_fingerprint,
-        ),
+        model=_recorded_model(spec, fingerprint=definition.model_fingerprint),
         weights=definition.space.weights,
-        gpu=RecordedGpu(name=definition.target.gpu, **definition.target.model_dump()),
-        config=canonical(trial.config).changed(target_modules=targets),
+        gpu=_recorded_gpu(definition.target),
+        config=_written_out(trial.config, spec),
         measurement=RecordedMeasurement(**measured.model_dump(exclude=NOT_SHOWN)),
         confirmed=is_confirmed,
-        texts=_texts(snapshot),
+        texts=_texts(snapshot, trial.epoch),
         provenance=Provenance(
             study=snapshot.name,
             trial=trial.number,
@@ -300,6 +315,62 @@ def record_of(snapshot: StudySnapshot, *, number: int | None = None) -> Record:
             no_gain=gain.reason,
         ),
     )
+
+
+def predicted_record(name: str, forecast: Forecast, *, target: Target) -> Record:
+    """Return the record of a configuration that nothing ran.
+
+    Args:
+        name: what stands in place of a study's.
+        forecast: what is predicted of the configuration.
+        target: the GPU, and what a training may take.
+
+    Raises:
+        InputError: neither speed nor memory of it is predicted.
+    """
+    config, model, memory = forecast.config, forecast.forecaster.model, forecast.memory
+    step_seconds, rate = forecast.step_seconds, forecast.tokens_per_second
+    if memory is None or step_seconds is None or rate is None:
+        raise InputError(f"nothing is predicted of it: {'; '.join(forecast.notes)}")
+    return Record(
+        study=name,
+        number=0,
+        model=_recorded_model(model, fingerprint=model.fingerprint),
+        gpu=_recorded_gpu(target),
+        config=_written_out(config, model),
+        measurement=RecordedMeasurement(
+            tokens_per_second=rate,
+            samples_per_second=config.samples_per_step / step_seconds,
+            step_seconds=step_seconds,
+            step_seconds_ci95=None,
+            steps_measured=0,
+            steps_warmup=0,
+            peak_allocated_bytes=memory.peak_allocated_bytes,
+            trainable_parameters=lora_parameters(config, model) or 0,
+            final_loss=None,
+            setup_seconds=0.0,
+            measured_seconds=0.0,
+        ),
+        is_predicted=True,
+    )
+
+
+def _recorded_model(spec: ModelSpec, *, fingerprint: str | None) -> RecordedModel:
+    weights = None
+    if spec.source != "shipped":
+        weights = str(spec.path) if spec.source == "directory" and spec.path else spec.name
+    return RecordedModel(**spec.to_json(), weights=weights, fingerprint=fingerprint)
+
+
+def _recorded_gpu(target: Target) -> RecordedGpu:
+    return RecordedGpu(name=target.gpu, **target.model_dump())
+
+
+def _written_out(config: TrialConfig, spec: ModelSpec) -> TrialConfig:
+    """Return a configuration with every default, and the modules that have adapters by name."""
+    names = resolve_targets(config, spec)
+    targets = "all-linear" if "all-linear" in names else tuple(sorted(names))
+    return canonical(config).changed(target_modules=targets)
 
 
 def _predicted(snapshot: StudySnapshot, trial: TrialRecord) -> PredictedSpeed | None:
@@ -324,7 +395,7 @@ def _trial(snapshot: StudySnapshot, ranking: Ranking, number: int) -> TrialRecor
     return record
 
 
-def _texts(snapshot: StudySnapshot) -> RecordedTexts | None:
+def _texts(snapshot: StudySnapshot, epoch: EpochRecord | None) -> RecordedTexts | None:
     summary, space = snapshot.definition.texts, snapshot.definition.space
     if summary is None:
         return None
@@ -340,6 +411,7 @@ def _texts(snapshot: StudySnapshot) -> RecordedTexts | None:
         eval_fraction=float(choice.eval_fraction),
         seed=space.seed,
         tokenizer=tokenizer,
+        epoch=epoch,
     )
 
 
@@ -418,7 +490,10 @@ def parse_record(values: dict[str, Any], *, where: str) -> Record:
 
 
 def facts(record: Record) -> tuple[str, ...]:
-    """Return what was measured, of what and on what, a sentence or two each."""
+    """Return what was measured, of what and on what, a sentence or two each; of what is only
+    predicted, that."""
+    if record.is_predicted:
+        return _predicted_facts(record)
     origin = record.provenance
     assert origin is not None, "a study's record has one"
     here, versions = record.environment, record.environment.get("versions") or {}
@@ -441,6 +516,20 @@ def facts(record: Record) -> tuple[str, ...]:
         gain_words(record),
         f"Model: {record.model.name}, {', '.join(kinds)}. "
         f"Libraries: {', '.join(known) or 'not recorded'}.",
+        examples_words(record),
+        f"Learning rate: {record.learning_rate.words}.",
+    )
+
+
+def _predicted_facts(record: Record) -> tuple[str, ...]:
+    measured = record.measurement
+    return (
+        f"{WRITTEN_BY}.",
+        f"Predicted, and not measured: {units.rate(measured.tokens_per_second)} tokens/s and "
+        f"{units.gib(measured.peak_allocated_bytes)} allocated on {record.gpu.name} (budget "
+        f"{units.gib(record.gpu.budget_bytes)}).",
+        f"Model: {record.model.name}, {record.config.quantization} base, "
+        f"{record.config.compute_dtype} compute.",
         examples_words(record),
     )
 
@@ -493,10 +582,14 @@ def examples_words(record: Record) -> str:
     """Return what was trained on, as a sentence."""
     if record.texts is None:
         tokens = record.config.seq_len
-        return f"Examples: random tokens, each sequence full ({tokens} tokens)."
+        return (
+            f"Examples: random tokens, each sequence full ({tokens} tokens). Longer examples of a "
+            "dataset are cut there: `sweep data` says how much that is."
+        )
     texts, summary = record.texts, record.texts.summary
     loss = "loss on completions only" if summary.completions_only else "loss on every token"
+    cut = "" if texts.epoch is None else f"; {words.cut_in_words(texts.epoch, record.config)}"
     return (
         f"Dataset: {quote(texts.source)} ({summary.kind}, {loss}; fingerprint "
-        f"{summary.fingerprint}), {in_percent(texts.eval_fraction)} of the examples held out."
+        f"{summary.fingerprint}), {in_percent(texts.eval_fraction)} of the examples held out{cut}."
     )

@@ -16,6 +16,8 @@ import yaml
 from sweep.data.rows import ending, is_saved
 from sweep.export.record import Record, Trainer
 
+TEMPLATE_FILE = "trl_chat_template.jinja"
+"""Lies beside TRL's file where it needs a chat template that marks the assistant's turns."""
 DATA_FILE = "data.jsonl"
 """Stands for a dataset where a study had none, one ``{"text": "..."}`` a line."""
 
@@ -64,6 +66,7 @@ def dataset_options(record: Record, whom: str) -> dict[str, Any]:
         "history_column": "history" if "history" in columns else None,
         "only": summary.completions_only,
         "everything": not summary.completions_only,
+        "template_file": TEMPLATE_FILE if summary.marked_template else None,
         "tokenizer": texts.tokenizer,
         "eval_fraction": share,
         "held_out": share or None,
@@ -103,6 +106,7 @@ def lost_rows(record: Record, trainer: Trainer) -> tuple[str, ...]:
         "chats": builder == "csv" and is_chat,
         "csv": builder == "csv" and not is_chat,
         "tokenizer": texts.tokenizer is not None and trainer != "axolotl",
+        "unmarked": trainer == "trl" and kind == "messages" and texts.summary.marked_template,
         "broken": texts.summary.broken,
         "held_out": texts.eval_fraction,
     }
@@ -113,6 +117,7 @@ def lost_rows(record: Record, trainer: Trainer) -> tuple[str, ...]:
         "source": texts.source,
         "marks": "tabs" if _has_tabs(texts.source) else "commas",
         "tokenizer": texts.tokenizer,
+        "template": TEMPLATE_FILE,
         "broken": texts.summary.broken,
     }
     return (*filter(None, [of_kind]), *(sentence.format(**values) for sentence in sentences))

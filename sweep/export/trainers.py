@@ -20,6 +20,7 @@ from search_spaces.config import (
     liger_kernels,
 )
 from search_spaces.models import PART_OF
+from search_spaces.trainers import every_nth
 from sweep.export.record import Record, Trainer
 from sweep.export.rows import dataset_options, filled, lost_rows, table
 
@@ -84,11 +85,12 @@ def _values(record: Record) -> dict[str, Any]:
         # TRL makes a text of a list of one, which PEFT takes for a pattern of the whole path.
         patterns = [rf"(.*\.)?{re.escape(names[0])}"]
     recomputed = {"use_reentrant": False} if record.recomputed else None
-    nth = _every_nth(record)
+    nth = every_nth(config.checkpoint_fraction, record.layers)
     layers = liger_kernels(config.kernels) or {}
     return {
         **config.model_dump(),
         **training_arguments(record),
+        "learning_rate": record.learning_rate.value,
         "model": record.model.weights or f"path/or/hub-id/of/{record.model.name}",
         "prepared_path": f"{record.output_dir}/prepared",
         "torch_dtype": TORCH_DTYPES[record.dtype],
@@ -132,7 +134,7 @@ def cases_of(record: Record) -> dict[str, str]:
         rows = packing = "full"
     elif rows == "packed" and record.texts_kind == "text":
         rows = "packed texts"
-    parts = "each n-th" if _every_nth(record) else "part"
+    parts = "each n-th" if every_nth(config.checkpoint_fraction, layers) else "part"
     bits = str(config.weight_bits)
     return {
         "lora_alpha": "" if config.alpha == _whole_alpha(record) else "fraction",
@@ -144,6 +146,7 @@ def cases_of(record: Record) -> dict[str, str]:
         "adapter_dtype": f"{config.adapter_dtype} on {'16-bit' if bits == '16' else 'quantized'}",
         "checkpoint_fraction": parts if 0 < recomputed < layers else "all or none",
         "upcast_fp32": str(config.upcast_fp32),
+        "trainer": "in TRL" if config.has_head_of_trl else "",
         "model": "part" if PART_OF in record.model.config else "whole",
         "method": config.method,
         "loss_type": "sigmoid" if canonical(config).loss_type == "sigmoid" else "not sigmoid",
@@ -162,11 +165,11 @@ def _whole_alpha(record: Record) -> int:
     return max(1, round(record.config.alpha))
 
 
-def _every_nth(record: Record) -> int | None:
-    """Return n where each n-th layer is recomputed, the first included; None elsewhere."""
-    layers = record.layers
-    steps = range(2, layers + 1)
-    return next((n for n in steps if record.recomputed == tuple(range(0, layers, n))), None)
+def _differs_all_the_same(key: str, record: Record) -> bool:
+    """Whether a trainer may do something else of a setting than what was measured, or predicted,
+    for that trainer: scales are whole numbers, and rows are filled by a rule of its own."""
+    is_packed = record.config.packing == "packed" and record.config.trainer != "trl"
+    return key == "lora_alpha" or (key == "packing" and is_packed)
 
 
 def lost(record: Record, trainer: Trainer) -> tuple[str, ...]:
@@ -179,7 +182,10 @@ def unsupported(
 ) -> dict[str, str]:
     """Return that of the configuration, by its settings; ``refused``: why there is no file."""
     found, cases = {}, cases_of(record)
+    is_as_measured = section == "unsupported" and record.config.trainer == trainer
     for key, known in table("trainers")[section].items():
+        if is_as_measured and not _differs_all_the_same(key, record):
+            continue
         sentences = known.get(cases[key], {})
         if sentence := sentences.get(trainer, sentences.get("others")):
             found[key] = sentence.format(config=record.config, whole_alpha=_whole_alpha(record))

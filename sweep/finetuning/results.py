@@ -13,19 +13,25 @@ from reports import units
 from reports.words import reward_accuracy
 from search_spaces.checkpoints import identity_of
 from search_spaces.config import KNOBS, canonical
+from search_spaces.errors import in_percent
 from search_spaces.gpus import match_product
 from search_spaces.models import ModelSpec, is_hub_id
 from search_spaces.redaction import redacted, shown
 from search_spaces.texts import TextsSummary
 from storage.reading import changed_versions
+from storage.records import EightBitProducts
+from sweep.data.study_epochs import TruncatedDataset
 from sweep.export.record import Record
+from sweep.finetuning.planned import Prediction
 from sweep.finetuning.protocol import TrainingJob, TrainingResult
 from sweep.finetuning.subject import Subject
+from sweep.predict.forecast import Basis
 
 SPEED_TOLERANCE, MEMORY_TOLERANCE = 0.05, 0.02
 """Of tokens/s at the median step, and of peak allocated bytes, either way."""
 FEW_STEPS = 35
 """After the warm-up; `sweep verify` measures as many where nobody says how many."""
+_UNMEASURED = "no step was measured after warm-up and compilation, so the speed is an estimate"
 TOGETHER = "packed examples see each other: this model does not keep them apart"
 _FLAGS = {
     "noisy": "its steps varied, so its speed is uncertain",
@@ -46,6 +52,8 @@ class Compared:
     tolerance: float
     shown: Callable[[float | None], str]
     is_comparable: bool = True
+    predicted_range: tuple[float, float] | None = None
+    """Where what is promised is predicted, what holds the reached one nine times in ten."""
 
     @property
     def ratio(self) -> float | None:
@@ -56,13 +64,23 @@ class Compared:
 
     @property
     def is_within(self) -> bool:
-        """Whether it is within the tolerance, or cannot be compared."""
-        return self.ratio is None or abs(self.ratio - 1.0) <= self.tolerance
+        """Whether it is within the tolerance, or the interval of its prediction; or cannot be
+        compared."""
+        if self.ratio is None or self.reached is None:
+            return True
+        if self.predicted_range is not None:
+            low, high = self.predicted_range
+            return low <= self.reached <= high
+        return abs(self.ratio - 1.0) <= self.tolerance
 
     def row(self) -> tuple[str, str, str, str]:
         """Return name, promised, reached and ratio in words."""
         ratio = units.DASH if self.ratio is None else f"{self.ratio:.3f}"
-        return self.name, self.shown(self.promised), self.shown(self.reached), ratio
+        promised = self.shown(self.promised)
+        if self.predicted_range is not None:
+            low, high = map(self.shown, self.predicted_range)
+            promised = f"{promised} (predicted, {low} to {high})"
+        return self.name, promised, self.shown(self.reached), ratio
 
     def to_json(self) -> dict[str, float | None]:
         """Return what programs read."""
@@ -78,6 +96,15 @@ class Comparison:
     causes: tuple[str, ...]
     incomparable: str | None = None
     """Why they are not comparable, in words."""
+    is_predicted: bool = False
+    """Whether what is promised is predicted, and no record's."""
+
+    @property
+    def basis(self) -> Basis | None:
+        """Where what is promised comes from; None where nothing is."""
+        if self.speed.promised is None and self.memory.promised is None:
+            return None
+        return "predicted" if self.is_predicted else "measured"
 
     @property
     def is_within(self) -> bool:
@@ -87,10 +114,11 @@ class Comparison:
     @property
     def figures(self) -> tuple[str, ...]:
         """Those that are not as promised, in words; none where all are, or cannot be compared."""
+        promised_by = "prediction" if self.is_predicted else "record"
         return tuple(
             f"{one.name} {100 * abs(one.ratio - 1.0):.1f} % "
-            f"{'above' if one.ratio > 1.0 else 'below'} the record: {one.shown(one.reached)} "
-            f"beside {one.shown(one.promised)}"
+            f"{'above' if one.ratio > 1.0 else 'below'} the {promised_by}: "
+            f"{one.shown(one.reached)} beside {one.shown(one.promised)}"
             for one in (self.speed, self.memory)
             if one.ratio is not None and not one.is_within
         )
@@ -100,8 +128,10 @@ class Comparison:
         where all is as promised."""
         if self.incomparable is not None:
             return f"Not comparable: {self.incomparable}."
-        causes = "; ".join(self.causes) or "nothing that is recorded explains it"
         figures = "; ".join(self.figures)
+        if self.is_predicted and figures:
+            return f"Not as predicted: {figures}."
+        causes = "; ".join(self.causes) or "nothing that is recorded explains it"
         return f"Not as promised: {figures}. Likely causes: {causes}." if figures else None
 
 
@@ -126,13 +156,49 @@ def compared(
     if record is not None:
         speed = record.measurement.tokens_per_second
         peak = record.measurement.peak_allocated_bytes
-    can, rate, gib = incomparable is None, units.rate, units.gib
+    can = incomparable is None
     return Comparison(
-        Compared("tokens/s", speed, tokens_per_second, SPEED_TOLERANCE, rate, can),
-        Compared("peak allocated", peak, peak_allocated_bytes, MEMORY_TOLERANCE, gib, can),
-        () if record is None else tuple(_causes(record, environment)),
-        incomparable,
+        speed=_speed(speed, tokens_per_second, can=can),
+        memory=_peak(peak, peak_allocated_bytes, can=can),
+        causes=() if record is None else tuple(_causes(record, environment)),
+        incomparable=incomparable,
     )
+
+
+def compared_with_prediction(
+    predicted: Prediction, reached: TrainingResult, *, incomparable: str | None
+) -> Comparison:
+    """Return how what was reached compares with what was predicted; see `compared`."""
+    speed, peak, can = reached.tokens_per_second, reached.peak_allocated_bytes, incomparable is None
+    speed_range = predicted.tokens_per_second_range
+    peak_range = predicted.peak_allocated_bytes_range
+    return Comparison(
+        speed=_speed(predicted.tokens_per_second, speed, can=can, within=speed_range),
+        memory=_peak(predicted.peak_allocated_bytes, peak, can=can, within=peak_range),
+        causes=(),
+        incomparable=incomparable,
+        is_predicted=True,
+    )
+
+
+def _speed(
+    promised: float | None,
+    reached: float | None,
+    *,
+    can: bool,
+    within: tuple[float, float] | None = None,
+) -> Compared:
+    return Compared("tokens/s", promised, reached, SPEED_TOLERANCE, units.rate, can, within)
+
+
+def _peak(
+    promised: int | None,
+    reached: int | None,
+    *,
+    can: bool,
+    within: tuple[float, float] | None = None,
+) -> Compared:
+    return Compared("peak allocated", promised, reached, MEMORY_TOLERANCE, units.gib, can, within)
 
 
 def _causes(record: Record, environment: Mapping[str, Any]) -> Iterator[str]:
@@ -170,10 +236,17 @@ class TrainedAdapter:
     texts: TextsSummary
     environment: Mapping[str, Any]
     """Of the machine, as `storage.environment.fingerprint` returns it."""
+    truncation: TruncatedDataset | None = None
+    """What its length cut off the examples; None where nobody looked."""
+    prediction: Prediction | None = None
+    """What it was predicted to take, where nobody measured it so."""
 
     @cached_property
     def comparison(self) -> Comparison:
-        """What was reached beside what the subject's record promises."""
+        """What was reached beside what the subject's record promises, or what was predicted."""
+        if self.prediction is not None:
+            few = _UNMEASURED if self.result.steps_measured == 0 else None
+            return compared_with_prediction(self.prediction, self.result, incomparable=few)
         found = compared(
             self.subject.record,
             tokens_per_second=self.result.tokens_per_second,
@@ -204,7 +277,7 @@ class TrainedAdapter:
         if record.texts.summary.fingerprint != self.texts.fingerprint:
             return "promised on another dataset"
         if self.result.steps_measured == 0:
-            return "no step was measured after warm-up and compilation, so the speed is an estimate"
+            return _UNMEASURED
         return None
 
     def to_json(self) -> dict[str, Any]:
@@ -217,7 +290,12 @@ class TrainedAdapter:
             "reward_accuracy_ci95": self.result.reward_accuracy_ci95,
             "promised_tokens_per_second": found.speed.promised,
             "promised_peak_allocated_bytes": found.memory.promised,
+            "promised_basis": found.basis,
+            "promised_tokens_per_second_range": found.speed.predicted_range,
+            "promised_peak_allocated_bytes_range": found.memory.predicted_range,
+            "truncation": None if self.truncation is None else self.truncation.to_json(),
             **job.model_dump(mode="json", include={"config", "weights", "seed", "eval_fraction"}),
+            "learning_rate": self.subject.learning_rate.model_dump(mode="json"),
             "texts": redacted(self.texts.model_dump(mode="json")),
             "versions": self.environment.get("versions"),
             "incomparable": found.incomparable,
@@ -230,6 +308,40 @@ class TrainedAdapter:
             "model": redacted(model) | identity_of(job.spec, is_loaded=job.weights == "pretrained"),
             "environment": {k: v for k, v in self.environment.items() if k != "versions"},
         }
+
+
+def words_of_8_bits(found: EightBitProducts) -> str:
+    """Return what 8-bit compute makes of the real weights, and what stays in 16 bits at what
+    cost."""
+    worst = max(found.errors, key=lambda one: one.forward_worst)
+    said = (
+        "8-bit compute on these weights: the loss of the first examples is "
+        f"{found.loss_8_bit:.4f}, in 16-bit compute {found.loss_16_bit:.4f}; the worst product, a "
+        f"{worst.projection}, is {in_percent(worst.forward_worst)} off."
+    )
+    kept = found.kept_in_16_bits
+    if not kept:
+        return f"{said} None stays in 16 bits."
+    return (
+        f"{said} {units.plural(len(kept), 'layer')} of {sum(one.layers for one in found.errors)} "
+        f"{'stays' if len(kept) == 1 else 'stay'} in 16 bits, for at most "
+        f"{in_percent(found.share_in_16_bits)} of the speed."
+    )
+
+
+def _products(found: EightBitProducts) -> str:
+    """Return how far products in 8 bits are off, by projection, as a table."""
+    rows = [
+        (
+            f"`{one.projection}`",
+            in_percent(one.forward),
+            in_percent(one.forward_worst),
+            in_percent(one.gradient),
+            in_percent(one.gradient_worst),
+        )
+        for one in found.errors
+    ]
+    return _table(("", "product", "worst layer", "input's gradient", "worst layer"), rows)
 
 
 def model_card(trained: TrainedAdapter) -> str:
@@ -262,14 +374,22 @@ def _sections(trained: TrainedAdapter) -> Iterator[str]:
     yield "## Training\n\n" + _table(("", ""), _facts(trained))
     heads, rows = ("", "promised", "reached", "ratio"), (found.speed.row(), found.memory.row())
     yield "## Promised and reached\n\n" + _table(heads, rows)
+    if (products := trained.result.eight_bit) is not None:
+        yield "## 8-bit compute\n\n" + words_of_8_bits(products)
+        yield _products(products)
+        if products.kept_in_16_bits:
+            yield "In 16 bits: " + ", ".join(f"`{name}`" for name in products.kept_in_16_bits)
     if trained.result.documents_apart is False:
         yield f"**{TOGETHER.capitalize()}.**"
     if (words := found.words()) is not None:
         yield words
-    if record is not None:
+    if trained.prediction is not None:
+        yield "Promised: predicted, as nothing measured it at this size."
+    elif record is not None:
         yield f"Promised: {shown(record.label)}, measured on {shown(record.device)}."
     # Every default written out, and no setting that has no say here.
     used = canonical(job.config).model_dump(mode="json")
+    used["learning_rate"] = trained.subject.learning_rate.value
     idle = {key for key, knob in KNOBS.items() if knob.applies and not knob.applies(job.config)}
     settings = [(f"`{key}`", f"`{value}`") for key, value in used.items() if key not in idle]
     yield "## Configuration\n\n" + _table(("key", "value"), settings)
@@ -288,7 +408,10 @@ def _facts(trained: TrainedAdapter) -> Iterator[tuple[str, str]]:
     yield "examples trained on", units.count(result.texts_rows or result.rows) + packed
     yield "examples held out", units.count(result.rows_held_out)
     yield "examples left out, without a supervised token", units.count(result.rows_left_out)
+    if trained.truncation is not None:
+        yield "cut", trained.truncation.words("pair" if texts.are_pairs else "example")
     yield "broken examples, left out", units.count(texts.broken)
+    yield "learning rate", trained.subject.learning_rate.words
     yield "seed", str(job.seed)
     yield "optimizer steps", f"{units.count(result.steps)}, {result.epochs:.2f} epochs"
     yield "supervised tokens", units.count(result.tokens)

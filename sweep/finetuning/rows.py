@@ -22,7 +22,7 @@ from search_spaces.errors import InputError
 from sweep.data.rows import INPUT, MASK, split
 from sweep.finetuning.protocol import TrainingJob
 from sweep.training.preference import Collate, Paired, of_pairs
-from sweep.training.step import random_rows, stacked
+from sweep.training.step import full_rows_in_turn, random_rows, stacked
 
 
 @dataclass(eq=False)
@@ -106,7 +106,8 @@ def rows_of(job: TrainingJob, model: PeftModel) -> Rows:
             collate = of_pairs(lambda rows: stacked([row[INPUT] for row in rows]))
             return Rows(Ordered(pairs, config.samples_per_step, job.seed), collate)
         repeated: Any = Subset(random, [index % len(random) for index in range(count)])  # type: ignore[arg-type]
-        return Rows(Ordered(repeated, config.samples_per_step, job.seed), stacked)
+        ordered = Ordered(repeated, config.samples_per_step, job.seed)
+        return Rows(ordered, full_rows_in_turn(config))
     # Only texts need `datasets`, which takes a second to import.
     from sweep.data.batches import loss_left, training_rows
     from sweep.data.rows import LENGTH, Collator

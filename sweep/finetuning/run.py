@@ -46,13 +46,15 @@ from sweep.training.adapters import Attached, attached
 from sweep.training.device import Device, open_device
 from sweep.training.exceptions import knob_at_fault, out_of_memory
 from sweep.training.faithfulness import fit_to, keep_in_16_bits, mean_loss, too_many
+from sweep.training.in_trl import trained
 from sweep.training.model import Unavailable, build_base, compute_type, name_quantizer
-from sweep.training.preference import REFERENCE, Preference, trained
+from sweep.training.preference import REFERENCE, Preference
 from sweep.training.step import (
     BUCKETS,
     evaluating,
     keep_from_others,
     make_optimizer,
+    rate_of,
     told_in_evaluation,
 )
 
@@ -307,12 +309,14 @@ class Training(TrainerCallback):
             # Each drops elements of its own.
             torch.manual_seed(job.seed + self._rank)
         keep_from_others(whole)
+        rate = rate_of(job.config, model)
+        optimizer = make_optimizer(job.config, self._trained, rate=rate)
         self._trainer = trainer = AdapterTrainer(
             model=whole,
             args=arguments(job),
             data_collator=self._counting,
             train_dataset=self._rows.training,
-            optimizers=(make_optimizer(job.config, self._trained), None),
+            optimizers=(optimizer, None),
             callbacks=[self],
         )
         trainer.adapters, trainer.on_loss = model, self._add_loss

@@ -4,13 +4,15 @@ shipped model, each with the record of what was measured of it; and what would n
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 from reports import units
 from search_spaces.config import TrialConfig, parse_config
 from search_spaces.documents import exists, home_expanded, read_json
 from search_spaces.errors import InputError, NothingFits, did_you_mean, quote
+from search_spaces.learning_rates import LearningRate, learning_rate_of
 from search_spaces.models import ModelSpec, load_model_spec, shipped_models
 from search_spaces.rules import attention_of, attention_words
 from storage.definition import StudyDefinition, StudySnapshot
@@ -34,6 +36,11 @@ class Subject:
     """Of this configuration on this model."""
     definition: StudyDefinition | None = None
     """Of the study, which says on what device and on what texts it was measured."""
+
+    @property
+    def learning_rate(self) -> LearningRate:
+        """That it is trained with."""
+        return learning_rate_of(self.config, self.model.config)
 
 
 def subject_of(
@@ -113,6 +120,42 @@ def _of_study(snapshot: StudySnapshot, *, number: int | None, model: str | None)
     return replace(own, record=record if is_same else None, definition=snapshot.definition)
 
 
+def with_settings(config: TrialConfig, typed: Mapping[str, Any]) -> TrialConfig:
+    """Return a configuration with settings that were typed. Another micro-batch trains the same,
+    where it goes into the effective batch; a larger one is a step of its own.
+
+    Raises:
+        InputError: they make no configuration, with what is wrong.
+    """
+    changes = dict(typed)
+    if "micro_batch_size" in changes and "effective_batch_size" not in changes:
+        size = changes["micro_batch_size"] * config.data_parallel
+        changes["effective_batch_size"] = _effective_batch(config, size)
+    return parse_config({**config.model_dump(), **changes}, where="options")
+
+
+def on_devices(config: TrialConfig, devices: int | None) -> TrialConfig:
+    """Return a configuration on so many GPUs, which trains the same where its effective batch is a
+    multiple of theirs; one without accumulation has none there.
+
+    Raises:
+        InputError: an effective batch was chosen that is no multiple.
+    """
+    if devices is None:
+        return config
+    effective = _effective_batch(config, config.micro_batch_size * devices)
+    changes = {"data_parallel": devices, "effective_batch_size": effective}
+    return parse_config({**config.model_dump(), **changes}, where=f"--devices {devices}")
+
+
+def _effective_batch(config: TrialConfig, size: int) -> int | None:
+    """Return the effective batch with which a configuration trains the same in micro-batches of so
+    many examples on all GPUs together; None, no accumulation, where they do not go into a step that
+    nobody chose."""
+    samples = config.samples_per_step
+    return None if config.effective_batch_size is None and samples % size else samples
+
+
 # What would fit
 
 
@@ -139,11 +182,11 @@ def candidates(config: TrialConfig) -> Iterator[TrialConfig]:
         length //= 2
 
 
-def next_smaller(
+def nearest_that_fits(
     config: TrialConfig, forecaster: Forecaster, *, has_run_out: bool = False
-) -> str | None:
-    """Return the nearest smaller configuration that fits, as what is to be changed; None where none
-    is predicted to. Without a prediction it is the nearest one, which may not fit either.
+) -> TrialConfig | None:
+    """Return the nearest smaller configuration that fits; None where none is predicted to. Without
+    a prediction it is the nearest one, which may not fit either.
 
     Args:
         config: that is too large.
@@ -155,14 +198,34 @@ def next_smaller(
     if has_run_out and own is not None:
         room = min(room, own.peak_allocated_bytes - 1)
     for smaller in filter(forecaster.is_valid, candidates(config)):
-        memory, words = forecaster.expect(smaller).memory, "not predicted"
-        if memory is not None:
-            if memory.fits(room) is not Fit.YES:
-                continue
-            words = f"predicted: {units.gib(memory.peak_allocated_bytes)}"
-        changes = smaller.changes_from(config).items()
-        return f"{', '.join(f'{key} {value}' for key, value in changes)} ({words})"
+        memory = forecaster.expect(smaller).memory
+        if memory is None or memory.fits(room) is Fit.YES:
+            return smaller
     return None
+
+
+def next_smaller(
+    config: TrialConfig, forecaster: Forecaster, *, has_run_out: bool = False
+) -> str | None:
+    """Return the same in words: what is to be changed, what it then needs, and what to type."""
+    smaller = nearest_that_fits(config, forecaster, has_run_out=has_run_out)
+    if smaller is None:
+        return None
+    memory, words = forecaster.expect(smaller).memory, "not predicted"
+    if memory is not None:
+        words = f"predicted: {units.gib(memory.peak_allocated_bytes)}"
+    changes = [f"{key} {value}" for key, value in smaller.changes_from(config).items()]
+    return f"{', '.join(changes)} ({words}): {as_options(config, smaller)}"
+
+
+def as_options(config: TrialConfig, other: TrialConfig) -> str:
+    """Return the options of `sweep train` that make another configuration of one."""
+    changed = other.changes_from(config)
+    typed = [f"--seq-len {changed['seq_len']}"] if "seq_len" in changed else []
+    for key in ("micro_batch_size", "checkpoint_fraction"):
+        if key in changed:
+            typed.append(f"--set {key}={changed[key]:g}")
+    return " ".join(typed)
 
 
 def refuse_too_large(config: TrialConfig, forecaster: Forecaster) -> None:

@@ -4,16 +4,16 @@ of its own and followed. Nothing here imports torch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, assert_never
 
 from reports import units
 from reports.words import emulation_note
 from search_spaces.checkpoints import check_weights
-from search_spaces.config import TrialConfig, parse_config
+from search_spaces.config import TrialConfig, canonical
 from search_spaces.errors import (
     EnvironmentFault,
     InputError,
@@ -23,20 +23,33 @@ from search_spaces.errors import (
 )
 from search_spaces.linears import lora_parameters
 from search_spaces.models import ModelSpec
+from search_spaces.presets import preset_texts
 from search_spaces.rules import Violation
 from search_spaces.space import SearchSpace, Weights
 from search_spaces.texts import TextsChoice
 from storage import files, records
 from sweep.data.choice import ReadTexts, refuse_other_kind, texts_of_study, typed_texts
+from sweep.data.rows import percent
+from sweep.data.study_epochs import TruncatedDataset
 from sweep.data.texts import PreparedTexts, TextsRequest
 from sweep.data.tokenizers import TokenizerFiles, find_tokenizer
 from sweep.finetuning import checkpoints, output, protocol
+from sweep.finetuning.planned import Prediction, calibration_of, longer
 from sweep.finetuning.protocol import TrainingJob, TrainingOutcome, TrainingResult
-from sweep.finetuning.subject import ReadStudy, Subject, refuse_too_large, subject_of
+from sweep.finetuning.subject import (
+    ReadStudy,
+    Subject,
+    as_options,
+    on_devices,
+    refuse_too_large,
+    subject_of,
+    with_settings,
+)
 from sweep.paths import cache_directory
 from sweep.predict.building import build_forecaster, shapes_of_texts
-from sweep.predict.forecast import Forecaster
-from sweep.predict.memory.predictor import TracingPredictor
+from sweep.predict.forecast import Evidence, Forecaster
+from sweep.predict.memory.predictor import CpuMemory, MemoryPredictor, TracingPredictor
+from sweep.predict.on_texts import ShapesOnTexts
 from sweep.running import child
 from sweep.running.device_info import Card, ChosenCard
 from sweep.running.supervisor import Deadlines
@@ -68,7 +81,8 @@ class TrainingRequest:
     weights: Weights | None = None
     max_steps: int | None = None
     epochs: float | None = None
-    learning_rate: float | None = None
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """Of the configuration, that are to be others than those that were measured."""
     seed: int | None = None
     checkpoint_every: int | None = None
     is_resumed: bool = False
@@ -86,6 +100,75 @@ class PreparedTraining:
     card: Card | None
     notes: tuple[str, ...]
     """What a person should know beforehand."""
+    prediction: Prediction | None = None
+    """What it is predicted to take, where settings were typed that nobody measured it with."""
+
+    @property
+    def has_budget(self) -> bool:
+        """Whether it is kept to a budget: nobody says one for a CPU without a study."""
+        return self.job.budget_bytes is not None
+
+    @cached_property
+    def truncation(self) -> TruncatedDataset:
+        """What its length cuts off the examples."""
+        shapes = self.forecaster.shapes
+        assert shapes is not None, "a training is on a dataset"
+        return shapes.epochs.truncated_dataset(self.job.config.seq_len)
+
+    @property
+    def cut_words(self) -> str:
+        """That as a sentence."""
+        return f"{self.truncation.words('pair' if self.texts.summary.are_pairs else 'example')}."
+
+    @property
+    def plan_words(self) -> str | None:
+        """What it is predicted to take, as a sentence; None where it is as it was measured."""
+        if self.prediction is None:
+            return None
+        words = f"{units.size(self.job.config)} was not measured: {self.prediction.words()}."
+        record = self.subject.record
+        if record is None:
+            return words
+        peak = units.gib(record.measurement.peak_allocated_bytes)
+        rate = units.rate(record.measurement.tokens_per_second)
+        return f"{words} Measured at {units.size(record.config)}: {peak}, {rate} tokens/s."
+
+    def ways_out(self) -> str:
+        """Return what to do where the length cuts much of the dataset: a study on it, or a longer
+        length, with what that is predicted to take."""
+        ways = []
+        if not self._is_measured_on_texts():
+            ways.append(f"`{self._study_command()}` measures at the dataset's own lengths")
+        found = longer(
+            self.job.config,
+            self.forecaster,
+            max_positions=self.subject.model.max_positions,
+            has_budget=self.has_budget,
+        )
+        if found is None:
+            ways.append("no longer length fits here")
+        else:
+            typed = as_options(self.job.config, found.config)
+            if not found.cuts_little:
+                typed = f"{typed} --yes"
+            share = percent(found.truncation.supervised_share)
+            way = f"`{typed}` cuts {share}: {found.prediction.words()}"
+            ways.append(way if found.cuts_little else f"the longest that fits, {way}")
+        return "; or ".join(ways)
+
+    def _is_measured_on_texts(self) -> bool:
+        record = self.subject.record
+        if record is None or record.texts is None:
+            return False
+        return record.texts.summary.fingerprint == self.texts.summary.fingerprint
+
+    def _study_command(self) -> str:
+        """Return what makes a study on the dataset."""
+        definition, source = self.subject.definition, self.texts.summary.source
+        space = "SPACE"
+        if definition is not None and definition.space.name in preset_texts():
+            space = definition.space.name
+        return f"sweep run {space} --model {self.subject.model.name} --data {source}"
 
     @property
     def run(self) -> dict[str, Any]:
@@ -124,41 +207,39 @@ def prepare_training(
     subject = subject_of(
         request.name, number=request.trial, model=request.model, read_study=read_study
     )
-    if request.learning_rate is not None:
-        changed = {**subject.config.model_dump(), "learning_rate": request.learning_rate}
-        subject = replace(subject, config=parse_config(changed, where="options"))
-    measured, config = subject.config, on_devices(subject.config, request.devices)
-    subject = replace(subject, config=config)
     model, study = subject.model, subject.definition
+    measured = subject.config
+    typed = with_settings(measured, request.settings)
+    changes = canonical(typed).changes_from(canonical(measured))
+    is_planned = bool(changes.keys() - {"learning_rate"})
+    config = on_devices(typed, request.devices)
+    subject = replace(subject, config=config)
     weights = _weights(request.weights, model)
     if not request.is_resumed:
         output.refuse_taken(request.output)
     present = cards()
     here = present[0] if present else None
     resolved = _resolved(subject, here)
-    rule = partial(resolved.violation, model=model, has_texts=True)
     is_on_cpu = resolved.target.device == "cpu"
     if is_on_cpu and request.devices is not None:
         raise InputError(f"--devices: {subject.words} is for the CPU")
-    _refuse_untrainable(subject, rule(config), gpus=None if is_on_cpu else len(present))
+    broken = resolved.violation(config, model=model, has_texts=True)
+    _refuse_untrainable(subject, broken, gpus=None if is_on_cpu else len(present))
     choice, texts = _texts(request, subject, read_texts)
     refuse_other_kind(config.method, texts)
     seed = request.seed if request.seed is not None else 0 if study is None else study.space.seed
     budget = resolved.target.budget_bytes
     notes = (
+        f"Learning rate {subject.learning_rate.words}.",
         _note_on_steps(config, measured),
         _note_on_weights(weights, model),
         emulation_note(resolved.target),
         "No GPU is here: this trains on the CPU." if is_on_cpu and study is None else None,
     )
-    traced = TracingPredictor(
-        model,
-        cache_dir=cache_directory() / "memory",
-        compute_capability=resolved.host_capability,
-    )
     prepared = PreparedTraining(
         job=TrainingJob(
-            config=config,
+            # With the number, which a resumed training has to have again.
+            config=config.changed(learning_rate=subject.learning_rate.value),
             model=model.to_json(),
             weights=weights,
             texts=str(texts.directory.absolute()),
@@ -168,7 +249,6 @@ def prepare_training(
             seed=seed,
             device=resolved.target.device,
             cards=() if is_on_cpu else _shown(present, count=config.data_parallel),
-            # Nobody said a cap for a CPU without a study.
             budget_bytes=None if is_on_cpu and study is None else budget,
             output=str(request.output.absolute()),
             checkpoint_steps=request.checkpoint_every,
@@ -176,24 +256,60 @@ def prepare_training(
         subject=subject,
         texts=texts,
         tokenizer=find_tokenizer(choice.tokenizer, model),
-        forecaster=build_forecaster(
-            model,
-            resolved.target,
+        forecaster=_forecaster(
+            subject,
+            resolved,
+            texts=texts,
             shapes=shapes_of_texts(texts, choice, seed=seed),
-            predictor=None if is_on_cpu else traced,
-            violation=rule,
+            product=None if is_on_cpu or here is None else here.product,
             warn=warn,
         ),
         card=None if is_on_cpu else here,
         notes=tuple(filter(None, notes)),
     )
     if (broken := prepared.forecaster.broken(config)) is not None:
-        raise InputError(f"{texts.summary.source}: {broken.reason}")
+        words = f"{texts.summary.source}: {broken.reason}"
+        if prepared.truncation.is_much:
+            words = f"{words}; {prepared.ways_out()}"
+        raise InputError(words)
     if request.is_resumed:
         output.refuse_another(request.output, prepared.run)
-    else:
+    elif prepared.has_budget and (is_planned or not is_on_cpu):
+        # What ran in a study on this CPU fits; to predict that takes seconds.
         refuse_too_large(config, prepared.forecaster)
-    return prepared
+    if not is_planned:
+        return prepared
+    predicted = Prediction.of(config, prepared.forecaster, has_budget=prepared.has_budget)
+    return replace(prepared, prediction=predicted)
+
+
+def _forecaster(
+    subject: Subject,
+    resolved: ResolvedTarget,
+    *,
+    texts: PreparedTexts,
+    shapes: ShapesOnTexts,
+    product: str | None,
+    warn: Callable[[str], None],
+) -> Forecaster:
+    """Return what predicts of the model on the device and the dataset; ``product`` is the GPU's
+    that is here, None on a CPU."""
+    model, cache = subject.model, cache_directory() / "memory"
+    predictor: MemoryPredictor = CpuMemory(model, cache_dir=cache)
+    if product is not None:
+        capability = resolved.host_capability
+        predictor = TracingPredictor(model, cache_dir=cache, compute_capability=capability)
+    known = calibration_of(subject.record, product, texts=texts, shapes=shapes)
+    return build_forecaster(
+        model,
+        resolved.target,
+        shapes=shapes,
+        predictor=predictor,
+        violation=partial(resolved.violation, model=model, has_texts=True),
+        evidence=Evidence(calibration=known),
+        is_cut_up=product is not None,
+        warn=warn,
+    )
 
 
 def _shown(present: Sequence[Card], *, count: int) -> tuple[str, ...]:
@@ -222,9 +338,10 @@ def _refuse_untrainable(subject: Subject, broken: Violation | None, *, gpus: int
 def _note_on_steps(config: TrialConfig, measured: TrialConfig) -> str | None:
     if config.samples_per_step == measured.samples_per_step:
         return None
+    where = f"{units.size(config)} on {units.plural(config.data_parallel, 'GPU')}"
     return (
-        f"On {units.plural(config.data_parallel, 'GPU')} an optimizer step is of "
-        f"{config.samples_per_step} examples, not of {measured.samples_per_step}."
+        f"With {where} an optimizer step is of {config.samples_per_step} examples, not of "
+        f"{measured.samples_per_step}."
     )
 
 
@@ -235,21 +352,6 @@ def _note_on_weights(weights: Weights, model: ModelSpec) -> str | None:
         f"The weights of model '{model.name}' are random: this shows how a training runs, and its "
         "adapter is of no other use."
     )
-
-
-def on_devices(config: TrialConfig, devices: int | None) -> TrialConfig:
-    """Return a configuration on so many GPUs, which trains the same where its effective batch is a
-    multiple of theirs; one without accumulation has none there.
-
-    Raises:
-        InputError: an effective batch was chosen that is no multiple.
-    """
-    if devices is None:
-        return config
-    samples, each = config.samples_per_step, config.micro_batch_size * devices
-    effective = config.effective_batch_size or (None if samples % each else samples)
-    changes = {"data_parallel": devices, "effective_batch_size": effective}
-    return parse_config({**config.model_dump(), **changes}, where=f"--devices {devices}")
 
 
 def _texts(

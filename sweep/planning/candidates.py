@@ -118,6 +118,8 @@ _VALUES: Mapping[str, Callable[[Any], Sequence[Any]]] = {
     "learning_rate": lambda _: (),
     # It is another training, of another dataset.
     "method": lambda _: (),
+    # It is another program.
+    "trainer": lambda _: (),
     "lora_dropout": lambda _: (0.0, 0.05),
     "target_modules": lambda _: TARGET_SETS,
     "micro_batch_size": _half_and_double,

@@ -71,6 +71,7 @@ def forecast_document(forecast: Forecast, *, bills: Sequence[Bill]) -> dict[str,
     contributed = {"files": files, "trials": trials}
     return {
         **_fit(forecast),
+        "learning_rate": forecast.learning_rate.model_dump(mode="json"),
         "peak_allocated_bytes": forecast.peak_allocated_bytes,
         **_of(memory, "peak_reserved_bytes"),
         "breakdown": None if memory is None else {part: memory.breakdown[part] for part in PARTS},

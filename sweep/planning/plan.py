@@ -28,6 +28,7 @@ from search_spaces.loading import with_fixed
 from search_spaces.prices import Offer
 from search_spaces.rules import Setting, fp16_caveat
 from search_spaces.space import SearchSpace
+from search_spaces.trainers import trainer_of
 from sweep.planning.candidates import (
     NOT_ASKED,
     Asked,
@@ -170,7 +171,7 @@ class CardPlan:
     def notes(self) -> tuple[str, ...]:
         """What is missing, and why, and what may come to nothing."""
         shown = self.obstacles if self.shown is None else self.shown.notes
-        caveats = filter(None, [self.fp16_caveat])
+        caveats = filter(None, [self.fp16_caveat, self.about_trainer])
         return (*self.forecaster.evidence.notes, *shown, *caveats)
 
     @property
@@ -178,6 +179,12 @@ class CardPlan:
         """Why what is shown may come to nothing in fp16; None where nothing says so."""
         shown = self.shown
         return None if shown is None else fp16_caveat(shown.config, self.forecaster.model)
+
+    @property
+    def about_trainer(self) -> str | None:
+        """What is predicted where another trainer is named, and how sure that is; None elsewhere,
+        or where nothing is shown."""
+        return None if self.shown is None else trainer_of(self.shown.config).about
 
     @property
     def obstacles(self) -> tuple[str, ...]:

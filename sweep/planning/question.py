@@ -16,6 +16,7 @@ from pydantic import Field, StrictInt
 from search_spaces.config import (
     Attention,
     Number,
+    TrainerName,
     TrialConfig,
     as_options,
     needed_by,
@@ -37,9 +38,10 @@ from search_spaces.loading import (
 from search_spaces.models import ModelSpec, load_model_spec
 from search_spaces.presets import preset_space
 from search_spaces.prices import Offer, load_prices
-from search_spaces.rules import Setting, adapter_dtype_of_trl, attention_of, attention_words
+from search_spaces.rules import Setting, attention_of, attention_words
 from search_spaces.sizes import with_offered_batches
 from search_spaces.space import SearchSpace, largest_whole
+from search_spaces.trainer_spaces import for_trainer
 from storage.definition import StudySnapshot, Target
 from sweep.data.choice import ReadTexts, space_with_texts, typed_texts
 from sweep.data.texts import PreparedTexts, TextsRequest, prepare_texts
@@ -147,7 +149,7 @@ class Question:
     @cached_property
     def held(self) -> Mapping[str, Any]:
         """Settings that are the same on every GPU: what was typed, and what makes jobs the same."""
-        typed = self.request.configuration
+        typed = self._typed
         spaces = [] if self.request.is_exact else [self._space_of(gpu)[0] for gpu in self.gpus]
         if self.is_grpo:
             is_free = self.space is None or self.space.values_of("effective_batch_size") == (None,)
@@ -160,6 +162,15 @@ class Question:
         if self.request.is_cheapest:
             fixed = {} if self.space is None else self.space.fixed
             return job(typed, fixed=fixed, spaces=spaces)
+        return typed
+
+    @property
+    def _typed(self) -> Mapping[str, Any]:
+        """Settings that were typed, but for a trainer that is there where nothing is said."""
+        typed = dict(self.request.configuration)
+        is_named = self.space is not None and "trainer" in self.space.fixed
+        if typed.get("trainer") == "sweep" and not is_named:
+            del typed["trainer"]
         return typed
 
     @property
@@ -185,8 +196,6 @@ class Question:
         if self.request.is_exact:
             given = {"attention": attention_of(self.model), **needed_by(self.held), **self.held}
             asked = parse_config(_with_micro_batch(given), where="options")
-            if self.is_grpo and "adapter_dtype" not in self.held:
-                asked = asked.changed(adapter_dtype=adapter_dtype_of_trl(asked.quantization))
         else:
             refuse_without_texts(self._space_of(gpu)[0])
             space = self._of_grpo(self._offered(gpu).space)
@@ -212,24 +221,14 @@ class Question:
             yield name, replace(self, request=request)
 
     def _of_grpo(self, space: SearchSpace) -> SearchSpace:
-        """Return the space without sequences that GRPO's completions do not go into, and with
-        adapters of the types that TRL gives its bases."""
+        """Return the space without sequences that GRPO's completions do not go into."""
         if not self.is_grpo:
             return space
         longest, lengths = self.grpo["max_completion_length"] or 0, space.values_of("seq_len")
         short = [length for length in lengths if length <= longest]
         if 0 < len(short) < len(lengths):
             space = space.changed({"leave_out": [*space.leave_out, {"seq_len": short}]})
-        if "adapter_dtype" in {*space.dimensions, *self.request.configuration}:
-            return space
-        typed = self.held.get("quantization")
-        bases = space.values_of("quantization") if typed is None else (typed,)
-        types = sorted({adapter_dtype_of_trl(base) for base in bases})
-        if len(types) == 1:
-            return space.changed({"fixed": {**space.fixed, "adapter_dtype": types[0]}})
-        fixed = {key: value for key, value in space.fixed.items() if key != "adapter_dtype"}
-        free = {**space.dimensions, "adapter_dtype": types}
-        return space.changed({"dimensions": free, "fixed": fixed})
+        return space
 
     def text_notes(self, gpu: GpuSpec) -> tuple[str, ...]:
         """Return what the texts make of a GPU's space, for a person."""
@@ -240,8 +239,9 @@ class Question:
 
     def _offered(self, gpu: GpuSpec) -> Offered:
         space, kind = self._space_of(gpu)
-        own = with_own_attention(space, self.model, is_preset=kind != "file")
-        notes = () if "attention" in self.held else own.notes
+        able = for_trainer(space, self.model, is_preset=kind != "file", held=self.held)
+        own = with_own_attention(able.space, self.model, is_preset=kind != "file")
+        notes = able.notes if "attention" in self.held else (*able.notes, *own.notes)
         if self.texts is None:
             return Offered(own.space, notes)
         offered = space_with_texts(
@@ -254,7 +254,7 @@ class Question:
         if self.request.is_exact:
             return Asked(held=self.held, grpo=self.grpo)
         kind, command = self._space_of(gpu)[1], self._run_command(gpu)
-        held = self.request.configuration if self.is_grpo else self.held
+        held = self._typed if self.is_grpo else self.held
         return Asked(kind, held, run_command=command, grpo=self.grpo)
 
     def _run_command(self, gpu: GpuSpec) -> str:
@@ -270,7 +270,7 @@ class Question:
         elif gpu.name == space.gpu:
             del target["gpu"]
         texts = {f"data.{k}".removesuffix(".texts"): v for k, v in self.request.data.items()}
-        target |= {**texts, "numerics": self.request.numerics, **self.request.configuration}
+        target |= {**texts, "numerics": self.request.numerics, **self._typed}
         options = _typed(target)
         return f"{first}sweep run {shlex.quote(name)} {options}".rstrip()
 
@@ -418,8 +418,9 @@ def _check(request: PlanRequest) -> None:
     ways = request.configuration.keys() & {"data_parallel", "sharding"}
     if request.devices is not None and ways:
         raise InputError(f"--devices compares values of {min(ways)}: leave that out")
-    if request.configuration and request.from_file is not None:
-        key = next(iter(request.configuration))
+    of_each_line = [key for key in request.configuration if key != "trainer"]
+    if of_each_line and request.from_file is not None:
+        key = of_each_line[0]
         raise InputError(f"{key} and --from-file are both given: keep one")
     if request.is_longest and "seq_len" in request.configuration:
         raise InputError("--longest asks for the length: leave --seq-len out")
@@ -485,7 +486,11 @@ def _typed(options: Mapping[str, Any]) -> str:
 
 
 def read_configurations(
-    name: str, *, attention: Attention = "sdpa", stdin: BinaryIO | None = None
+    name: str,
+    *,
+    attention: Attention = "sdpa",
+    trainer: TrainerName = "sweep",
+    stdin: BinaryIO | None = None,
 ) -> list[tuple[str, TrialConfig]]:
     """Return each line's configuration, with where it stands for messages.
 
@@ -494,6 +499,7 @@ def read_configurations(
     Args:
         name: a file, or ``-`` for standard input.
         attention: of a line that names none.
+        trainer: alike.
         stdin: read for ``-``; the process's own by default.
 
     Raises:
@@ -514,7 +520,8 @@ def read_configurations(
     for number, line in enumerate(text.split("\n"), start=1):
         if line.strip():
             where = f"{label}: line {number}"
-            values = {"attention": attention, **parse_object(line, where=where)}
+            named = {"attention": attention, "trainer": trainer}
+            values = {**named, **parse_object(line, where=where)}
             configurations.append((where, parse_config(values, where=where)))
     if not configurations:
         raise InputError(f"{label}: no configuration in it; give one JSON object a line")

@@ -20,6 +20,7 @@ from search_spaces import rules
 from search_spaces.config import TrialConfig, canonical
 from search_spaces.errors import InputError, SweepError
 from search_spaces.gpus import GpuSpec
+from search_spaces.learning_rates import LearningRate, learning_rate_of
 from search_spaces.linears import lora_parameters
 from search_spaces.models import ModelSpec
 from search_spaces.rules import Violation
@@ -45,7 +46,12 @@ from sweep.predict.memory.prediction import (
 from sweep.predict.memory.predictor import MemoryPredictor, Residuals, TracingPredictor
 from sweep.predict.memory.profile_store import OnProgress, tell_nobody
 from sweep.predict.memory.profiles import Untraceable
-from sweep.predict.on_texts import MemoryOnTexts, ShapesOnTexts, tokens_per_step
+from sweep.predict.on_texts import (
+    MemoryInTrainer,
+    MemoryOnTexts,
+    ShapesOnTexts,
+    tokens_per_step,
+)
 from sweep.predict.speed.predictor import (
     FACTORS,
     Calibration,
@@ -188,8 +194,20 @@ class SpeedForecast:
             self._is_stale = len(self._measured) >= TRIALS_TO_CALIBRATE
 
 
+class Timed(Protocol):
+    """A configuration whose step was measured: a trial, or the record of one."""
+
+    @property
+    def config(self) -> TrialConfig:
+        """What ran."""
+
+    @property
+    def measurement(self) -> Measurement | None:
+        """What was measured of it; None where nothing was."""
+
+
 def calibrated(
-    records: Iterable[TrialRecord],
+    records: Iterable[Timed],
     *,
     model: ModelSpec,
     gpu: GpuSpec,
@@ -375,6 +393,11 @@ class Forecast:
         nothing is predicted."""
         is_unsure = self.trial is None and self._row not in self._all.refused
         return float(self._all.errors[self._row]) if is_unsure else 0.0
+
+    @property
+    def learning_rate(self) -> LearningRate:
+        """That it would train with, which its speed and memory do not depend on."""
+        return learning_rate_of(self.config, self.forecaster.model.config)
 
     @cached_property
     def _rule(self) -> Violation | None:
@@ -601,8 +624,9 @@ class Forecaster:
         assert violation is not None, "rules are of a GPU, or given"
         self._violation = violation
         self.tracing = predictor if isinstance(predictor, TracingPredictor) else None
-        if predictor is not None and shapes is not None:
-            predictor = MemoryOnTexts(predictor, shapes)
+        if predictor is not None:
+            in_trainer = MemoryInTrainer(predictor)
+            predictor = in_trainer if shapes is None else MemoryOnTexts(predictor, shapes)
         self._predictor = predictor
         self.target_speed = target_speed
         self._warn = warn

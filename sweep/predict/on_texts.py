@@ -16,12 +16,14 @@ from numpy.typing import NDArray
 
 from search_spaces.config import TrialConfig
 from search_spaces.errors import InputError
+from search_spaces.trainers import trainer_of
 from sweep.data.epoch import Epoch
 from sweep.data.rows import rows_of_samples
 from sweep.data.study_epochs import StudyEpochs, batch_key
-from sweep.predict.memory.prediction import WholeMemory
+from sweep.predict.memory.prediction import Known, WholeMemory
 from sweep.predict.memory.predictor import MemoryPredictor
 from sweep.predict.memory.profile_store import OnProgress, tell_nobody
+from sweep.predict.trainers import factors_of, for_memory, for_speed
 
 ROWS_MAX = 10_000
 """Of more sequences a sample of so many tells the mean micro-batch; a space asks for hundreds."""
@@ -51,15 +53,36 @@ class ShapeOnTexts:
         # The mean width is no whole number; a step's time goes with its tokens over half of one.
         seconds = width / full_width
         epoch_seconds = seconds * mean.micro_batches / config.micro_batches_per_step
+        longest = -(-largest.largest.tokens // rows)
         return cls(
-            largest={
-                "seq_len": -(-largest.largest.tokens // rows),
-                "packing": "packed" if largest.is_masked else "none",
-            },
-            mean={"seq_len": full_width, "packing": "packed" if mean.is_masked else "none"},
+            largest=_stand_in(config, longest, is_masked=largest.is_masked),
+            mean=_stand_in(config, full_width, is_masked=mean.is_masked),
             seconds=seconds,
             loss_tokens_per_step=mean.loss_tokens / epoch_seconds * seconds,
         )
+
+
+def _stand_in(config: TrialConfig, width: int, *, is_masked: bool) -> dict[str, Any]:
+    """Return the settings of full rows that stand for rows of texts, so wide, in the trainer.
+
+    Args:
+        config: the configuration.
+        width: tokens of a row, padding included.
+        is_masked: whether a mask keeps packed examples apart.
+    """
+    trainer = trainer_of(config)
+    rows = config.micro_batch_size * config.rows_per_sample
+    is_padded = config.packing != "packed" and rows > 1
+    has_mask = is_masked or (config.masks_padding and is_padded)
+    found: dict[str, Any] = {"seq_len": width, "packing": "packed" if has_mask else "none"}
+    is_joined = trainer.joins_packed_rows and config.packing == "packed"
+    if is_joined and config.attention != "flash_attention_2":
+        # As many tokens in one row, in as many micro-batches.
+        found["packing"] = "packed"
+        found["seq_len"] = width * config.micro_batch_size
+        found["effective_batch_size"] = config.micro_batches_per_step
+        found["micro_batch_size"] = 1
+    return found
 
 
 class ShapesOnTexts:
@@ -98,7 +121,7 @@ class ShapesOnTexts:
 
     def of(self, config: TrialConfig) -> ShapeOnTexts:
         """Return what the texts make of a configuration's way to batch them."""
-        key = batch_key(config)
+        key = batch_key(config), config.trainer
         if key not in self._known:
             try:
                 mean = self._mean.fresh(config)
@@ -108,6 +131,36 @@ class ShapesOnTexts:
             except InputError:
                 self._known[key] = ShapeOnTexts({}, {}, 1.0, float(config.tokens_per_step))
         return self._known[key]
+
+
+class MemoryInTrainer(MemoryPredictor):
+    """Predicts memory for full rows, as the trainer makes and trains them.
+
+    Args:
+        predictor: of full rows in our own step.
+    """
+
+    def __init__(self, predictor: MemoryPredictor) -> None:
+        self._predictor = predictor
+
+    def predict_all(
+        self, configs: Sequence[TrialConfig], *, on_progress: OnProgress = tell_nobody
+    ) -> WholeMemory:
+        """See `MemoryPredictor.predict_all`."""
+        stand_ins = [for_memory(config) for config in configs]
+        whole = self._predictor.predict_all(stand_ins, on_progress=on_progress)
+        factors = {row: of for row, c in enumerate(configs) if (of := factors_of(c)) is not None}
+        if not factors:
+            return whole
+        known: list[Known] = []
+        for row in range(len(configs)):
+            if row in whole.refused:
+                known.append(whole.refused[row])
+            elif row in factors:
+                known.append(whole.prediction(row).scaled(factors[row].activations))
+            else:
+                known.append(whole.prediction(row))
+        return WholeMemory(configs, known)
 
 
 class MemoryOnTexts(MemoryPredictor):
@@ -134,7 +187,9 @@ def full_rows(
     configs: Sequence[TrialConfig], shapes: ShapesOnTexts | None
 ) -> Sequence[TrialConfig]:
     """Return the configurations of full rows that take as long."""
-    return configs if shapes is None else [shapes.for_speed(config) for config in configs]
+    if shapes is not None:
+        return [shapes.for_speed(config) for config in configs]
+    return [for_speed(config) for config in configs]
 
 
 def tokens_per_step(

@@ -134,7 +134,7 @@ class Worker:
         )
         self._meeting = ""
         """Of the process group that it is in."""
-        self._speeds: dict[str, tuple[float, Measured]] = {}
+        self._speeds: dict[str, tuple[float | None, Measured]] = {}
         """What was measured on the way to a configuration's quality, with its learning rate."""
         self._stop = threading.Event()
         self._texts = None if settings.texts is None else _texts(settings.texts, settings.seed)
@@ -344,7 +344,7 @@ def crashed(phase: Phase, error: Exception | SystemExit) -> Crashed:
 
 def _speed_key(request: TrialRequest) -> str:
     """Return what a speed is the speed of."""
-    config = canonical(request.config).changed(learning_rate=1.0)
+    config = canonical(request.config).changed(learning_rate=None)
     return f"{config.key()} {request.steps.model_dump_json()} {request.is_soak}"
 
 

@@ -16,11 +16,18 @@ from search_spaces.documents import Document, validate
 from search_spaces.errors import InputError
 from search_spaces.feasibility import refuse_impossible, refuse_without_texts
 from search_spaces.gpus import match_product
-from search_spaces.loading import Offered, preset_name, with_fixed, with_own_attention
+from search_spaces.loading import (
+    Offered,
+    preset_name,
+    with_fixed,
+    with_learning_rate,
+    with_own_attention,
+)
 from search_spaces.models import ModelSpec, load_model_spec
 from search_spaces.rules import Setting, torch_for
 from search_spaces.sizes import with_offered_batches
 from search_spaces.space import SearchSpace
+from search_spaces.trainer_spaces import for_trainer
 from storage.definition import StudyDefinition, StudySnapshot, Target
 from storage.directory import keep_outcomes, read_identity
 from storage.study import OpenStudy, open_study
@@ -46,6 +53,7 @@ from sweep.request import (
     default_study_name,
     held_in,
     overridden,
+    refuse_unmeasured,
     with_confirm,
 )
 from sweep.running.device_info import Card, ChosenCard, environment_with, teams_of
@@ -174,15 +182,20 @@ def prepare(
     known = None if study is None else stored(study)
     space, changed = overridden(request.space, request.overrides, known)
     space = narrowed(space)
+    model = load_model_spec(space.model)
+    is_preset = preset_name(request.space) is not None
+    able = for_trainer(space, model, is_preset=is_preset, held=held)
+    refuse_unmeasured(able.space)
+    _, of_trainer = held_in(space, held, changed, typed=request.space)
+    is_for_others = able.space is not space
+    space = able.space
     rest = with_fixed(space, held) if held else space
     refuse_without_texts(rest if isinstance(rest, SearchSpace) else space)
-    model = load_model_spec(space.model)
     here = card() if space.gpu != "cpu" else None
     # Texts may take a minute to read: what can be refused without them is refused before.
     resolved = resolve_target(space, here)
     if space.weights == "pretrained":
         check_weights(model)
-    is_preset = preset_name(request.space) is not None
     own = with_own_attention(space, model, is_preset=is_preset)
     offered, texts = Offered(own.space), None
     if space.data is not None:
@@ -195,10 +208,14 @@ def prepare(
     if texts is not None:
         offered = space_with_texts(own.space, texts, model=model, is_preset=is_preset, held=held)
     space, changed = held_in(offered.space, held, changed, typed=request.space)
+    if is_for_others:
+        # What a trainer cannot run is not what was typed: the name is as it is told elsewhere.
+        changed = of_trainer
     target = match_product(resolved.target.gpu)
     if is_preset and target is not None:
         space = with_offered_batches(space, model, target.budget_bytes)
     notes = offered.notes if "attention" in held else (*own.notes, *offered.notes)
+    notes = (*able.notes, *notes)
     if "eval_loss" in space.objectives and space.sampler == "guided":
         # It knows the physics of speed and memory, and nothing of what is learned.
         space = space.model_copy(update={"sampler": "tpe"})
@@ -207,6 +224,10 @@ def prepare(
             f"{space.trials} trials, or its time budget.",
         )
     name = checked_name(default_study_name(space, changed) if study is None else study)
+    if "eval_loss" in space.objectives:
+        begun = with_learning_rate(space, model)
+        space = begun.space
+        notes += begun.notes
     return _checked(name, space, model, here, texts, notes)
 
 

@@ -18,7 +18,6 @@ from storage.definition import StudySnapshot, is_file_name
 from storage.files import checked_output, write_output
 from storage.reading import count_trials
 from sweep import paths
-from sweep.export import formats
 from sweep.planning.evidence import with_memory_forecasts
 from sweep.study.recorded import recorded_study
 from sweep.terminal import console
@@ -116,40 +115,6 @@ def _compared(
         document = parse_object(read_text(Path(file), label=file), where=file)
         found += of_plan(document, where=file, models=models, offers=offers)
     return compare(found, work=work)
-
-
-def export(
-    study: str,
-    *,
-    format: str,
-    trial: int | None,
-    storage: str | None,
-    output: str | None,
-    is_forced: bool,
-) -> None:
-    """Print a study's winner or a trial of it as a recipe, or write it and print where it is."""
-    endings = formats.endings_of(format)
-    path = checked_output(output, what=f"format {format}", endings=endings, is_forced=is_forced)
-    snapshot = read(study, url=paths.storage_url(storage))
-    export = formats.exported(snapshot, format=format, number=trial)
-    lost = list(export.lost)
-    if path is None and export.beside:
-        lost.append(f"it needs {' and '.join(export.beside)} beside it, which -o FILE writes too.")
-    if path is None and export.record:
-        lost.append("`sweep verify` needs its record beside it, which -o FILE writes too.")
-    for sentence in lost:
-        console.note_folded(f"{format}: {sentence}", indent=2)
-    if path is None:
-        console.say_as_is(export.text.removesuffix("\n"))
-        return
-    if path.name in export.beside:
-        raise InputError(f"--output: {path.name} is what this file imports: name it otherwise")
-    files = export.files(path)
-    for each in files:
-        checked_output(str(each), what=each.name, endings=(each.suffix,), is_forced=is_forced)
-    for each, text in files.items():
-        write_output(each, text.encode("utf-8"))
-        console.say(str(each))
 
 
 def doctor() -> int:

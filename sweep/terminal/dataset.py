@@ -27,6 +27,7 @@ from sweep.data.lengths import (
     worthwhile_lengths,
 )
 from sweep.data.rows import on_completions
+from sweep.data.study_epochs import StudyEpochs
 from sweep.data.texts import BROKEN_KEPT, PreparedTexts, TextsRequest, prepare_texts
 from sweep.predict.forecast import Progress
 from sweep.terminal import options
@@ -66,7 +67,8 @@ def data(source: str, *, model: str | None, settings: Sequence[str] | None, as_j
     limit, lengths = None if spec is None else spec.max_positions, texts.lengths()
     with working("looking at lengths") as part:
         wastes = _wastes(texts, limit, micro_batch_size=batch, tell=part("lengths"))
-    worthwhile = worthwhile_lengths(lengths, max_positions=limit)
+    truncation_at = StudyEpochs.of_all(texts).truncation
+    worthwhile = worthwhile_lengths(lengths, max_positions=limit, truncation_at=truncation_at)
     document = _document(texts, spec) | {
         "micro_batch_size": batch,
         "lengths": [
@@ -84,12 +86,22 @@ def data(source: str, *, model: str | None, settings: Sequence[str] | None, as_j
         f"Worth searching: seq_len: [{', '.join(map(str, worthwhile))}]"
     )
     noun = "rows" if is_on_pairs else "examples"
-    header = ("seq_len", f"{noun} cut", "tokens cut", "padded", "grouped", "packed", "")
+    header = (
+        "seq_len",
+        f"{noun} cut",
+        "tokens cut",
+        "supervised cut",
+        "padded",
+        "grouped",
+        "packed",
+        "",
+    )
     rows = [
         (
             f"{waste.seq_len:,}",
             units.share(waste.rows_cut),
             units.share(waste.tokens_cut),
+            units.share(waste.supervised_tokens_cut),
             units.share(waste.padding_waste),
             units.share(waste.grouped_waste),
             "–" if waste.packed_waste is None else units.share(waste.packed_waste),

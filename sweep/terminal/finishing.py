@@ -13,11 +13,13 @@ from reports import units
 from reports.words import reward_accuracy
 from search_spaces.documents import exists, read_json
 from search_spaces.errors import InputError, NothingFits, did_you_mean, quote
+from search_spaces.texts import CUT_MAX
 from storage.records import Lost, OutOfMemory
+from sweep.data.rows import percent
 from sweep.export.record import read_record, record_of
 from sweep.finetuning import checkpoints, protocol
 from sweep.finetuning import output as directories
-from sweep.finetuning.results import TOGETHER, TrainedAdapter
+from sweep.finetuning.results import TOGETHER, TrainedAdapter, words_of_8_bits
 from sweep.finetuning.subject import next_smaller
 from sweep.finetuning.training import PreparedTraining, TrainingRequest, fault_of, prepare_training
 from sweep.finetuning.training import train as run_training
@@ -38,6 +40,14 @@ _RUNS = {
     "trl": "TRL's trainer on the exported file",
 }
 _MERGED = ("bf16", "fp16")
+_CHANGED = (
+    "learning_rate",
+    "micro_batch_size",
+    "effective_batch_size",
+    "checkpoint_fraction",
+    "packing",
+)
+"""Settings that a training may have another value of than was measured."""
 _EPOCHS_MAX = 1_000_000
 
 
@@ -48,14 +58,16 @@ def train(
     data: str | None,
     settings: Sequence[str] | None,
     devices: str | None,
+    seq_len: int | None,
     storage: str | None,
+    is_sure: bool,
     as_json: bool,
     **asked: Any,
 ) -> int:
     """Train, and print what came of it beside what was promised."""
     also = (*options.DATA_SETTINGS, "data.eval_fraction", "weights")
-    learning, of_space = options.settings({}, settings, only=["learning_rate"], also=also)
-    asked |= {"learning_rate": learning.get("learning_rate"), "weights": of_space.get("weights")}
+    changed, of_space = options.settings({"seq_len": seq_len}, settings, only=_CHANGED, also=also)
+    asked |= {"settings": changed, "weights": of_space.get("weights")}
     texts, epochs, weights = options.dataset(data, of_space), asked["epochs"], asked["weights"]
     if epochs is not None and not 0 < epochs <= _EPOCHS_MAX:
         raise InputError(f"--epochs must be above 0 and at most {_EPOCHS_MAX:,}, got {epochs:g}")
@@ -70,10 +82,12 @@ def train(
     is_begun = directories.known_run(request.output) is not None
     # A directory that is refused is not made, and one that is held is not again.
     with directories.held(request.output) if is_begun else nullcontext():
-        return _train(request, is_held=is_begun, storage=storage, as_json=as_json)
+        return _train(request, is_held=is_begun, storage=storage, is_sure=is_sure, as_json=as_json)
 
 
-def _train(request: TrainingRequest, *, is_held: bool, storage: str | None, as_json: bool) -> int:
+def _train(
+    request: TrainingRequest, *, is_held: bool, storage: str | None, is_sure: bool, as_json: bool
+) -> int:
     prepared = prepare_training(
         request,
         read_study=lambda name: read(name, url=storage_url(storage)),
@@ -90,8 +104,13 @@ def _train(request: TrainingRequest, *, is_held: bool, storage: str | None, as_j
         return 0
     examples, size = units.plural(summary.rows, "example"), units.size(prepared.job.config)
     dataset = f"{summary.source} ({examples}, {summary.tokens:,} tokens)"
-    for text in (f"Training {prepared.subject.words} on {dataset}, {size}.", *prepared.notes):
-        console.note_folded(text)
+    about = f"Training {prepared.subject.words} on {dataset}, {size}."
+    for text in (about, *prepared.notes, prepared.plan_words, prepared.cut_words):
+        if text is not None:
+            console.note_folded(text)
+    # A training that was begun was agreed to.
+    if prepared.truncation.is_much and not request.is_resumed and not is_sure:
+        _agree_to_cut(prepared)
     resume_from = checkpoints.newest(output, warn=warn) if request.is_resumed else None
     if request.is_resumed and resume_from is None:
         console.note("No checkpoint had been written yet: it begins at the first step.")
@@ -104,6 +123,22 @@ def _train(request: TrainingRequest, *, is_held: bool, storage: str | None, as_j
         return _conclude(prepared, end, as_json=as_json)
 
 
+def _agree_to_cut(prepared: PreparedTraining) -> None:
+    """Have a person agree to train on what the length leaves.
+
+    Raises:
+        InputError: they do not, or nobody is there to be asked; says what to do instead.
+    """
+    share = percent(prepared.truncation.whole.supervised_share)
+    length, ways = f"length {prepared.job.config.seq_len:,}", prepared.ways_out()
+    words = f"{length} cuts {share} of the supervised tokens, which is more than {percent(CUT_MAX)}"
+    if not sys.stdin.isatty():
+        raise InputError(f"{words}. {ways}. --yes trains all the same")
+    console.note_folded(f"warning: {words}. {ways}.", indent=2)
+    if not console.confirmed(f"Train at {length} all the same?"):
+        raise InputError("nothing was trained")
+
+
 def _conclude(prepared: PreparedTraining, end: protocol.TrainingOutcome, *, as_json: bool) -> int:
     """Finish what came to its end, and say of anything else what it was and what to do."""
     if isinstance(end, protocol.TrainingResult):
@@ -113,6 +148,8 @@ def _conclude(prepared: PreparedTraining, end: protocol.TrainingOutcome, *, as_j
             prepared.subject,
             prepared.texts.summary,
             environment_with(prepared.card),
+            prepared.truncation,
+            prepared.prediction,
         )
         document = directories.finish(trained, prepared.tokenizer)
         console.say_result(document, _result_text(trained), as_json=as_json)
@@ -144,8 +181,6 @@ def _result_text(trained: TrainedAdapter) -> str:
         drawing.table(("", "promised", "reached", "ratio"), rows, width=width),
         *([] if words is None else [console.folded(words, width)]),
     ]
-    if result.rows_left_out:
-        lines.append(f"{units.plural(result.rows_left_out, 'example')} had no supervised token.")
     return "\n".join([*lines, f"Adapter: {trained.job.output}"])
 
 
@@ -163,6 +198,8 @@ def _shown() -> Iterator[Callable[[protocol.Event], None]]:
                     console.note(_started(event))
                     if event.documents_apart is False:
                         console.note(f"warning: {TOGETHER}")
+                    if event.eight_bit is not None:
+                        console.note(words_of_8_bits(event.eight_bit))
                 case protocol.TrainingProgress(step=step, loss=float(loss)):
                     rate, left = event.tokens_per_second, event.seconds_left
                     words = f"loss {loss:.4f}, {units.rate(rate)} tokens/s"

@@ -69,6 +69,9 @@ def studies() -> list[str]:
     return []
 
 
+TRAINERS = ("sweep", "trl", "axolotl", "llama-factory", "unsloth")
+"""What `--for` takes; `search_spaces.config` has the same, and takes longer to import."""
+
 # Declared once each; a command has one under the name of its parameter, unless it says another.
 
 _PRESETS: dict[str, Any] = {"autocompletion": completed(presets)}
@@ -111,7 +114,15 @@ Storage = Annotated[
 ]
 Json = Annotated[bool, Option("--json", help="Print one JSON document on stdout, nothing else.")]
 Yes = Annotated[bool, Option("-y", "--yes", help="Do not ask.")]
+YesCut = Annotated[bool, Option("-y", "--yes", help="Train, however much the length cuts off.")]
 Force = Annotated[bool, Option("--force", help="Replace a file that sweep did not write.")]
+ForceExport = Annotated[
+    bool,
+    Option(
+        "--force",
+        help="Replace a file that sweep did not write, and write one that runs out of memory.",
+    ),
+]
 Shown = Annotated[bool, Option("--dry-run", help="Print what would be written, write nothing.")]
 Forget = Annotated[
     str | None, Option("--forget", metavar="DIGEST", help="Remove a file that is kept.")
@@ -148,6 +159,15 @@ MicroBatch = Annotated[int | None, Option(help="Sequences in one pass of one GPU
 SeqLen = Annotated[int | None, Option(help="Tokens in a sequence.")]
 ComputeDtype = Annotated[str | None, Option(help="bf16, fp16, fp32, fp8 or int8.")]
 Quantization = Annotated[str | None, Option(help="nf4, fp4, fp8, int8 or none.")]
+Trainer = Annotated[
+    str | None,
+    Option(
+        "--for",
+        metavar="TRAINER",
+        help="What is to train: sweep, trl, axolotl, llama-factory or unsloth.",
+        autocompletion=completed(lambda: TRAINERS),
+    ),
+]
 
 On = Annotated[
     str | None,
@@ -205,7 +225,10 @@ Work = Annotated[
 ]
 
 Format = Annotated[
-    str, Option(help="script, trl, axolotl, llama-factory, unsloth, peft, json, yaml or surface.")
+    str | None,
+    Option(
+        help="script (default), trl, axolotl, llama-factory, unsloth, peft, json, yaml or surface."
+    ),
 ]
 Figure = Annotated[str | None, Option(help="Which figure, where -o ends in .png or .svg.")]
 Base = Annotated[str | None, Option("--model", help="The 16-bit base; the adapter's own.")]
@@ -223,8 +246,9 @@ TrainSet = Annotated[
     Option(
         "--set",
         metavar="KEY=VALUE",
-        help="learning_rate, weights (pretrained or random), data.eval_fraction (0.05) or "
-        "another data.KEY; repeatable (docs/guide/train.md).",
+        help="learning_rate, micro_batch_size, effective_batch_size, checkpoint_fraction, packing, "
+        "weights (pretrained or random), data.eval_fraction (0.05) or another data.KEY; repeatable "
+        "(docs/guide/train.md).",
     ),
 ]
 Samplers = Annotated[str | None, Option(help="Names with commas; guided,tpe,gp,random.")]

@@ -205,7 +205,9 @@ def _for_trl(plan: CardPlan) -> dict[str, Any]:
     if not plan.asked.grpo or plan.shown is None:
         return {}
     notes = [*plan.notes, f"generation {plan_screen.GENERATION}"]
-    return {"grpo_config": grpo_config(plan.shown.config, plan.asked.grpo), "notes": notes}
+    rate = plan.shown.learning_rate.value
+    told = grpo_config(plan.shown.config, plan.asked.grpo, learning_rate=rate)
+    return {"grpo_config": told, "notes": notes}
 
 
 def _surveyed(space: SearchSpace, forecaster: Forecaster, *, progress: Progress) -> Survey:
@@ -358,7 +360,11 @@ def _of_file(question: Question, name: str, progress: Progress) -> Answer:
     """
     (gpu,) = question.gpus
     forecaster, offers = question.forecaster(gpu), question.offers.get(gpu.name, ())
-    lines = read_configurations(name, attention=attention_of(question.model))
+    lines = read_configurations(
+        name,
+        attention=attention_of(question.model),
+        trainer=question.request.configuration.get("trainer", "sweep"),
+    )
     for where, config in lines:
         try:
             refuse_impossible(config, Setting(question.model, "cuda", None))

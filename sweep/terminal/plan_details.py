@@ -250,6 +250,7 @@ def _grounds(plan: CardPlan) -> Iterator[str]:
         yield f"memory: predicted from the model's own code, {known}"
     if (speed := _speed_ground(plan, shown)) is not None:
         yield f"speed: {speed}"
+    yield f"learning rate: {shown.learning_rate.words}"
     for bill in plan.bills[:1]:
         yield f"price: {price_source(bill.offer)}"
     yield from plan.notes if shown.broken is None else evidence.notes

@@ -19,6 +19,7 @@ from search_spaces.gpus import Interconnect
 from search_spaces.linears import standard_capacity, unquantized
 from search_spaces.prices import PRICE_OPTION
 from search_spaces.rules import torch_for
+from search_spaces.trainers import trainer_of
 from sweep.export.grpo import grpo_config
 from sweep.planning import candidates
 from sweep.planning.backwards import LENGTH_STEP, Cheapest, JobCard, Longest, Outcome
@@ -276,13 +277,15 @@ def _facts(plan: CardPlan, shown: Forecast, bill: Bill | None) -> Iterator[Fact]
     """Yield what a person needs to decide about one GPU."""
     survey, epoch, speed = plan.survey, shown.epoch, shown.tokens_per_second
     yield "settings", _but(plan_details.settings(shown.config))
+    yield "learning", f"rate {shown.learning_rate.brief}, by rank, alpha and model"
     if epoch is not None and speed:
         tokens = f"{epoch.loss_tokens:,} loss tokens in {units.plural(epoch.steps, 'step')}"
         cut = cut_in_words(epoch, shown.config)
         yield "one epoch", f"{units.duration(epoch.loss_tokens / speed)}, {tokens}; {cut}"
     if plan.asked.grpo:
         yield "generation", GENERATION
-        settings = grpo_config(shown.config, plan.asked.grpo)
+        rate = shown.learning_rate.value
+        settings = grpo_config(shown.config, plan.asked.grpo, learning_rate=rate)
         yield "for TRL", f"GRPOConfig({', '.join(f'{k}={v!r}' for k, v in settings.items())})"
     elif bill is not None:
         what = f"{_cost(bill)}, {_took(bill)}, {bill.offer.label}"
@@ -412,9 +415,13 @@ def _next(plan: CardPlan) -> Iterator[Fact]:
         yield "torch", needed
     if (caveat := plan.fp16_caveat) is not None:
         yield "fp16", caveat
+    if (about := plan.about_trainer) is not None:
+        yield "trainer", about
     if plan.shown is None:
         model = plan.forecaster.model.name
         yield "next", f"`sweep plan --cheapest --model {model}` says which GPUs can train it"
+    elif trainer_of(plan.shown.config).measured is not None:
+        yield "next", "no trial of ours runs its kernels, so no study measures it"
     elif plan.survey is not None and not plan.asked.grpo:
         seconds = plan.survey.study_seconds()
         took = f" ({' to '.join(map(units.duration, seconds))})" if seconds else ""

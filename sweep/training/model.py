@@ -37,6 +37,7 @@ from sweep.training.eight_bit import (
     half_dtype,
     to_8_bits,
 )
+from sweep.training.in_trl import add_head
 
 LINEAR = (torch.nn.Linear, Conv1D)
 _NEVER = (torch.nn.Embedding, torch.nn.modules.conv._ConvNd)
@@ -127,7 +128,10 @@ def build_base(
     undo = contextlib.ExitStack()
     if config.kernels != "hf":
         with _needing("kernels", cure=install_extra("gpu")):
-            _apply_liger(model, config.kernels, undo)
+            _apply_liger(model, config, undo)
+    if config.has_head_of_trl:
+        with _needing("trainer", cure="TRL 1.16 or newer is needed"):
+            add_head(model)
     share = quantized_share(model, config)
     is_pretrained = weights == "pretrained"
     return BaseModel(config.base(), spec, model, undo, share, device, seed, on_host, is_pretrained)
@@ -445,11 +449,14 @@ def _random_weight(
     return torch.empty(shape, device=device, dtype=compute_type(config)).normal_(0.0, 0.02)
 
 
-def _apply_liger(model: PreTrainedModel, kernels: str, undo: contextlib.ExitStack) -> None:
+def _apply_liger(model: PreTrainedModel, config: TrialConfig, undo: contextlib.ExitStack) -> None:
     """Apply Liger's kernels to the instance; it also patches the modelling module."""
     # Triton, which Liger needs, is not there on a CPU-only machine.
     from liger_kernel.transformers.monkey_patch import _apply_liger_kernel_to_instance
 
     modelling = vars(sys.modules[type(model).__module__])
     undo.callback(modelling.update, dict(modelling))
-    _apply_liger_kernel_to_instance(model=model, **(liger_kernels(kernels) or {}))
+    kernels = liger_kernels(config.kernels) or {}
+    if config.has_head_of_trl:
+        kernels["fused_linear_cross_entropy"] = False
+    _apply_liger_kernel_to_instance(model=model, **kernels)

@@ -28,9 +28,10 @@ from sweep.data.rows import is_flattened
 from sweep.training.adapters import local
 from sweep.training.eight_bit import TYPES as EIGHT_BIT_TYPES
 from sweep.training.eight_bit import EightBitLinear
+from sweep.training.in_trl import InTrl
 from sweep.training.model import DTYPES, compute_type
 from sweep.training.preference import Preference
-from sweep.training.step import TrainingLoop
+from sweep.training.step import TrainingLoop, rate_of
 from sweep.training.team import Look
 
 _SCORE_DROPOUTS = ("attention_dropout", "attn_pdrop", "attn_dropout", "attention_dropout_prob")
@@ -262,7 +263,8 @@ def _kernels(config: TrialConfig, seen: StepEvidence) -> str | None:
     )
     ran = "liger" if any(of_parts) else "fused-loss" if of_whole else "hf"
     asked = canonical(config).kernels
-    return _other(asked, [ran]) or _other(asked != "hf", [of_whole])
+    has_fused_loss = asked != "hf" and not config.has_head_of_trl
+    return _other(asked, [ran]) or _other(has_fused_loss, [of_whole])
 
 
 def _optimizer(config: TrialConfig, seen: StepEvidence) -> str | None:
@@ -505,7 +507,7 @@ PROOFS: dict[str, Callable[[TrialConfig, StepEvidence], str | None]] = {
     ),
     "learning_rate": lambda config, seen: _other(
         # The schedule keeps its highest rate beside the one of the moment.
-        config.learning_rate,
+        rate_of(config, seen.loop.attached.model),
         (group["initial_lr"] for group in seen.loop.optimizer.param_groups),
     ),
     "packing": _packing,
@@ -518,5 +520,8 @@ PROOFS: dict[str, Callable[[TrialConfig, StepEvidence], str | None]] = {
     "attention": _attention,
     "data_parallel": _parallel,
     "sharding": _sharding,
+    "trainer": lambda config, seen: _other(
+        config.has_head_of_trl, [isinstance(seen.loop.trained, InTrl)]
+    ),
 }
 """By the key of each setting what returns a contradiction to its value, or None."""

@@ -34,12 +34,15 @@ from torch.utils.data import DataLoader
 from transformers import get_linear_schedule_with_warmup
 
 from search_spaces.config import MAX_GRAD_NORM, TrialConfig
+from search_spaces.learning_rates import MODEL_KEYS, learning_rate_of
 from storage.records import EightBitProducts, Stage
 from sweep.data.batches import WEIGHT, Batch
+from sweep.data.rows import IGNORED
 from sweep.training.adapters import Attached, local
 from sweep.training.faithfulness import fit_to, mean_loss
+from sweep.training.in_trl import trained
 from sweep.training.model import compute_type
-from sweep.training.preference import REFERENCE, trained
+from sweep.training.preference import REFERENCE
 from sweep.training.team import fsdp_plugin, rank, shard_on_cpu, world_size
 
 _DISTINCT_BATCHES = 3
@@ -104,15 +107,10 @@ class TrainingLoop:
         self._accelerator = _accelerator(
             config, attached, micro_steps=self.micro_steps, is_on_cpu=is_on_cpu
         )
-        optimizer = make_optimizer(config, self._parameters)
+        optimizer = make_optimizer(config, self._parameters, rate=rate_of(config, attached.model))
         # accelerate takes one of its steps for each process.
         warmup, last = (steps * world_size() for steps in schedule)
         rates = get_linear_schedule_with_warmup(optimizer, warmup, last)
-        size = 1
-        collate: Callable[[Any], Batch] = itemgetter(0)
-        if batches is None:
-            size, collate = config.micro_batch_size * config.rows_per_sample, stacked
-            batches = [list(random_rows(config, attached.model, seed=seed + rank()))]
         self.trained: Any = trained(attached.model, config)
         """What a step calls."""
         if world_size() > 1 and not config.is_sharded:
@@ -124,7 +122,13 @@ class TrainingLoop:
         self._model, self.optimizer, self._schedule = self._accelerator.prepare(
             self.trained, optimizer, rates
         )
-        self._loaders = [self._loader(source, size, collate) for source in batches]
+        self._has_texts = batches is not None
+        if batches is not None:
+            self._loaders = [self._loader(source, 1, itemgetter(0)) for source in batches]
+        else:
+            size = config.micro_batch_size * config.rows_per_sample
+            rows = list(random_rows(config, attached.model, seed=seed + rank()))
+            self._loaders = [self._loader(rows, size, collate) for collate in full_rows(config)]
         if config.is_on_pairs and config.reference == "precomputed":
             known = [list(map(self._with_reference, loader)) for loader in self._loaders]
             self._loaders = [self._loader(source, 1, itemgetter(0)) for source in known]
@@ -151,10 +155,11 @@ class TrainingLoop:
         return {name: value.cpu() for name, value in batch.items()}
 
     def leave_largest(self) -> None:
-        """Go on with what stands for the texts' epoch; random rows are all alike."""
+        """Go on with what stands for the texts' epoch, or with full rows without a mask; other
+        random rows are all alike."""
         if len(self._loaders) > 1:
             self._batches = _endless(self._loaders[1])
-            self.is_on_round = True
+            self.is_on_round = self._has_texts
 
     def step(
         self,
@@ -300,10 +305,50 @@ def random_rows(config: TrialConfig, model: PeftModel, *, seed: int) -> torch.Te
     return torch.from_numpy(tokens)
 
 
+def full_rows(config: TrialConfig) -> tuple[Callable[[list[torch.Tensor]], Batch], ...]:
+    """Return what makes micro-batches of full rows as the trainer has them, those that need most
+    memory first."""
+    if config.is_on_pairs:
+        return (stacked,)
+    match config.trainer:
+        case "trl" if config.micro_batch_size > 1:
+            return with_a_shorter_row, stacked
+        case "axolotl":
+            return (of_two_examples,)
+    return (stacked,)
+
+
+def full_rows_in_turn(config: TrialConfig) -> Callable[[list[torch.Tensor]], Batch]:
+    """Return what makes micro-batches of full rows of a training: those that need most memory come
+    in its first steps, as in a trial."""
+    largest, *others = full_rows(config)
+    plain = others[0] if others else largest
+    left = itertools.repeat(largest, config.accumulation_steps)
+    return lambda rows: next(left, plain)(rows)
+
+
 def stacked(rows: list[torch.Tensor]) -> Batch:
     """Return full rows as a micro-batch: there is neither padding nor a mask."""
     tokens = torch.stack(rows)
     return {"input_ids": tokens, "labels": tokens.clone()}
+
+
+def with_a_shorter_row(rows: list[torch.Tensor]) -> Batch:
+    """Return the same with the last token of the last row padded, and a mask that says so."""
+    batch = stacked(rows)
+    mask = torch.ones_like(batch["input_ids"])
+    mask[-1, -1] = 0
+    batch["labels"][-1, -1] = IGNORED
+    return {**batch, "attention_mask": mask}
+
+
+def of_two_examples(rows: list[torch.Tensor]) -> Batch:
+    """Return the same with two examples in each row, which positions keep apart."""
+    batch = stacked(rows)
+    length = batch["input_ids"].shape[1]
+    positions = torch.arange(length)
+    positions[length // 2 :] -= length // 2
+    return {**batch, "position_ids": positions.expand(len(rows), length).clone()}
 
 
 def _endless(loader: DataLoader[Any]) -> Iterator[Batch]:
@@ -314,7 +359,7 @@ def _endless(loader: DataLoader[Any]) -> Iterator[Batch]:
 def told_in_evaluation(config: TrialConfig) -> dict[str, bool]:
     """Return what a forward pass is told in evaluation mode, where Liger's loss holds the logits
     unless it is told not to."""
-    has_own_loss = config.kernels == "hf" or config.is_on_pairs
+    has_own_loss = config.kernels == "hf" or config.is_on_pairs or config.has_head_of_trl
     return {} if has_own_loss else {"skip_logits": True}
 
 
@@ -334,17 +379,30 @@ def evaluating(model: torch.nn.Module) -> Iterator[None]:
         model.train()
 
 
+def rate_of(config: TrialConfig, model: Any) -> float:
+    """Return the highest learning rate that a model is trained with."""
+    decoder = model.config.get_text_config()
+    known = {key: getattr(decoder, key, None) for key in MODEL_KEYS}
+    return learning_rate_of(config, known).value
+
+
 def make_optimizer(
-    config: TrialConfig, parameters: list[torch.nn.Parameter]
+    config: TrialConfig, parameters: list[torch.nn.Parameter], *, rate: float
 ) -> torch.optim.Optimizer:
-    """Return the configuration's optimizer over the adapters."""
+    """Return the configuration's optimizer over the adapters.
+
+    Args:
+        config: says which optimizer.
+        parameters: the adapters'.
+        rate: the highest of the schedule.
+    """
     match config.optimizer:
         case "adamw_8bit":
-            return bnb.optim.AdamW8bit(parameters, lr=config.learning_rate)
+            return bnb.optim.AdamW8bit(parameters, lr=rate)
         case "paged_adamw_8bit":
-            return bnb.optim.PagedAdamW8bit(parameters, lr=config.learning_rate)
+            return bnb.optim.PagedAdamW8bit(parameters, lr=rate)
         case "adamw_torch_fused":
-            return torch.optim.AdamW(parameters, lr=config.learning_rate, fused=True)
+            return torch.optim.AdamW(parameters, lr=rate, fused=True)
 
 
 def keep_from_others(model: torch.nn.Module) -> None:

@@ -82,6 +82,11 @@ def train_with_trl(typed: argparse.Namespace) -> dict[str, Any]:
 
     record, _ = read_record(typed.file)
     config = record.config
+    if typed.budget_bytes is not None:
+        # On a larger GPU the allocator has what the one has that the file is for.
+        total_bytes = torch.cuda.get_device_properties(0).total_memory
+        share = min(1.0, typed.budget_bytes / total_bytes)
+        torch.cuda.set_per_process_memory_fraction(share)
     method = import_module(f"trl.scripts.{config.method}")
     columns = ["prompt", "chosen", "rejected"] if config.is_on_pairs else ["text"]
     made = [{"path": "json", "data_files": typed.data, "columns": columns}]
@@ -94,6 +99,9 @@ def train_with_trl(typed: argparse.Namespace) -> dict[str, Any]:
         "save_strategy": "no",
         "use_cpu": not torch.cuda.is_available(),
     }
+    if "chat_template_path" in options:
+        # It lies beside the file, whatever directory this runs in.
+        options["chat_template_path"] = str(Path(typed.file).parent / options["chat_template_path"])
     path = Path(typed.output).with_suffix(".yaml")
     path.write_text(yaml.safe_dump(options, sort_keys=False), encoding="utf-8")
     name, trained = f"{config.method.upper()}Trainer", []
@@ -131,6 +139,7 @@ def main() -> None:
     for name in ("--model", "--data", "--output", "--metrics"):
         parser.add_argument(name)
     parser.add_argument("--max-steps", type=int)
+    parser.add_argument("--budget-bytes", type=int)
     typed = parser.parse_args()
     if typed.metrics is not None:
         Path(typed.metrics).write_text(json.dumps(train_with_trl(typed)), encoding="utf-8")

@@ -225,7 +225,14 @@ def _run_export(
     tokens = steps * record.config.tokens_per_step
     data = place / "texts.jsonl"
     if texts is None:
-        rows = _made_pairs(record.config, steps) if record.config.is_on_pairs else _made(tokens)
+        if record.config.is_on_pairs:
+            rows = _made_pairs(record.config, steps)
+        elif is_trl:
+            # The last row of an epoch is shorter, and the mask that comes with it has the peak: a
+            # run is several epochs.
+            rows = _made(record.config.tokens_per_step)
+        else:
+            rows = _made(tokens)
         data.write_text("".join(f"{json.dumps(row)}\n" for row in rows), encoding="utf-8")
     else:
         data, tokens = Path(texts.summary.source).resolve(), tokens + texts.summary.tokens
@@ -236,6 +243,8 @@ def _run_export(
         *("--output", str(place / "adapter"), "--max-steps", str(steps)),
         *("--metrics", str(metrics)),
     ]
+    if is_trl and record.gpu.target.device == "cuda":
+        command += ["--budget-bytes", str(record.gpu.budget_bytes)]
     # It reads all the texts, and evaluates those that are held out.
     seconds = _LOADING_SECONDS_MAX + _SLOWER_MAX * tokens / record.measurement.tokens_per_second
     _run(record, command, seconds=seconds, what=f"its {steps} steps")
@@ -276,6 +285,18 @@ def _run(record: Record, command: list[str], *, seconds: float, what: str) -> No
         variables["CUDA_VISIBLE_DEVICES"] = ""
     variables.setdefault("CUDA_VISIBLE_DEVICES", "0")
     variables |= allocator_settings(record.config.expandable_segments)
+    _run_child(command, label=record.label, variables=variables, seconds=seconds, what=what)
+
+
+def _run_child(
+    command: list[str], *, label: str, variables: Mapping[str, str], seconds: float, what: str
+) -> None:
+    """Run a command to its end.
+
+    Raises:
+        NothingFits: it ran out of memory.
+        EnvironmentFault: it failed in another way, or took too long.
+    """
     with tempfile.TemporaryFile() as printed:
         child = Child(
             command,
@@ -288,12 +309,12 @@ def _run(record: Record, command: list[str], *, seconds: float, what: str) -> No
             child.process.wait(timeout=seconds)
         except subprocess.TimeoutExpired as error:
             raise EnvironmentFault(
-                f"{record.label}: the script was ended after {units.duration(seconds)}, in which "
+                f"{label}: the script was ended after {units.duration(seconds)}, in which "
                 f"{what} should long have been done{last_words(printed)}"
             ) from error
         finally:
             end = child.end()
-        words = f"{record.label}: the script ended with {end}{last_words(printed)}"
+        words = f"{label}: the script ended with {end}{last_words(printed)}"
     if end.status != 0:
         is_memory = "out of memory" in words.lower() or "OutOfMemoryError" in words
         raise NothingFits(words) if is_memory else EnvironmentFault(words)
@@ -304,11 +325,27 @@ def _weights(record: Record, spec: ModelSpec, place: Path, *, tell: Tell) -> Pat
     if spec.path is not None and spec.source != "shipped":
         check_weights(spec)
         return spec.path
+    tell("models written", 0, 1)
+    return write_weights(spec, place)
+
+
+def write_weights(spec: ModelSpec, place: Path) -> Path:
+    """Write random weights of an architecture, with a tokenizer beside them, into a directory of a
+    directory; return it.
+
+    Raises:
+        EnvironmentFault: they cannot be written.
+    """
     # A tokenizer whose tokens the architecture knows: its own, or the demo's small one.
     tokenizer = spec.tokenizer_path or load_model_spec("demo").tokenizer_path
     directory, file = place / "model", place / "model.json"
     file.write_text(json.dumps(spec.to_json()), encoding="utf-8")
-    tell("models written", 0, 1)
     command = [*_CHILD, str(file), "--model", str(tokenizer), "--output", str(directory)]
-    _run(record, command, seconds=_LOADING_SECONDS_MAX, what="random weights")
+    _run_child(
+        command,
+        label=f"model '{spec.name}'",
+        variables=child_environment(),
+        seconds=_LOADING_SECONDS_MAX,
+        what="random weights",
+    )
     return directory

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from search_spaces.config import TrialConfig, parse_config
+from search_spaces.learning_rates import learning_rate_of
 from search_spaces.models import ModelSpec, load_model_spec
 from search_spaces.rules import Setting, broken_rules
 from search_spaces.space import StepBudget
@@ -142,6 +143,7 @@ def of_completions(spec: ModelSpec, config: TrialConfig) -> Row:
 
     rows, half = config.micro_batch_size, config.seq_len // 2
     asked = {"num_generations": rows, "beta": 0.0, "max_completion_length": half}
+    rate = learning_rate_of(config, spec.config)
     cuda = torch.cuda.is_available()
     device = torch.device("cuda" if cuda else "cpu")
     # What TRL does by itself is left to it.
@@ -159,7 +161,7 @@ def of_completions(spec: ModelSpec, config: TrialConfig) -> Row:
                 report_to="none",
                 save_strategy="no",
                 use_cpu=not cuda,
-                **grpo_config(config, asked),
+                **grpo_config(config, asked, learning_rate=rate.value),
             ),
             train_dataset=Dataset.from_list([{"prompt": "a"}] * 2 * config.samples_per_step),
             processing_class=word_tokenizer(8),

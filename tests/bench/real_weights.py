@@ -203,7 +203,7 @@ class Training:
         if done == self.steps or self.step is None:
             return False
         places = np.arange(done * samples, (done + 1) * samples) % len(self.rows)
-        rate = self.config.learning_rate * (1 - done / self.steps)
+        rate = self.run["config"]["learning_rate"] * (1 - done / self.steps)
         with torch.cuda.stream(self.stream) if self.stream else contextlib.nullcontext():
             self.losses.append(self.step.take(self.rows[places], rate=rate))
         return True

@@ -55,8 +55,9 @@ def test_decoding_is_that_of_the_reference(
     parts = [getattr(layer, f"part_{index}") for index in range(layer.parts)]
     values = eight_bit._unpacked(parts).reshape(rows, columns)
     torch.testing.assert_close(values, wide.float(), rtol=0.01, atol=1e-4)
-    there = eight_bit._in_8_bits(parts, layer.row_scales, kind, columns, is_transposed=False)
-    back = eight_bit._in_8_bits(parts, layer.row_scales, kind, columns, is_transposed=True)
+    told = (parts, layer.row_scales, kind, columns, None)
+    there = eight_bit._in_8_bits(*told, is_transposed=False)
+    back = eight_bit._in_8_bits(*told, is_transposed=True)
     assert torch.equal(there.view(torch.uint8), back.view(torch.uint8).t().contiguous())
     assert error(there.float() * layer.row_scales[:, None], values) < 0.04
 

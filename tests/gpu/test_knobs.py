@@ -59,6 +59,8 @@ VALUES: dict[str, tuple[Any, ...]] = {
     # The others take several GPUs: test_two_cards.py.
     "data_parallel": (1,),
     "sharding": ("none",),
+    # Of Unsloth no step is tried; the others' beside it are the standard recipe's, but for TRL's.
+    "trainer": ("sweep", "trl", "axolotl", "llama-factory"),
 }
 CASES: list[dict[str, Any]] = [
     *({knob: value} for knob, values in VALUES.items() for value in values),

@@ -12,6 +12,7 @@ import torch
 from search_spaces.gpus import match_product
 from sweep.predict.memory.predictor import TracingPredictor
 from sweep.predict.memory.profile_store import TracingChildren
+from sweep.predict.trainers import for_memory
 from tests.gpu.rig import SMALL, Rig, small_config
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]
@@ -35,6 +36,9 @@ CASES: list[dict[str, Any]] = [
     {"adapter_dtype": "bf16", "target_modules": "all-linear", "effective_batch_size": 8},
     {**WIDE, "optimizer": "adamw_torch_fused", "micro_batch_size": 1},
     {"quantization": "fp4", "optimizer": "paged_adamw_8bit", "seq_len": 384},
+    {"trainer": "trl", "checkpoint_fraction": 0.0},
+    {"trainer": "trl", "kernels": "liger", "quantization": "none", "checkpoint_fraction": 0.5},
+    {"trainer": "axolotl", "checkpoint_fraction": 0.0},
 ]
 
 
@@ -59,7 +63,7 @@ def test_peak_memory_is_within_the_stated_uncertainty(
 ) -> None:
     config = small_config(**knobs)
     measured = rig.measure(config).peak_allocated_bytes
-    prediction = predictor.predict(config)
+    prediction = predictor.predict(for_memory(config))
     assert prediction.peak_allocated_bytes == pytest.approx(measured, rel=prediction.uncertainty)
 
 

@@ -465,8 +465,11 @@ def test_a_claim_about_rank_is_not_judged_by_what_another_learning_rate_did() ->
         )
         return rank_claim(rank_study(known))
 
-    own, other = learned(0, 16, 2.0, 0.01), learned(1, 8, 1.5, 0.01)
-    config = other.config.model_copy(update={"learning_rate": 5e-3})
-    faster = other.model_copy(update={"config": config})
+    def at(rate: float, record: TrialRecord) -> TrialRecord:
+        return record.model_copy(update={"config": record.config.changed(learning_rate=rate)})
+
+    own = at(2e-4, learned(0, 16, 2.0, 0.01))
+    faster = at(5e-3, learned(1, 8, 1.5, 0.01))
     assert "no two trials were trained that differ in this rank alone" in claim(own, faster)
-    assert "confirmed on this dataset" in claim(own, faster, learned(2, 64, 2.1, 0.01))
+    third = at(2e-4, learned(2, 64, 2.1, 0.01))
+    assert "confirmed on this dataset" in claim(own, faster, third)

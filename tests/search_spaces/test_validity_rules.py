@@ -141,11 +141,27 @@ FORBIDDEN: dict[str, list[tuple[dict[str, Any], ModelSpec, tuple[int, int] | Non
         ({"method": "dpo"}, of_type("gemma2", final_logit_softcapping=30.0), AMPERE, "softcapping"),
     ],
     "grpo": [
-        ({"method": "grpo"}, MISTRAL, AMPERE, "use upcast_fp32 false"),
+        ({"method": "grpo", "upcast_fp32": True}, MISTRAL, AMPERE, "use upcast_fp32 false"),
         ({**GRPO, "compute_dtype": "int8"}, MISTRAL, AMPERE, "use compute_dtype bf16 or fp16"),
-        ({**GRPO, "checkpoint_fraction": 0.5}, MISTRAL, AMPERE, "no 50 % checkpointed"),
+        ({**GRPO, "checkpoint_fraction": 0.5}, MISTRAL, AMPERE, "use checkpoint_fraction 0 or 1"),
         ({**GRPO, "compile": True}, MISTRAL, AMPERE, "use compile false"),
         ({**GRPO, "adapter_dtype": "fp32"}, MISTRAL, AMPERE, "use adapter_dtype bf16"),
+    ],
+    "trainer": [
+        ({"trainer": "trl", "compile": True}, MISTRAL, AMPERE, "use compile false"),
+        ({"trainer": "trl", "adapter_dtype": "fp32"}, MISTRAL, AMPERE, "adapter_dtype bf16"),
+        ({"trainer": "axolotl", "compute_dtype": "int8"}, MISTRAL, AMPERE, "compute_dtype bf16"),
+        ({"trainer": "llama-factory", "checkpoint_fraction": 0.5}, MISTRAL, AMPERE, "0 or 1"),
+        ({"trainer": "unsloth", "method": "grpo"}, MISTRAL, AMPERE, "use method sft"),
+    ],
+    "not-predicted": [
+        (
+            {"trainer": "unsloth", "compute_dtype": "fp16", "checkpoint_fraction": 0.0},
+            MISTRAL,
+            AMPERE,
+            "nothing else is measured",
+        ),
+        ({"trainer": "unsloth"}, of_type("gemma2"), AMPERE, "model type 'gemma2'"),
     ],
     "sharding": [
         ({"sharding": "fsdp"}, MISTRAL, AMPERE, "use data_parallel 2 or more"),

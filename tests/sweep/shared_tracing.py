@@ -27,6 +27,10 @@ def asked_of(children: TracingChildren) -> Iterator[None]:
     """Have commands in this process ask children that outlive them."""
     kept = SimpleNamespace(trace_all=children.trace_all, close=lambda: None)
     with pytest.MonkeyPatch.context() as patch:
-        for asking in ("sweep.predict.memory.predictor", "sweep.terminal.plan"):
+        for asking in (
+            "sweep.predict.memory.predictor",
+            "sweep.terminal.exporting",
+            "sweep.terminal.plan",
+        ):
             patch.setattr(f"{asking}.TracingChildren", lambda **_: kept)
         yield

@@ -53,11 +53,13 @@ back through is then all that is alive, and the compiler decides what is alive i
 SHARDED = Uncertainty(allocated=0.03, reserved=0.10)
 """Of a model that two GPUs share, in NF4 or 16 bits: of 17 rows of three models, 2.5 % and 8.4 % at
 worst, eight of them compiled. What is gathered when is derived from FSDP2's code."""
-OF_GRPO = Uncertainty(allocated=0.025, reserved=0.185)
-"""Of the step of TRL's GRPOTrainer on one GPU: of ten rows of two models, 1.8 % and 14 % at worst.
-"""
+IN_TRL = Uncertainty(allocated=0.025, reserved=0.185)
+"""Of the steps of TRL's trainers on one GPU: of ten rows of its GRPOTrainer, of two models, and one
+of its SFTTrainer 1.8 % and 14 % at worst."""
 UNSEEN = Uncertainty(allocated=0.15, reserved=0.3)
-"""Of a model that more GPUs share, or in other types: derived, and measured nowhere."""
+"""Of a model that more GPUs share, or in other types, and of steps of axolotl and LLaMA-Factory:
+derived, and measured nowhere. Of Unsloth's too: its factors are of one model alone."""
+UNMEASURED_TRAINERS = ("axolotl", "llama-factory", "unsloth")
 CAPPED = 0.015
 """How far the least cap that a step runs under may be from the replay's, where its peak is known.
 
@@ -88,8 +90,10 @@ def stated_uncertainty(config: TrialConfig) -> Uncertainty:
     if config.is_sharded:
         is_like_others = config.data_parallel == 2 and config.quantization in ("nf4", "none")
         return SHARDED if is_like_others else UNSEEN
-    if config.method == "grpo":
-        return OF_GRPO
+    if config.has_head_of_trl:
+        return IN_TRL
+    if config.trainer in UNMEASURED_TRAINERS:
+        return UNSEEN
     if not config.compile:
         return EAGER
     if config.checkpoint_fraction == 1:
@@ -152,6 +156,22 @@ class MemoryPrediction:
     def widened(self, uncertainty: float) -> Self:
         """Return the same prediction, at least so uncertain."""
         return self if uncertainty <= self.uncertainty else replace(self, uncertainty=uncertainty)
+
+    def scaled(self, activations: float) -> MemoryPrediction:
+        """Return the prediction for kernels that need so many times the activations and the loss,
+        of which no step is known."""
+        parts = dict(self.breakdown)
+        for part in ("activations", "loss"):
+            parts[part] = round(parts[part] * activations)
+        peak = sum(parts.values())
+        known_bytes = sum(parts[part] for part in KNOWN_PARTS)
+        return MemoryPrediction(
+            peak_allocated_bytes=peak,
+            breakdown=parts,
+            moment=self.moment,
+            uncertainty=UNSEEN.allocated * (1.0 - known_bytes / peak),
+            reserved_uncertainty=UNSEEN.reserved,
+        )
 
     def fits(self, budget_bytes: int) -> Fit:
         """Return whether it runs where no more than the budget may be reserved.

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from search_spaces.config import BATCH_KEYS, KNOBS, LOGITS_AT_ONCE, TrialConfig
+from search_spaces.config import BATCH_KEYS, KNOBS, LOGITS_AT_ONCE, TRL_TILE, TrialConfig
 from search_spaces.dimensions import Dimension, FloatRange
 from search_spaces.errors import InputError
 from search_spaces.models import ModelSpec
@@ -32,7 +32,7 @@ from sweep.predict.memory.profile_store import (
     TracingChildren,
     tell_nobody,
 )
-from sweep.predict.memory.profiles import TRL_TILE, Profile, Structure, Values, sharded
+from sweep.predict.memory.profiles import Profile, Structure, Values, sharded
 from sweep.predict.memory.replay import Step
 from sweep.predict.memory.shipped import ShippedProfiles
 from sweep.processes import Child
@@ -304,7 +304,7 @@ def _values(config: TrialConfig, model: ModelSpec) -> Values:
     chunk = 1 << (-(-tokens // chunks) - 1).bit_length()
     if config.is_on_pairs:
         chunk = max(1, LOGITS_AT_ONCE // model.vocab_size)
-    elif config.method == "grpo":
+    elif config.has_head_of_trl:
         chunk = TRL_TILE[0]
     return {
         "b": config.micro_batch_size,

@@ -47,8 +47,6 @@ Polynomial = dict[str, int]
 Values = Mapping[str, Any]
 """A whole number for each symbol, or an array with one for each configuration."""
 
-TRL_TILE = (4096, 32_768)
-"""Tokens and vocabulary, at most, of the logits that GRPO's head of TRL 1.16 has at once."""
 _BLOCK_BYTES = 512
 """The caching allocator's granularity; what depends on no symbol is rounded to it here."""
 _SMALLEST_PRIME = 101
@@ -107,8 +105,11 @@ class Structure:
 
     @property
     def key(self) -> str:
-        """What tells it apart, as JSON: the settings that shape tensors, and no others."""
+        """What tells it apart, as JSON: the settings that shape tensors, and no others; the trainer
+        where it is another one than sweep."""
         shaping = {key: getattr(self.config, key) for key, knob in KNOBS.items() if knob.traced}
+        if self.config.trainer == "sweep":
+            del shaping["trainer"]
         return json.dumps([shaping, self.is_checkpointed, self.has_flash, self.is_long])
 
     @property

@@ -34,6 +34,7 @@ from sweep.predict.speed.steps import (
     overlapped,
     refusal,
 )
+from sweep.predict.trainers import factors_of
 
 Factor = Term | Literal["launch", "overhead"]
 FACTORS: tuple[Factor, ...] = (*TERMS, "launch", "overhead")
@@ -298,7 +299,9 @@ class StepTimes:
         self._full_seconds = self.phases.seconds(self._factors)
         self.is_known = ~np.isnan(self._full_seconds)
         parts = (1.0 if shapes is None else shapes.of(config).seconds for config in configs)
-        self._part: Array = np.fromiter(parts, float, len(configs))
+        self._in_trainer = [factors_of(config) for config in configs]
+        longer = [1.0 if of is None else of.seconds for of in self._in_trainer]
+        self._part: Array = np.fromiter(parts, float, len(configs)) * longer
         self.seconds = self._full_seconds * self._part
         """Of each step, accumulation included."""
         self.tokens_per_second = tokens_per_step(configs, shapes) / self.seconds
@@ -328,8 +331,9 @@ class StepTimes:
                 within_it = np.minimum(within_it, contributed)
         if self._calibration is None:
             within_it = within_it + self.type_spread**2
+        own = np.array([0.0 if of is None else of.log_spread for of in self._in_trainer])
         beside = (attention * masks / NINE_IN_TEN) ** 2 + (known.shared * is_shared) ** 2
-        return np.asarray(np.sqrt(within_it + beside))
+        return np.asarray(np.sqrt(within_it + beside + own**2))
 
     @cached_property
     def own_spread(self) -> Array:

@@ -18,7 +18,7 @@ from typing import Literal, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from search_spaces.config import LOGITS_AT_ONCE, OptimizerName, TrialConfig
+from search_spaces.config import LOGITS_AT_ONCE, TRL_TILE, OptimizerName, TrialConfig
 from search_spaces.errors import InputError
 from search_spaces.gpus import GpuSpec, Interconnect
 from search_spaces.linears import resolve_targets, training_flops_per_token
@@ -414,14 +414,27 @@ def _ends(layout: Layout) -> Work:
     is_fused = layout.are(lambda config: config.kernels != "hf")
     loss = _fused_loss(layout) * is_fused + _written_loss(layout) * ~is_fused
     ends = np.zeros((len(TERMS), 3, len(layout.configs)))
+    in_tiles = layout.are(lambda config: config.has_head_of_trl)
+    in_chunks = layout.is_on_completions & ~in_tiles
     product = kernels.product(layout, layout.hidden, layout.model.vocab_size)
-    ends[TERMS.index("matmul")] = product * (2 + layout.is_on_completions + layout.references)
+    ends[TERMS.index("matmul")] = product * (2 + (in_tiles | in_chunks) + layout.references)
     ends[TERMS.index("elementwise")] = (
         forward + backward + embedding + (forward + embedding / 2) * layout.references
     )
-    in_chunks = layout.is_on_completions
-    ends[TERMS.index("loss")] = loss * ~in_chunks + _loss_in_chunks(layout) * in_chunks
+    loss = np.where(in_chunks, _loss_in_chunks(layout), loss)
+    ends[TERMS.index("loss")] = np.where(in_tiles, _loss_in_tiles(layout), loss)
     return ends
+
+
+def _loss_in_tiles(layout: Layout) -> Work:
+    """Logits by TRL's tiles: written and read once forward, and going back written, made their own
+    gradient in place, and read."""
+    vocabulary = layout.model.vocab_size
+    logits = layout.tokens * vocabulary
+    tiles = np.ceil(layout.tokens / TRL_TILE[0]) * math.ceil(vocabulary / TRL_TILE[1])
+    return _head_cast(layout) * 2 + asked(
+        layout, moved=logits * layout.compute * 6, launches=20 + 5 * tiles
+    )
 
 
 def _loss_in_chunks(layout: Layout) -> Work:

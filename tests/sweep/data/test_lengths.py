@@ -10,17 +10,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
+from search_spaces.texts import CUT_MAX
 from sweep.data.lengths import (
-    CUT_MAX,
     candidate_lengths,
     histogram,
+    longer_lengths,
     rounded_up,
-    tokens_cut,
     waste_at,
     worthwhile_lengths,
 )
-from sweep.data.rows import split
+from sweep.data.rows import Truncation, split
 
+LIMITS = st.integers(1, 5000)
 LENGTHS = arrays(np.int32, st.integers(1, 200), elements=st.integers(2, 3000))
 
 
@@ -44,10 +45,53 @@ def test_worthwhile_lengths_leave_most_rows_whole() -> None:
 
 def test_a_length_that_cuts_off_much_is_not_worth_searching() -> None:
     lengths = ints(*[60] * 91, *[500] * 9)
-    assert tokens_cut(lengths, 64) > CUT_MAX
     assert worthwhile_lengths(lengths) == (512,)
     # Where each cuts off as much, the longest is what is left.
     assert worthwhile_lengths(lengths, max_positions=100) == (100,)
+
+
+def test_it_is_the_supervised_tokens_whose_cut_decides() -> None:
+    # Nine in ten are short; of the others the answer is at the end.
+    lengths = ints(*[60] * 90, *[70] * 10)
+    answers = ints(*[10] * 90, *[8] * 10)
+
+    def truncation_at(seq_len: int) -> Truncation:
+        left = np.clip(answers - np.maximum(lengths - seq_len, 0), 0, None)
+        return Truncation.of(seq_len, lengths=lengths, supervised=answers, left=left)
+
+    assert truncation_at(64).supervised_share > CUT_MAX > (10 * 6) / lengths.sum()
+    assert worthwhile_lengths(lengths) == (64, 128)
+    assert worthwhile_lengths(lengths, truncation_at=truncation_at) == (128,)
+
+
+def test_a_truncation_counts_examples_and_what_was_to_be_learned_of_them() -> None:
+    lengths, supervised = ints(10, 40, 20, 20, 90, 10), ints(5, 5, 5, 5, 5, 5)
+    left = ints(5, 2, 5, 5, 0, 5)
+    alone = Truncation.of(32, lengths=lengths, supervised=supervised, left=left)
+    assert (alone.examples, alone.examples_cut, alone.examples_left_out) == (6, 2, 1)
+    assert (alone.tokens_cut, alone.supervised_tokens_cut) == (8 + 90, 3 + 5)
+    assert alone.supervised_share == pytest.approx(8 / 30)
+    pairs = Truncation.of(32, lengths=lengths, supervised=supervised, left=left, rows_per_sample=2)
+    # A pair goes as a whole, with what its other row would have taught.
+    assert (pairs.examples, pairs.examples_cut, pairs.examples_left_out) == (3, 2, 1)
+    assert (pairs.tokens_cut, pairs.supervised_tokens_cut) == (8 + 100, 3 + 10)
+    both = pairs + pairs
+    assert (both.seq_len, both.examples, both.tokens) == (32, 6, 2 * pairs.tokens)
+    assert both.supervised_share == pairs.supervised_share
+
+
+@settings(max_examples=50, deadline=None)
+@given(longest=st.integers(1, 4000), above=st.integers(1, 4000), limit=st.none() | LIMITS)
+def test_longer_lengths_rise_from_one_that_is_too_short_to_one_that_cuts_nothing(
+    longest: int, above: int, limit: int | None
+) -> None:
+    found = longer_lengths(longest, above=above, max_positions=limit)
+    most = limit or rounded_up(longest)
+    assert found == sorted(set(found))
+    assert all(above < length <= most for length in found)
+    assert all(length in (rounded_up(length), limit) for length in found)
+    # As long as any row, or as the model takes.
+    assert max(above, *found, 0) >= min(most, longest)
 
 
 def test_candidates_are_powers_of_two_quantiles_and_the_models_limit() -> None:

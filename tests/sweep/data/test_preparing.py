@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -80,8 +81,22 @@ def test_tokens_lengths_and_summary_are_of_the_same_rows(prepared: Prepare) -> N
     assert summary.longest == summary.quantiles.max == int(texts.lengths().max())
     assert summary.largest_token == max(max(ids) for ids in tokens["input_ids"])
     assert summary.fingerprint == texts.directory.name
+    assert summary.marked_template is None, "the tokenizer's own marks the assistant's turns"
     later = summary.model_dump() | {"something": "of a later version"}
     assert TextsSummary.model_validate(later) == summary
+
+
+def test_a_template_that_nobody_marks_is_kept_with_marks(prepared: Prepare, tmp_path: Path) -> None:
+    directory = tmp_path / "tokenizer"
+    shutil.copytree(find_tokenizer(None, load_model_spec("demo")).directory, directory)
+    template = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}\n{% endfor %}"
+    (directory / "chat_template.jinja").write_text(template, encoding="utf-8")
+    rows = [{"messages": TURNS}]
+    own = {"tokenizer_directory": str(directory), "tokenizer_digest": "own"}
+    found = prepared(rows, completions_only=True, **own).summary.marked_template
+    assert found is not None
+    assert template in found
+    assert prepared(rows, **own).summary.marked_template is None
 
 
 def test_what_carries_loss_by_default_is_said(prepared: Prepare) -> None:

@@ -10,6 +10,7 @@ import pytest
 from search_spaces.errors import InputError
 from search_spaces.models import load_model_spec
 from sweep.data import rows
+from sweep.data.marking import marked
 from sweep.data.rows import (
     Broken,
     Encoder,
@@ -53,6 +54,19 @@ RETELLING = (
     "{% else %} {{ m['content'] }}</s>{% endif %}{% endfor %}"
 )
 """As Mistral's: the system's words stand in the last turn where that is the user's."""
+
+GREETING = (
+    "{% for m in messages %}"
+    "{% if loop.first and m['role'] != 'system' %}<|system|>\nYou help.</s>\n{% endif %}"
+    "<|{{ m['role'] }}|>\n{{ m['content'] }}</s>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>\n{% endif %}\n"
+)
+"""Has a system turn of its own, as SmolLM2's."""
+ENDING = (
+    "\n{{- bos_token }}{% for m in messages %}<|{{ m['role'] }}|>\n{{ m['content'] }}<|end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|assistant|>\n{% else %}{{ eos_token }}{% endif %}"
+)
+"""Ends a chat once, as Phi-3's."""
 
 
 @pytest.fixture(scope="module")
@@ -195,6 +209,65 @@ def test_forty_rows_are_trls_own(
         assert mine.ids.tolist() == row["input_ids"]
         pairs = zip(mine.ids.tolist(), mine.mask.tolist(), strict=True)
         assert [token if carries else -100 for token, carries in pairs] == row["labels"]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("template", [PREFIX, GREETING, ENDING])
+def test_trl_learns_the_same_turns_by_a_template_that_is_marked_for_it(
+    tokenizer: Any, template: str, tmp_path: Path
+) -> None:
+    tokenizer.chat_template = template
+    made = [row_of("messages", index) for index in range(40)]
+    ours = encode(tokenizer, "messages", made, True)
+    tokenizer.chat_template = marked(template)
+    theirs = trl_rows(tokenizer, made, tmp_path, assistant_only_loss=True)
+    for mine, row in zip(ours, theirs, strict=True):
+        assert mine.ids.tolist() == row["input_ids"]
+        pairs = zip(mine.ids.tolist(), mine.mask.tolist(), strict=True)
+        assert [token if carries else -100 for token, carries in pairs] == row["labels"]
+
+
+def test_a_template_that_is_marked_renders_the_same(tokenizer: Any) -> None:
+    from trl import chat_template_utils
+
+    def rendered(template: str, **options: Any) -> list[str]:
+        tokenizer.chat_template = template
+        chats = (TURNS[1:], TURNS[1:2], TURNS[1:4])
+        return [tokenizer.apply_chat_template(turns, tokenize=False, **options) for turns in chats]
+
+    names = [name for name in dir(chat_template_utils) if name.endswith("_chat_template")]
+    templates = [getattr(chat_template_utils, name) for name in names]
+    own = [PREFIX, FORGETFUL, THINKING, GREETING, ENDING]
+    tried = 0
+    for template in own + [one for one in templates if isinstance(one, str)]:
+        if chat_template_utils.has_generation_markers(template) or "image" in template:
+            continue
+        for prompts in (False, True):
+            expected = rendered(template, add_generation_prompt=prompts)
+            assert rendered(marked(template), add_generation_prompt=prompts) == expected
+        tried += 1
+    assert tried > len(own)
+
+
+@pytest.mark.parametrize(
+    ("kind", "template", "only", "is_unmarked"),
+    [
+        ("messages", GREETING, True, True),
+        ("messages", GREETING, False, False),
+        ("messages", None, True, False),
+        ("messages", "qwen3", True, False),
+        ("prompt-completion", GREETING, True, False),
+    ],
+)
+def test_a_template_is_unmarked_where_nobody_marks_the_turns_that_are_learned(
+    tokenizer: Any, kind: str, template: str | None, only: bool, is_unmarked: bool
+) -> None:
+    if template == "qwen3":
+        template = template_named(template)
+    if template is not None:
+        tokenizer.chat_template = template
+    encoder = Encoder(tokenizer, kind, completions_only=only)
+    assert encoder.unmarked_template == (template if is_unmarked else None)
 
 
 # What TRL has no word for

@@ -64,7 +64,7 @@ def test_the_winner_goes_to_stdout_or_to_a_file(said: Said, tmp_path: Path) -> N
     assert "it needs rows.py beside it" in err
     ast.parse(printed)
     assert said("study", "-o", "-")[1] == printed
-    assert said("study", "--format", "axolotl", "-o", str(path))[:2] == (0, f"{path}\n")
+    assert said("study", "--format", "axolotl", "-o", str(path), "--force")[:2] == (0, f"{path}\n")
     assert said("study", "--format", "json")[::2] == (0, ""), "it can say all"
 
 
@@ -118,5 +118,5 @@ def test_nothing_to_export_is_said_and_writes_nothing(
 def test_the_help_names_every_format_and_what_a_trainer_cannot_do_is_said(said: Said) -> None:
     shown = said("--help")[1]
     assert [name for name in format_names() if name not in shown] == []
-    code, out, err = said("study", "--format", "trl")
+    code, out, err = said("study", "--format", "trl", "--force")
     assert (code, "trl: kernels" in err, "trl: kernels" in out) == (0, True, False)

@@ -16,6 +16,7 @@ import yaml
 
 from search_spaces.config import CONFIG_KEYS, TrialConfig
 from search_spaces.errors import InputError
+from search_spaces.learning_rates import in_words, learning_rate_of
 from search_spaces.models import PART_OF, ModelSpec
 from sweep.export.formats import exported, format_names
 from sweep.export.record import record_of
@@ -168,13 +169,35 @@ def test_no_setting_is_dropped_without_a_word(format: str) -> None:
         written = export(a_study(changed, texts=texts), format=format)
         assert read(written, format=format)
         assert written != export(a_study(BASE, texts=texts), format=format), key
-    assert OTHER.keys() | OF_PAIRS.keys() | {"method"} == set(CONFIG_KEYS)
+    assert OTHER.keys() | OF_PAIRS.keys() | {"method", "trainer"} == set(CONFIG_KEYS)
     on_pairs = BASE.model_copy(update={"method": "dpo"})
     for key, value in OF_PAIRS.items() if format not in ("peft", "unsloth") else ():
         changed = on_pairs.model_copy(update={key: value})
         if (format, key) == ("llama-factory", "loss_type"):
             continue
         assert export(a_study(changed), format=format) != export(a_study(on_pairs), format=format)
+
+
+@pytest.mark.parametrize("method", ["sft", "dpo"])
+@pytest.mark.parametrize("rank", [4, 64])
+@pytest.mark.parametrize("format", ["trl", "axolotl", "llama-factory", "script", "json"])
+def test_a_rate_that_nobody_named_is_the_rules_and_its_range_is_said(
+    format: str, rank: int, method: Any
+) -> None:
+    config = TrialConfig(lora_rank=rank, method=method)
+    rule = learning_rate_of(config, MODEL.config)
+    text = export(a_study(config), format=format)
+    found = read(text, format=format)
+    if format == "json":
+        assert found["learning_rate"] == rule.model_dump(mode="json")
+        return
+    assert found.get("learning_rate", found.get("LEARNING_RATE")) == rule.value
+    for rate in (rule.low, rule.high):
+        assert in_words(rate) in said(text)
+    own = export(a_study(config.changed(learning_rate=7e-3)), format=format)
+    known = read(own, format=format)
+    assert known.get("learning_rate", known.get("LEARNING_RATE")) == 7e-3
+    assert in_words(rule.value) in said(own)
 
 
 @pytest.mark.parametrize(

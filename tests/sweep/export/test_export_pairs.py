@@ -91,7 +91,9 @@ def test_a_script_trains_on_pairs_and_says_what_it_reached(
     first = 1.0 if knobs.get("loss_type") == "ipo" else math.log(2)
     assert reached["train_loss"] == pytest.approx(first, rel=0.2), "the policy is the reference"
     assert (reached["eval_pairs"], reached["eval_wins"] in (0, 1, 2)) == (2, True)
-    assert "chosen completion gained more" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "chosen completion gained more" in said
+    assert "pairs" in said.partition("trained on: Length ")[2].partition("\n")[0]
     assert (tmp_path / "out" / "adapter_model.safetensors").exists()
 
 

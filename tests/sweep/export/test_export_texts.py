@@ -248,4 +248,7 @@ def test_the_script_trains_on_texts_and_says_what_it_reached(
     assert 5.0 < reached["eval_loss"] < 7.0
     most = config.tokens_per_step / reached["step_seconds"]
     assert 0 < reached["tokens_per_second"] < most, "only what carries loss counts"
-    assert "held-out examples" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "held-out examples" in said
+    assert "trained on: Length 128 cuts " in said
+    assert "held out: Length 128 cuts " in said

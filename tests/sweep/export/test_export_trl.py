@@ -12,6 +12,8 @@ import yaml
 from search_spaces.config import TrialConfig
 from search_spaces.errors import InputError
 from search_spaces.models import ModelSpec
+from sweep.data.marking import marked
+from sweep.export.formats import exported
 from tests.sweep.export.studies import a_study, export, some_texts
 from tests.sweep.export.test_export_formats import studies
 from tests.sweep.export.weights import written_texts
@@ -112,6 +114,40 @@ def test_what_would_train_on_pairs_otherwise_is_refused(
 ) -> None:
     with pytest.raises(InputError, match=f"--format {format}: .*{words}.*use format script"):
         export(a_study(TrialConfig(method="dpo", loss_type=loss_type)), format=format)
+
+
+def test_trl_learns_the_assistants_turns_of_a_model_whose_template_marks_none(
+    model: ModelSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from trl import SFTTrainer
+    from trl.scripts import sft
+
+    source = written_texts(tmp_path / "data.jsonl", "messages")
+    template = marked(
+        "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}\n{% endfor %}"
+        "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    )
+    texts = some_texts(
+        "messages", completions_only=True, source=str(source), marked_template=template
+    )
+    study = a_study(tiny_config(seq_len=128), model=model, texts=texts)
+    for file, text in exported(study, format="trl").files(tmp_path / "trl.yaml").items():
+        file.write_text(text, encoding="utf-8")
+    built: list[Any] = []
+    with monkeypatch.context() as patch:
+        patch.chdir(tmp_path)
+        patch.setattr(SFTTrainer, "train", lambda self, **_: built.append(self))
+        patch.setattr(SFTTrainer, "save_model", lambda *_: None)
+        told = ["--config", "trl.yaml", "--use_cpu", "true", "--output_dir", "out"]
+        sft.main(*sft.make_parser().parse_args_and_config(told, fail_with_unknown_args=True))
+    (trainer,) = built
+    for row in trainer.train_dataset:
+        learned = [token for token in row["labels"] if token != -100]
+        said = trainer.processing_class.decode(row["input_ids"]).partition("<|assistant|>")[2]
+        assert trainer.processing_class.decode(learned) == said
+    # A study of an older version does not know the template: its file is as it was.
+    known = export(a_study(tiny_config(), model=model, texts=some_texts("messages")), format="trl")
+    assert "chat_template_path" not in yaml.safe_load(known)
 
 
 @pytest.mark.parametrize("targets", [("up_proj",), ("c.proj",), "qv"])

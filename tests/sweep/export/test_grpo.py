@@ -28,7 +28,7 @@ def test_trl_takes_every_key_and_forms_whole_groups(
     from trl import GRPOConfig
 
     config = TrialConfig(method="grpo", effective_batch_size=16, seq_len=128, **changes)
-    told = grpo_config(config, SETTINGS)
+    told = grpo_config(config, SETTINGS, learning_rate=5e-6)
     found = GRPOConfig(output_dir=str(tmp_path), use_cpu=True, **{**told, "bf16": False})
     for key, value in told.items():
         assert key == "bf16" or getattr(found, key) == value
@@ -41,7 +41,7 @@ def test_a_step_that_cuts_a_prompts_completions_is_refused_by_trl_and_here(tmp_p
 
     config = TrialConfig(method="grpo", micro_batch_size=4, effective_batch_size=12)
     with pytest.raises(InputError, match="got 12 and 8"):
-        grpo_config(config, SETTINGS)
+        grpo_config(config, SETTINGS, learning_rate=5e-6)
     sizes = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 3}
     with pytest.raises(ValueError, match="must be divisible by num_generations"):
         GRPOConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False, num_generations=8, **sizes)

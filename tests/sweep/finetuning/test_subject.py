@@ -158,4 +158,4 @@ def test_what_is_predicted_not_to_fit_is_refused_with_the_next_smaller_that_does
 )
 def test_what_is_named_after_out_of_memory(expects: Any, words: str) -> None:
     told = next_smaller(LARGE, expects, has_run_out=True)
-    assert told == f"micro_batch_size 1, effective_batch_size 4 ({words})"
+    assert told == f"micro_batch_size 1, effective_batch_size 4 ({words}): --set micro_batch_size=1"

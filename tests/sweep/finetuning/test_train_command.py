@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from search_spaces.config import parse_config
+from search_spaces.learning_rates import in_words, learning_rate_of
 from search_spaces.models import load_model_spec
 from sweep.cli import main
 from sweep.finetuning.protocol import TrainingJob, TrainingResult
@@ -53,9 +55,9 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def killed_at(line: str) -> None:
+def killed_at(line: str, *also: str) -> None:
     """Train in a process of its own, and kill that once it has said a line."""
-    command = [sys.executable, "-c", PROGRAM, *COMMAND, *INTO_OUT]
+    command = [sys.executable, "-c", PROGRAM, *COMMAND, *INTO_OUT, *also]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=os.environ) as training:
         assert training.stderr is not None
         assert next(said for said in training.stderr if said.startswith(line))
@@ -91,6 +93,13 @@ def test_a_training_that_was_killed_resumes_and_leaves_the_same_adapter(
     found = re.search(r"(\d+) steps from step (\d+)", said.err)
     assert found is not None
     assert (int(found[1]), int(found[2]) >= 2) == (document["steps"], True)
+    rule = learning_rate_of(parse_config(CONFIG), load_model_spec("demo").config)
+    assert document["learning_rate"] == rule.model_dump(mode="json")
+    assert document["config"]["learning_rate"] == rule.value
+    shown = " ".join(said.err.split())
+    for text in (shown, (out / "README.md").read_text()):
+        assert in_words(rule.value) in text
+        assert in_words(rule.high) in text
     leaves_all(out)
 
     whole = uninterrupted(home)
@@ -134,6 +143,24 @@ def leaves_all(output: Path) -> None:
     assert "://" not in re.sub(r"<script>.*?</script>", "", page, flags=re.S)
     assert [path.name for path in output.iterdir() if path.name.startswith(".")] == [".lock"]
     assert not list(output.glob("checkpoint-*"))
+
+
+@pytest.mark.timeout(400)
+def test_what_was_agreed_to_is_not_asked_again(
+    home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shorter = ("--seq-len", "16")
+    assert main([*COMMAND, *INTO_OUT, *shorter]) == 2
+    assert "--yes" in capsys.readouterr().err
+    killed_at("step 1: checkpoint", *shorter, "--yes")
+    assert main([*COMMAND, *INTO_OUT, "--resume"]) == 2
+    assert "seq_len was 16 and is 48" in capsys.readouterr().err
+    assert main([*COMMAND, *INTO_OUT, *shorter, "--resume", "--json"]) == 0
+    said = capsys.readouterr()
+    assert "Length 16 cuts" in said.err
+    document = json.loads(said.out)
+    assert document["promised_basis"] == "predicted"
+    assert document["truncation"]["dataset"]["supervised_tokens_cut_share"] > 0.05
 
 
 @pytest.mark.integration

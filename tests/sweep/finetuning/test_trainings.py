@@ -13,12 +13,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
+from search_spaces.learning_rates import learning_rate_of
 from storage.records import INTERRUPTED, Crashed, Diverged, Invalid, OutOfMemory
 from sweep.finetuning import checkpoints
 from sweep.finetuning.protocol import Saved, Started, TrainingResult
 from tests.sweep.data.prepared import prepared, prepared_pairs
 from tests.sweep.finetuning.trainings import job, run
-from tests.sweep.training.tiny import TINY
+from tests.sweep.training.tiny import TINY, saved_with_outliers
 
 if TYPE_CHECKING:
     import torch
@@ -116,6 +117,15 @@ def test_a_training_tells_what_it_came_to_and_keeps_the_newest_two_checkpoints(
     # What was done and not yet finished is evaluated again, the same.
     again = trained(tmp_path, texts, resume_from=str(checkpoints.newest(tmp_path)))
     assert (again.eval_loss, again.tokens, again.steps) == (end.eval_loss, end.tokens, 3)
+
+
+def test_a_rate_that_nobody_named_is_that_of_rank_and_model(tmp_path: Path, texts: Path) -> None:
+    asked = job(tmp_path, texts)
+    asked = asked.model_copy(update={"config": asked.config.changed(learning_rate=None)})
+    end, _ = run(asked)
+    assert isinstance(end, TrainingResult), end
+    rule = learning_rate_of(asked.config, asked.spec.config)
+    assert course(end)["learning_rates"][0] == pytest.approx(rule.value)
 
 
 def test_what_an_epoch_of_fewer_rows_than_its_steps_take_comes_to(tmp_path: Path) -> None:
@@ -314,6 +324,48 @@ def test_the_held_out_loss_is_the_same_whatever_the_micro_batch(tmp_path: Path) 
         seen[size] = first, end.eval_loss, end.eval_tokens
     assert seen[1] == pytest.approx(seen[4], rel=1e-5)
     assert seen[1][0] != pytest.approx(seen[1][1], rel=5e-6), "80 examples are held out"
+
+
+def test_8_bit_products_are_fitted_to_real_weights_and_a_resumed_training_to_the_bit(
+    tmp_path: Path, texts: Path
+) -> None:
+    spec = saved_with_outliers(tmp_path / "model")
+    settings = {
+        "model": spec.to_json(),
+        "weights": "pretrained",
+        "quantization": "int8",
+        "compute_dtype": "int8",
+        "upcast_fp32": False,
+        "epochs": 2.0,
+        "checkpoint_steps": 2,
+    }
+    whole = trained(tmp_path / "whole", texts, **settings)
+    assert whole.eight_bit is not None
+    assert whole.eight_bit.loss_8_bit == pytest.approx(whole.eight_bit.loss_16_bit, rel=0.01)
+    stopped = job(tmp_path / "stopped", texts, **settings)
+    end, _ = run(stopped, stop_after=2)
+    assert end == INTERRUPTED
+    resumed = trained(
+        tmp_path / "stopped",
+        texts,
+        **settings,
+        resume_from=str(checkpoints.newest(tmp_path / "stopped")),
+    )
+    assert resumed.eight_bit == whole.eight_bit
+    for name, value in adapter(whole).items():
+        assert value.equal(adapter(resumed)[name]), name
+
+
+def test_weights_that_8_bits_do_not_suit_are_not_trained_in_8_bits(
+    tmp_path: Path, texts: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = saved_with_outliers(tmp_path / "model")
+    monkeypatch.setattr("sweep.training.faithfulness.MOST_ERROR", 1e-6)
+    eight_bit = {"quantization": "fp8", "compute_dtype": "fp8", "upcast_fp32": False}
+    asked = job(tmp_path / "out", texts, model=spec.to_json(), weights="pretrained", **eight_bit)
+    end, _ = run(asked)
+    assert isinstance(end, Invalid)
+    assert "compute_dtype=bf16" in end.detail
 
 
 @pytest.fixture(scope="module")

@@ -258,7 +258,7 @@ def test_the_document_is_json_and_names_its_grain() -> None:
 RECIPE = TrialConfig(micro_batch_size=8)
 UNTURNED = {
     *("lora_alpha", "effective_batch_size", "learning_rate", "packing"),
-    *("data_parallel", "sharding", "method", "loss_type", "dpo_beta", "reference"),
+    *("data_parallel", "sharding", "method", "loss_type", "dpo_beta", "reference", "trainer"),
 }
 """Some change nothing that is asked about, one is not there to be halved, and what is asked about
 is one GPU and one training: preference tuning is another."""

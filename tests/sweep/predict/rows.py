@@ -13,6 +13,7 @@ from typing import Any
 from search_spaces.config import TrialConfig, parse_config
 from search_spaces.models import ModelSpec, load_model_spec
 from sweep.predict.memory.predictor import MemoryPrediction
+from sweep.predict.trainers import for_memory
 
 DATA = Path(__file__).parents[2] / "data"
 
@@ -38,6 +39,8 @@ SHARED = read_rows("sharded_h100.jsonl")
 """Of a model that two H100 share, most of them compiled."""
 GRPO = read_rows("grpo_h100.jsonl")
 """Of TRL's GRPOTrainer."""
+TRL = read_rows("trl_h200.jsonl")
+"""Of TRL's SFTTrainer, on the files that `sweep export` writes."""
 SEVERAL_CARDS = read_rows("several_cards_h200.jsonl")
 """Of two GPUs that train one configuration, and of one beside them."""
 EDGES = read_rows("edges_h200.jsonl")
@@ -48,7 +51,8 @@ NEW_MODELS = read_rows("new_models_h200.jsonl") if IS_NEW_MEASURED else []
 
 
 def config_of(row: Row) -> TrialConfig:
-    return parse_config(row["config"])
+    """What stands in a predictor for what a row ran."""
+    return for_memory(parse_config(row["config"]))
 
 
 def model_of(row: Row) -> ModelSpec:

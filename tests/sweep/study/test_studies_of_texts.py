@@ -10,6 +10,7 @@ import pytest
 from reports.view import view_of
 from search_spaces.config import TrialConfig
 from search_spaces.errors import EnvironmentFault, InputError
+from search_spaces.learning_rates import in_words, learning_rate_of
 from storage.records import Measured, Outcome, OutOfMemory
 from sweep.data.rows import split
 from sweep.data.texts import texts_directory
@@ -83,7 +84,10 @@ def test_a_presets_lengths_are_those_of_the_texts(reader: Reader, home: Path) ->
     held = prepared(reader, held={"seq_len": 128, "packing": "packed"})
     assert held.space.fixed.items() >= {"seq_len": 128, "packing": "packed"}.items()
     assert not {"seq_len", "packing"} & set(held.space.dimensions)
-    assert held.notes == ()
+    # A length that was typed is kept, and what it costs is said.
+    (said,) = held.notes
+    assert "Length 128 cuts 140 of the 200 examples" in said
+    assert prepared(reader, held={"seq_len": 448, "packing": "packed"}).notes == ()
     # Those of a file of one's own are kept.
     own = prepared(reader, **own_space(home))
     assert own.space.dimensions["seq_len"].values() == (64, 128)
@@ -108,6 +112,32 @@ def test_texts_of_which_nothing_can_be_asked_are_refused_before_anything_runs(ho
     lengths[held] = 1
     with pytest.raises(InputError, match="no row with a token that carries loss in its first 64 "):
         prepared(Reader(prepared_texts(home / "none", lengths)), space="own.yaml", data=None)
+
+
+@pytest.mark.parametrize("searched", ["", "learning_rate: {low: 1e-4, high: 1e-2, log: true}"])
+def test_a_search_for_loss_begins_at_the_rate_of_the_rule(home: Path, searched: str) -> None:
+    (home / "own.yaml").write_text(
+        "gpu: cpu\nmodel: ./model\nweights: pretrained\nbudget_gib: 1\ndata: mine.jsonl\n"
+        "objectives: [eval_loss]\nfixed: {seq_len: 64, micro_batch_size: 2}\n"
+        f"dimensions:\n  lora_rank: [4, 8]\n  {searched}\n"
+    )
+    (home / "model").mkdir()
+    shipped = Path(__file__).parents[3] / "search_spaces/architectures/demo.json"
+    (home / "model/config.json").write_text(shipped.read_text())
+    (home / "model/model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
+    answers = Reader(prepared_texts(home / "answers", [20] * 8))
+    found = prepared(answers, space="own.yaml", data=None)
+    first = found.space.baseline_config()
+    rule = learning_rate_of(first, found.model.config)
+    assert first.learning_rate == (rule.recommended if searched else None)
+    assert rule.value == rule.recommended
+    (said,) = (note for note in found.notes if "learning rate" in note)
+    assert in_words(rule.value) in said
+    assert in_words(rule.high) in said
+    # What is fixed is asked for.
+    fixed = prepared(answers, space="own.yaml", data=None, held={"learning_rate": 3e-3})
+    assert fixed.space.baseline_config().learning_rate == 3e-3
+    assert not any("learning rate" in note for note in fixed.notes)
 
 
 def test_typed_texts_take_the_place_of_a_files(reader: Reader, home: Path) -> None:

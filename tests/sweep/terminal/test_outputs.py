@@ -13,7 +13,7 @@ from tests.sweep.typed import Sweep
 DATASET = '{"text": "mine"}\n'
 WRITERS = {
     "script.py": ("export", "study", "--format", "script"),
-    "axolotl.yml": ("export", "study", "--format", "axolotl"),
+    "winner.yml": ("export", "study", "--format", "yaml"),
     "adapter_config.json": ("export", "study", "--format", "peft"),
     "surface.jsonl": ("export", "study", "--format", "surface"),
     "report.html": ("report", "study"),

@@ -12,10 +12,12 @@ from typing import Any
 
 import pytest
 
-from search_spaces.config import CONFIG_KEYS, TrialConfig
+from search_spaces.config import CONFIG_KEYS, TrialConfig, parse_config
 from search_spaces.costs import AskedWork
 from search_spaces.errors import InputError
 from search_spaces.gpus import GIB, gpu_catalogue
+from search_spaces.learning_rates import in_words, learning_rate_of
+from search_spaces.models import load_model_spec
 from storage.environment import fingerprint
 from storage.reading import read_study
 from storage.study import open_study
@@ -198,7 +200,7 @@ def test_an_answer_is_one_screen_that_names_what_comes_next(
         screens.append(screen.lines())
         assert max(map(len, screens[-1])) <= columns
     first, whole = screens
-    assert len(first) <= 25
+    assert len(first) <= 26
     assert any("--details" in line for line in first)
     assert not any("…" in line for line in whole)
 
@@ -329,6 +331,21 @@ def test_one_configuration_is_answered_under_the_files_keys(ask: Asked) -> None:
     assert document.keys() >= INTERFACE_KEYS | {"table", "bills", "gpu", "model"}
     # 21.48 GiB less 2 % hold the base's 5 GiB, the adapters' 16 MiB and 32 rows of half a GiB.
     assert document["table"]["largest_micro_batch"]["512"] == {"sure": 32, "possible": 33}
+
+
+def test_a_plan_says_the_learning_rate_and_its_range(ask: Asked) -> None:
+    document = ask.document(space="a10", is_exact=True, configuration={"lora_rank": 64})
+    known = document["learning_rate"]
+    rule = learning_rate_of(
+        parse_config(document["config"]), load_model_spec("mistral-7b-v0.3").config
+    )
+    assert known == rule.model_dump(mode="json")
+    assert known["low"] < known["value"] < known["high"]
+    shown = " ".join(ask.shown(space="a10", is_exact=True, configuration={"lora_rank": 64}).split())
+    for rate in (rule.value, rule.low, rule.high):
+        assert in_words(rate) in shown
+    own = ask.document(space="a10", is_exact=True, configuration={"learning_rate": 7e-3})
+    assert (own["learning_rate"]["value"], own["learning_rate"]["source"]) == (7e-3, "given")
 
 
 def test_a_space_is_answered_with_counts_a_recommendation_and_its_grounds(ask: Asked) -> None:
@@ -489,7 +506,7 @@ def test_one_configuration_of_grpo_has_what_the_method_needs(ask: Asked) -> None
                     "adapter_dtype": "bf16",
                 },
             },
-            "TRL, which has the adapters of such a base in fp32: use adapter_dtype fp32$",
+            "TRL cannot run adapter_dtype bf16: use fp32$",
         ),
         ({"configuration": {}, "grpo": {"beta": 0.1}}, "--set beta is of GRPO"),
         (

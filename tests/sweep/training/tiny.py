@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from search_spaces.config import TrialConfig
-from search_spaces.models import ModelSpec
+from search_spaces.models import ModelSpec, load_model_spec
 from search_spaces.space import StepBudget
 from storage.records import Measured, Measurement, Outcome
 
@@ -47,6 +48,24 @@ BRIEF = StepBudget(warmup_min=1, warmup_max=2, measured_min=2, measured_max=2)
 
 def tiny_config(**knobs: Any) -> TrialConfig:
     return TrialConfig(**{"micro_batch_size": 2, "seq_len": 32, **knobs})
+
+
+def saved_with_outliers(directory: Path) -> ModelSpec:
+    """Write a model that has what training leaves: a feature that is large, and hardly varies."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    settings = {key: value for key, value in TINY.config.items() if key != "model_type"}
+    config = AutoConfig.for_model(TINY.config["model_type"], **settings)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        embeddings = model.get_input_embeddings().weight
+        embeddings[:, 7] = 20 * embeddings.std()
+        for layer in model.model.layers:
+            layer.mlp.up_proj.weight[3] *= 30
+    model.to(torch.bfloat16).save_pretrained(directory)
+    return load_model_spec(str(directory))
 
 
 @contextlib.contextmanager

@@ -15,6 +15,7 @@ from search_spaces.errors import EnvironmentFault, InputError
 from search_spaces.models import ModelSpec, load_model_spec
 from search_spaces.presets import preset_texts
 from sweep.cli import main
+from sweep.data.marking import marked
 from sweep.export.formats import exported
 from sweep.export.record import Record, RecordedTexts, record_of
 from sweep.verifying import runs
@@ -118,6 +119,10 @@ def test_a_study_on_random_pairs_is_verified_by_a_training(home: Path, reference
     assert found.comparison.memory.reached is not None
 
 
+UNMARKED = "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}\n{% endfor %}"
+"""A chat template that does not say which turns are the assistant's."""
+
+
 @pytest.mark.integration
 @pytest.mark.parametrize(("name", "format"), [("train.py", "script"), ("dpo.yaml", "trl")])
 def test_an_export_on_random_pairs_is_run_as_it_is(
@@ -128,9 +133,15 @@ def test_an_export_on_random_pairs_is_run_as_it_is(
 
 
 @pytest.mark.integration
-@pytest.mark.parametrize("kind", ["preference", "messages"])
+@pytest.mark.parametrize(
+    ("kind", "template"), [("preference", None), ("messages", None), ("messages", UNMARKED)]
+)
 def test_trls_file_of_a_study_on_a_dataset_counts_supervised_tokens(
-    kind: Any, tmp_path: Path, home: Path, capsys: pytest.CaptureFixture[str]
+    kind: Any,
+    template: str | None,
+    tmp_path: Path,
+    home: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     said: dict[str, Any] = {"source": str(tmp_path / "data.jsonl"), "completions_only": True}
     config = TrialConfig(micro_batch_size=2, seq_len=64)
@@ -143,6 +154,8 @@ def test_trls_file_of_a_study_on_a_dataset_counts_supervised_tokens(
         config = config.model_copy(update={"method": "dpo"})
     else:
         written_texts(tmp_path / "data.jsonl", kind)
+    if template is not None:
+        said["marked_template"] = marked(template)
     texts = some_texts(kind, **said)
     path = exported_to(tmp_path / "trl.yaml", config, format="trl", texts=texts)
     speed = verified(path, capsys)["tokens_per_second"]

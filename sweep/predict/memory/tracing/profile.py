@@ -103,8 +103,9 @@ def _traced(spec: ModelSpec, structure: Structure) -> dict[str, Any]:
         raise
     except Exception as error:
         raise InputError(f"it cannot be built: {line_of(error)}") from error
-    # On completions the head is called chunk by chunk, whatever the kernels.
-    fuses_loss = config.kernels != "hf" and not config.is_on_completions
+    # On completions, and by TRL, the head is called chunk by chunk, whatever the kernels.
+    is_in_chunks = config.is_on_completions or config.has_head_of_trl
+    fuses_loss = config.kernels != "hf" and not is_in_chunks
     # The compiler recomputes what is elementwise, as Liger's kernels do; not quite, so the
     # prediction says that it is less certain.
     fuses_layers = config.kernels == "liger" or config.compile

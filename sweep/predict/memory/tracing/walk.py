@@ -43,6 +43,7 @@ from peft import PeftModel
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel, masking_utils
 
+from search_spaces.config import TRL_TILE
 from sweep.predict.memory.profiles import (
     ACTIVATIONS,
     BIRTH,
@@ -52,7 +53,6 @@ from sweep.predict.memory.profiles import (
     GRADIENTS,
     LEAVE,
     LOSS,
-    TRL_TILE,
     Entry,
     Polynomial,
     Structure,
@@ -302,12 +302,14 @@ def walk(target: Traceable, symbols: Symbols, structure: Structure) -> Walk:
             # A pass that keeps nothing comes first, which at no point needs more than this one.
             batch[preference.REFERENCE] = torch.empty(rows, device="meta")
         # As accelerate runs it: under autocast, its 16-bit outputs then widened to fp32.
+        tile = symbols.c, TRL_TILE[1]
         with cuda.region():
-            output = (
-                _policy_loss(target.model, batch, tile=(symbols.c, TRL_TILE[1]))
-                if config.method == "grpo"
-                else preference.trained(target.model, config)(**batch)
-            )
+            if config.method == "grpo":
+                output = _policy_loss(target.model, batch, tile=tile)
+            elif config.has_head_of_trl:
+                output = _likelihood_in_trl(target.model, batch, tile=tile)
+            else:
+                output = preference.trained(target.model, config)(**batch)
         if is_autocast:
             output = {name: _widened(value) for name, value in output.items()}
         loss = output["loss"]
@@ -329,6 +331,30 @@ def _policy_loss(
     found = _Tiled.apply(hidden.flatten(0, 1).clone(), tile)
     ratios = torch.exp(found - found.detach())
     return {"loss": -torch.min(ratios, ratios.clamp(0.8, 1.2)).mean()}
+
+
+def _likelihood_in_trl(
+    model: PeftModel, batch: dict[str, torch.Tensor], *, tile: tuple[int, int]
+) -> dict[str, torch.Tensor]:
+    """Return the loss of TRL's SFTTrainer, of rows each of whose tokens counts but the first."""
+    base: Any = model.get_base_model()
+    tokens, positions = batch["input_ids"], batch.get("position_ids")
+    outputs = base.get_decoder()(tokens, position_ids=positions, use_cache=False)
+    found = _Tiled.apply(_Supervised.apply(outputs.last_hidden_state[:, :-1]), tile)
+    return {"loss": -found.sum() / tokens.shape[1]}
+
+
+class _Supervised(torch.autograd.Function):
+    """The states of supervised tokens, picked by a mask; all of them, and a copy all the same."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: torch.Tensor) -> torch.Tensor:
+        ctx.shape = hidden.shape
+        return hidden.new_empty(hidden.shape[0] * hidden.shape[1], hidden.shape[2])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
+        return grads[0].new_zeros(ctx.shape)
 
 
 class _Tiled(torch.autograd.Function):

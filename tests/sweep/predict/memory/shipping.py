@@ -106,7 +106,8 @@ def kept_of(model: ModelSpec, archive: Path | None) -> dict[Structure, Traced]:
 def structure_of(key: str) -> Structure:
     """The structure of a `Structure.key`."""
     shaping, is_checkpointed, *rest = json.loads(key)
-    config = TrialConfig.model_construct(**shaping, checkpoint_fraction=float(is_checkpointed))
+    shaping = {"trainer": "sweep", **shaping, "checkpoint_fraction": float(is_checkpointed)}
+    config = TrialConfig.model_construct(**shaping)
     return Structure(config, *rest)
 
 

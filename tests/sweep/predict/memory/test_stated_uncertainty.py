@@ -34,6 +34,7 @@ from tests.sweep.predict.rows import (
     SEVERAL_CARDS,
     SHARED,
     TABLE,
+    TRL,
     Predict,
     Row,
     config_of,
@@ -106,7 +107,8 @@ def _of_what_is_not_known(predict: Predict, rows: list[Row]) -> list[float]:
 
 
 def _reserved(predict: Predict, rows: list[Row]) -> list[float]:
-    return [row["peak_reserved_bytes"] / predict(row).peak_reserved_bytes - 1 for row in rows]
+    known = [row for row in rows if "peak_reserved_bytes" in row]
+    return [row["peak_reserved_bytes"] / predict(row).peak_reserved_bytes - 1 for row in known]
 
 
 def _capped(predict: Predict) -> list[float]:
@@ -138,7 +140,7 @@ KINDS: dict[str, tuple[memory.Uncertainty, list[Row]]] = {
         _rows(compiled=True, recomputed=False, upcast=False, eight_bit=True),
     ),
     "sharded": (memory.SHARDED, [*filter(is_sharded, SEVERAL_CARDS), *SHARED]),
-    "GRPO": (memory.OF_GRPO, GRPO),
+    "in TRL": (memory.IN_TRL, [*GRPO, *TRL]),
     "compiled, recomputed": (memory.COMPILED_RECOMPUTED, _rows(compiled=True, recomputed=True)),
 }
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from search_spaces.config import TrialConfig, parse_config
+from search_spaces.config import TRL_TILE, TrialConfig, parse_config
 from search_spaces.errors import InputError
 from search_spaces.linears import parameters, unquantized
 from search_spaces.models import ModelSpec, load_model_spec, shipped_models
@@ -21,7 +21,7 @@ from sweep import namesakes
 from sweep.predict.memory.prediction import Fit, MemoryPrediction, WholeMemory
 from sweep.predict.memory.predictor import TracingPredictor
 from sweep.predict.memory.profile_store import TRACED_BY, TracingChildren, source_files
-from sweep.predict.memory.profiles import TRL_TILE, Profile, Structure, Untraceable
+from sweep.predict.memory.profiles import Profile, Structure, Untraceable
 from sweep.predict.memory.replay import runs_under
 from tests.sweep.predict.memory.imagined_profile import MODEL, ImaginedTracer
 from tests.sweep.shared_tracing import trace

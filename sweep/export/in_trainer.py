@@ -1,0 +1,181 @@
+"""What a file for another trainer would need there, and the best that the trainer can do instead.
+
+A trial is of the step that a study measured; what a file makes of it in its trainer is predicted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from reports import units
+from search_spaces.config import TrainerName, TrialConfig, as_options
+from search_spaces.errors import EnvironmentFault, InputError
+from search_spaces.gpus import find_gpu, match_product
+from search_spaces.loading import with_fixed
+from search_spaces.models import ModelSpec
+from search_spaces.preference import TIE
+from search_spaces.space import SearchSpace
+from search_spaces.trainer_spaces import for_trainer
+from search_spaces.trainers import TRAINERS, Trainer
+from storage.definition import StudySnapshot
+from storage.ranking import rank_study
+from storage.records import TrialRecord, Verdict
+from sweep.planning.candidates import own_space
+from sweep.planning.survey import survey
+from sweep.predict.building import build_forecaster, shapes_of_study
+from sweep.predict.forecast import Forecast, Forecaster
+from sweep.predict.memory.prediction import Fit
+from sweep.predict.memory.predictor import MemoryPredictor
+
+_TASK_KEYS = ("lora_rank", "target_modules", "seq_len")
+"""Settings that say what is trained: the best that a trainer can do has those of the trial."""
+
+
+@dataclass(frozen=True)
+class Best:
+    """The best that a trainer can do of what a study trains."""
+
+    forecast: Forecast
+    """Of its configuration, in that trainer."""
+    trial: TrialRecord | None
+    """The trial that measured it; None where it is only predicted."""
+
+    @property
+    def words(self) -> str:
+        """The configuration, where it comes from, and what is predicted of it."""
+        origin = "predicted" if self.trial is None else f"trial {self.trial.number}"
+        config = self.forecast.config
+        told = " ".join(as_options(config.changes_from(TrialConfig(trainer=config.trainer))))
+        return f"{origin}: {figures(self.forecast)} ({told})"
+
+
+def figures(forecast: Forecast) -> str:
+    """Return what is predicted of a configuration: its memory of the budget, and its speed."""
+    memory, rate = forecast.memory, forecast.tokens_per_second
+    assert memory is not None, "its memory is predicted"
+    budget = forecast.forecaster.budget_bytes
+    needed = memory.peak_allocated_bytes
+    if not memory.is_likely(budget):
+        needed = memory.needed_bytes(budget)
+    found = f"{units.gib(needed)} of {units.gib(budget)}"
+    return found if rate is None else f"{found}, {units.rate(rate)} tokens/s"
+
+
+class InTrainer:
+    """A study's trials as another trainer would train them.
+
+    Args:
+        snapshot: the study, of a GPU.
+        name: the trainer.
+        predictor: of the model's memory on the study's GPU.
+
+    Raises:
+        EnvironmentFault: the study's dataset is not on this machine any more.
+    """
+
+    def __init__(
+        self, snapshot: StudySnapshot, name: TrainerName, predictor: MemoryPredictor
+    ) -> None:
+        self._snapshot = snapshot
+        self.name: TrainerName = name
+        self.trainer: Trainer = TRAINERS[name]
+        self._model = ModelSpec.from_json(snapshot.definition.model)
+        # Speed is of the GPU that the study is for, whatever stood in for it.
+        target = snapshot.definition.target.model_copy(update={"emulated_on": None})
+        self._gpu = find_gpu(target.gpu)
+        try:
+            shapes = shapes_of_study(snapshot.definition)
+        except EnvironmentFault as error:
+            raise EnvironmentFault("the study's dataset is not on this machine any more") from error
+        self.forecaster: Forecaster = build_forecaster(
+            self._model, target, shapes=shapes, predictor=predictor
+        )
+
+    def forecast(self, config: TrialConfig) -> Forecast:
+        """Return what is predicted of what the trainer's file trains in a configuration's place."""
+        run = self.trainer.as_run(config, layers=self._model.hidden_layers, half=self._gpu.half)
+        return self.forecaster.expect(run.changed(trainer=self.name))
+
+    def why_unknown(self, config: TrialConfig) -> str | None:
+        """Return why nothing is predicted of that; None where it is."""
+        forecast = self.forecast(config)
+        has_texts = self.forecaster.shapes is not None
+        kind = self._model.model_type
+        why = self.trainer.unmeasured(forecast.config, kind, has_texts=has_texts)
+        if why is None and forecast.config.method not in self.trainer.runs["method"]:
+            why = f"{self.trainer.label}'s loss of pairs is not predicted"
+        if why is None and forecast.memory is None:
+            why = "; ".join(forecast.notes)
+        return why
+
+    def is_too_large(self, config: TrialConfig) -> bool:
+        """Whether that is predicted to run out of memory."""
+        memory, budget = self.forecast(config).memory, self.forecaster.budget_bytes
+        if memory is None:
+            return False
+        return memory.fits(budget) is Fit.NO or not memory.is_likely(budget)
+
+    def best(self, config: TrialConfig) -> Best | None:
+        """Return the best that the trainer can do of what a configuration trains: the fastest of
+        the trials that it can run as they are, unless more is predicted of another configuration of
+        the study's space than a tie; None where nothing fits."""
+        measured, planned = self._measured_best(config), self._planned_best(config)
+        if measured is None or planned is None:
+            return measured or planned
+        speeds = [best.forecast.tokens_per_second or 0.0 for best in (measured, planned)]
+        return planned if speeds[1] > speeds[0] * (1.0 + TIE) else measured
+
+    def _measured_best(self, config: TrialConfig) -> Best | None:
+        found: list[Best] = []
+        for record in rank_study(self._snapshot).records:
+            if record.verdict is not Verdict.FITS or not _is_same_task(record.config, config):
+                continue
+            if any(self.trainer.lacks(record.config, self._model.hidden_layers)):
+                continue
+            forecast = self.forecast(record.config)
+            if forecast.broken is None and forecast.fit is Fit.YES:
+                found.append(Best(forecast, record))
+        return max(found, key=lambda best: best.forecast.tokens_per_second or 0.0, default=None)
+
+    def _planned_best(self, config: TrialConfig) -> Best | None:
+        """Return what is predicted to be best of the study's space, or of the GPU's own where
+        nothing of that fits."""
+        held = {key: getattr(config, key) for key in _TASK_KEYS}
+        if config.effective_batch_size is not None:
+            held["effective_batch_size"] = config.effective_batch_size
+        space = self._snapshot.definition.space
+        found = self._recommended(space, held)
+        if found is not None:
+            return found
+        try:
+            own, _ = own_space(self._gpu.name, space.model)
+        except InputError:
+            # The model is not here any more.
+            return None
+        return self._recommended(own, held)
+
+    def _recommended(self, space: SearchSpace, held: Mapping[str, Any]) -> Best | None:
+        try:
+            typed = {**held, "trainer": self.name}
+            able = for_trainer(space, self._model, is_preset=True, held=typed).space
+            asked = with_fixed(able, held)
+            if isinstance(asked, TrialConfig):
+                found: Forecast | None = self.forecaster.expect(asked)
+            else:
+                found = survey(asked, self.forecaster).recommended
+        except InputError:
+            # Nothing of the space is what the trainer can run, or nothing of it is predicted.
+            return None
+        return None if found is None or found.fit is not Fit.YES else Best(found, None)
+
+
+def _is_same_task(one: TrialConfig, other: TrialConfig) -> bool:
+    return all(getattr(one, key) == getattr(other, key) for key in _TASK_KEYS)
+
+
+def is_predicted(snapshot: StudySnapshot) -> bool:
+    """Whether the GPU of a study is one whose memory and speed are predicted."""
+    target = snapshot.definition.target
+    return target.device == "cuda" and match_product(target.gpu) is not None

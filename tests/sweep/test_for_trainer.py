@@ -1,0 +1,336 @@
+"""``--for TRAINER``: plans, studies and exports of what that trainer can run, and does."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from optuna.samplers import RandomSampler
+
+from search_spaces.config import TrialConfig, parse_config
+from search_spaces.gpus import GIB, find_gpu
+from search_spaces.rules import Setting, broken_rules
+from search_spaces.space import SearchSpace
+from search_spaces.trainers import TRAINERS
+from storage.definition import StudyDefinition, Target
+from storage.reading import read_study
+from storage.records import Measured
+from storage.study import open_study
+from sweep.api import plan
+from sweep.predict.forecast import Forecaster
+from sweep.running.replay import ReplayRunner
+from sweep.study.driver import Driver
+from sweep.study.tuner import tune
+from tests.sweep.imagined_study import MISTRAL
+from tests.sweep.simulated_device import a_measurement
+from tests.sweep.typed import Sweep
+
+DATA = Path(__file__).parents[1] / "data"
+OTHERS = [name for name in TRAINERS if name != "sweep"]
+A10 = find_gpu("a10")
+HEADLINE = TrialConfig(
+    micro_batch_size=12,
+    compute_dtype="int8",
+    checkpoint_fraction=0.0,
+    upcast_fp32=False,
+    kernels="fused-loss",
+    compile=True,
+    optimizer="adamw_torch_fused",
+    expandable_segments=True,
+)
+LEAN = HEADLINE.changed(
+    micro_batch_size=2,
+    compute_dtype="bf16",
+    kernels="hf",
+    compile=False,
+    adapter_dtype="bf16",
+)
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Nobody's studies, on a machine without a GPU; what is traced is kept from test to test."""
+    monkeypatch.setenv("SWEEP_HOME", str(tmp_path))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    return tmp_path
+
+
+def _document(said: Any) -> dict[str, Any]:
+    document: dict[str, Any] = json.loads(said.out)
+    return document
+
+
+# Plans
+
+
+@pytest.mark.parametrize("trainer", OTHERS)
+@pytest.mark.parametrize("gpu", ["a10", "a100-80gb"])
+def test_what_is_recommended_for_a_trainer_is_what_it_can_run(
+    sweep: Sweep, trainer: str, gpu: str
+) -> None:
+    said = sweep("plan", "--gpu", gpu, "--for", trainer, "--json")
+    assert said.code == 0
+    document = _document(said)
+    config = parse_config(document["recommended"]["config"])
+    assert config.trainer == trainer
+    setting = Setting(MISTRAL, "cuda", find_gpu(gpu).compute_capability)
+    assert list(broken_rules(config, setting)) == []
+    assert not list(TRAINERS[trainer].lacks(config, MISTRAL.hidden_layers))
+    label = TRAINERS[trainer].label
+    assert any(label in note for note in document["notes"]), "it says whose figures these are"
+
+
+def test_sweep_is_what_is_planned_for_where_nobody_says(sweep: Sweep) -> None:
+    named = _document(sweep("plan", "a10", "--for", "sweep", "--json"))
+    assert named == _document(sweep("plan", "a10", "--json"))
+
+
+def test_python_plans_for_a_trainer_too() -> None:
+    found = plan("a10", trainer="trl")
+    assert found.config is not None
+    assert (found.config.trainer, found.config.compile) == ("trl", False)
+
+
+def test_memory_and_speed_are_of_what_trl_was_measured_to_do(sweep: Sweep, home: Path) -> None:
+    rows = [json.loads(line) for line in (DATA / "trl_h200.jsonl").read_text().splitlines()]
+    asked = home / "asked.jsonl"
+    asked.write_text("".join(f"{json.dumps(row['config'])}\n" for row in rows))
+    said = sweep("plan", "--gpu", "h200", "--for", "trl", "--from-file", asked, "--json")
+    for row, line in zip(rows, said.out.splitlines(), strict=True):
+        found = json.loads(line)
+        assert found["peak_allocated_bytes"] == pytest.approx(row["peak_allocated_bytes"], rel=0.02)
+        low, high = found["tokens_per_second_range"]
+        assert low <= row["tokens_per_second"] <= high
+
+
+def test_what_a_line_or_an_exact_question_leaves_out_is_what_the_trainer_does(
+    sweep: Sweep, home: Path
+) -> None:
+    asked = home / "asked.jsonl"
+    asked.write_text('{}\n{"quantization": "none"}\n{"compile": true}\n')
+    said = sweep("plan", "a10", "--for", "trl", "--from-file", asked, "--json")
+    four, sixteen, compiled = (json.loads(line) for line in said.out.splitlines())
+    assert four["fits"] is sixteen["fits"] is True
+    assert four["config"]["adapter_dtype"] == "bf16"
+    assert sixteen["config"]["adapter_dtype"] == "fp32"
+    assert not four["config"]["upcast_fp32"]
+    assert compiled["invalid"]["rule"] == "trainer"
+    exact = _document(sweep("plan", "a10", "--for", "trl", "--exact", "--json"))
+    assert exact["config"] == four["config"]
+
+
+@pytest.mark.parametrize(
+    ("trainer", "typed", "words"),
+    [
+        ("trl", "compile=true", ["TRL", "compile", "true"]),
+        ("trl", "compute_dtype=int8", ["TRL", "compute_dtype", "int8"]),
+        ("trl", "quantized_fraction=0.5", ["TRL", "quantized_fraction", "0.5"]),
+        ("trl", "checkpoint_fraction=0.375", ["TRL", "checkpoint_fraction", "0.375"]),
+        ("trl", "adapter_dtype=fp32", ["TRL", "adapter_dtype", "fp32"]),
+        ("axolotl", "checkpoint_fraction=0.5", ["axolotl", "checkpoint_fraction", "0.5"]),
+        ("llama-factory", "compute_dtype=fp32", ["LLaMA-Factory", "compute_dtype", "fp32"]),
+        ("llama-factory", "kernels=fused-loss", ["LLaMA-Factory", "kernels", "fused-loss"]),
+        ("unsloth", "quantization=int8", ["Unsloth", "quantization", "int8"]),
+    ],
+)
+def test_a_typed_value_that_the_trainer_cannot_run_is_refused(
+    sweep: Sweep, trainer: str, typed: str, words: list[str]
+) -> None:
+    options = ["--set", "quantization=nf4"] if typed.startswith("adapter") else []
+    said = sweep("plan", "a10", "--for", trainer, "--set", typed, *options)
+    assert (said.code, said.out) == (2, "")
+    assert all(word in said.err for word in words)
+    assert sweep("run", "a10", "--for", trainer, "--set", typed, *options).code == 2
+
+
+def test_a_trainer_that_is_none_is_refused(sweep: Sweep) -> None:
+    said = sweep("plan", "a10", "--for", "trll")
+    assert said.code == 2
+    assert "--for" in said.err
+    assert sweep("export", "a10", "--for", "trll").code == 2
+
+
+OWN = """\
+gpu: a10
+dimensions:
+  micro_batch_size: [2, 4]
+  {}
+fixed: {{checkpoint_fraction: 0.0, upcast_fp32: false}}
+"""
+
+
+def test_of_a_persons_own_list_what_the_trainer_cannot_run_is_left_out_and_named(
+    sweep: Sweep, home: Path
+) -> None:
+    space = home / "mine.yaml"
+    space.write_text(OWN.format("compile: [false, true]"))
+    said = sweep("plan", space, "--for", "trl", "--json")
+    assert said.code == 0
+    assert "compile true" in said.err
+    config = _document(said)["recommended"]["config"]
+    assert (config["compile"], config["checkpoint_fraction"]) == (False, 0.0)
+    assert config["micro_batch_size"] in (2, 4), "nothing is added to a list"
+
+
+@pytest.mark.parametrize("line", ["compile: [true]", "quantization: [fp8, int8]"])
+def test_a_list_of_which_the_trainer_runs_nothing_is_refused(
+    sweep: Sweep, home: Path, line: str
+) -> None:
+    space = home / "mine.yaml"
+    space.write_text(OWN.format(line))
+    said = sweep("plan", space, "--for", "trl")
+    assert said.code == 2
+    assert "TRL" in said.err
+    assert line.partition(":")[0] in said.err
+
+
+def test_shares_of_recomputed_layers_are_each_nth_of_the_models(sweep: Sweep, home: Path) -> None:
+    space = home / "mine.yaml"
+    searched = "checkpoint_fraction: {low: 0.2, high: 0.6}"
+    space.write_text(f"gpu: a10\ndimensions:\n  micro_batch_size: [4]\n  {searched}\n")
+    found = _document(sweep("plan", space, "--for", "trl", "--json"))["recommended"]["config"]
+    assert found["checkpoint_fraction"] in (0.25, 0.5)
+
+
+def test_unsloth_is_not_predicted_where_nothing_of_it_is_measured(sweep: Sweep) -> None:
+    said = sweep("plan", "a10", "--for", "unsloth", "--model", "gemma-3-4b")
+    assert said.code == 2
+    assert "not predicted" in said.err
+    both = ["--set", "quantization=none", "--set", "checkpoint_fraction=1"]
+    assert sweep("plan", "a100-80gb", "--for", "unsloth", *both).code == 2
+
+
+# Studies
+
+
+def test_a_study_for_a_trainer_samples_what_it_can_run_and_says_so(
+    sweep: Sweep, home: Path
+) -> None:
+    run = ["run", "cpu-demo", "--trials", "2", "--no-confirm"]
+    assert sweep(*run, "--for", "trl").code == 0
+    study = read_study("cpu-demo-trl", url=_url(home), home=home / "runs")
+    assert study.definition.space.fixed["trainer"] == "trl"
+    for record in study.records:
+        assert not list(TRAINERS["trl"].lacks(record.config, 2))
+        assert record.config.trainer == "trl"
+        assert record.measurement is not None
+    assert "TRL" in sweep("best", "cpu-demo-trl").out
+    # A study of another space is not resumed by accident.
+    assert sweep(*run, "--study", "cpu-demo-trl").code == 2
+    options = yaml.safe_load(sweep("export", "cpu-demo-trl", "--for", "trl").out)
+    assert options["max_length"] > 0
+    # A script would hold the logits.
+    assert sweep("export", "cpu-demo-trl", "--format", "script").code == 2
+    verified = sweep("verify", "cpu-demo-trl", "--steps", "8", "--json")
+    assert _document(verified)["peak_allocated_bytes"]["ratio"] == pytest.approx(1.0, abs=0.05)
+
+
+def test_a_study_for_a_trainer_that_no_trial_can_run_is_refused(sweep: Sweep) -> None:
+    said = sweep("run", "cpu-demo", "--for", "unsloth")
+    assert said.code == 2
+    assert "sweep plan" in said.err
+
+
+# Exports
+
+
+def _url(home: Path) -> str:
+    return f"sqlite:///{home}/runs/sweep.db"
+
+
+@pytest.fixture
+def a10(home: Path) -> str:
+    """A study for sweep, whose winner other trainers cannot run, and whose baseline they can."""
+    fixed = HEADLINE.model_dump(mode="json")
+    searched = {"micro_batch_size": {"choices": [fixed.pop("micro_batch_size")]}}
+    space = {
+        "name": "a10",
+        "gpu": "a10",
+        "trials": 2,
+        "confirm": False,
+        "sampler": "random",
+        "dimensions": searched,
+        "fixed": fixed,
+        "baseline": LEAN.changes_from(HEADLINE),
+    }
+    definition = StudyDefinition(
+        space=SearchSpace.model_validate(space),
+        model=MISTRAL.to_json(),
+        model_fingerprint=MISTRAL.fingerprint,
+        target=Target(gpu="a10", device="cuda", budget_bytes=A10.budget_bytes),
+    )
+    made: Any = {"definition": definition, "sampler": RandomSampler(seed=0)}
+    forecaster = Forecaster(model=MISTRAL, budget_bytes=A10.budget_bytes, violation=lambda _: None)
+
+    def run(config: TrialConfig) -> Measured:
+        speed = 2000.0 if config.compile else 500.0
+        found = {"tokens_per_second": speed, "peak_allocated_bytes": 16 * GIB}
+        return Measured(measurement=a_measurement(config, **found))
+
+    with open_study("a10", url=_url(home), environment={}, home=home / "runs", **made) as study:
+        tune(Driver(study, runner=ReplayRunner(otherwise=run), forecaster=forecaster))
+    return "a10"
+
+
+@pytest.mark.parametrize("trainer", ["trl", "axolotl", "llama-factory", "unsloth"])
+def test_a_winner_that_runs_out_of_memory_in_its_trainer_is_not_written(
+    sweep: Sweep, a10: str, home: Path, trainer: str
+) -> None:
+    path = home / ("trainer.py" if trainer == "unsloth" else "trainer.yaml")
+    said = sweep("export", a10, "--format", trainer, "-o", path)
+    assert (said.code, said.out) == (1, "")
+    assert not path.exists()
+    words = " ".join(said.err.split())
+    assert TRAINERS[trainer].label in words
+    assert "21.48 GiB" in words
+    assert f"sweep export a10 --for {trainer}" in words
+    assert "--force" in words
+    # Both ways out.
+    assert sweep("export", a10, "--format", trainer, "-o", path, "--force").code == 0
+    assert path.exists()
+    best = sweep("export", a10, "--for", trainer, "-o", path, "--force")
+    assert best.code == 0
+    assert "predicted" in best.err
+
+
+def test_the_best_that_a_trainer_can_do_fits_there(sweep: Sweep, a10: str, home: Path) -> None:
+    path = home / "trl.yaml"
+    assert sweep("export", a10, "--for", "trl", "-o", path).code == 0
+    record = json.loads((home / "trl.yaml.json").read_text())
+    config = parse_config(record["config"])
+    assert not list(TRAINERS["trl"].lacks(config, MISTRAL.hidden_layers))
+    asked = ["plan", "a10", "--exact", "--json", *_options(config, "--for", "trl")]
+    found = _document(sweep(*asked))
+    assert found["fits"] is True
+    assert found["peak_allocated_bytes"] < 21.48 * GIB
+    told = yaml.safe_load(path.read_text())
+    assert told["per_device_train_batch_size"] == config.micro_batch_size
+
+
+def test_another_trial_is_judged_alike(sweep: Sweep, a10: str, home: Path) -> None:
+    study = read_study(a10, url=_url(home), home=home / "runs")
+    numbers = {record.config.compile: record.number for record in study.records}
+    assert sweep("export", a10, "--format", "trl", "--trial", numbers[True]).code == 1
+    said = sweep("export", a10, "--format", "trl", "--trial", numbers[False])
+    assert said.code == 0
+    assert "GiB" in said.err, "what it needs there"
+    assert yaml.safe_load(said.out)["per_device_train_batch_size"] == LEAN.micro_batch_size
+
+
+def test_a_script_is_sweeps_own_and_a_format_has_one_trainer(sweep: Sweep, a10: str) -> None:
+    assert sweep("export", a10, "--format", "script").code == 0
+    assert sweep("export", a10, "--for", "sweep").code == 0
+    assert sweep("export", a10, "--for", "trl", "--format", "axolotl").code == 2
+    assert sweep("export", a10, "--for", "trl", "--format", "script").code == 2
+
+
+def _options(config: TrialConfig, *more: str) -> list[str]:
+    changed = config.changes_from(TrialConfig(trainer="trl"))
+    changed.pop("target_modules", None)
+    typed = [
+        ["--set", f"{key}={json.dumps(value).strip(chr(34))}"] for key, value in changed.items()
+    ]
+    return [*more, *(word for words in typed for word in words)]

@@ -1,0 +1,147 @@
+"""8-bit products on weights that have learned something: fitted to what goes into them, looked at
+layer by layer, and kept in 16 bits where they are too far off.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from search_spaces.models import ModelSpec
+from storage.records import Ineffective
+from tests.lazy import lazily
+from tests.sweep.training.tiny import (
+    BRIEF,
+    measured,
+    saved_with_outliers,
+    tiny_base,
+    tiny_config,
+    trial_on,
+)
+
+torch = lazily("torch")
+eight_bit = lazily("sweep.training.eight_bit")
+faithfulness = lazily("sweep.training.faithfulness")
+KINDS = [("fp8", "fp8"), ("int8", "int8"), ("nf4", "fp8"), ("nf4", "int8")]
+
+
+@pytest.fixture(scope="module")
+def pretrained(tmp_path_factory: pytest.TempPathFactory) -> ModelSpec:
+    return saved_with_outliers(tmp_path_factory.mktemp("pretrained"))
+
+
+def outcome(spec: ModelSpec, **settings: Any) -> Any:
+    config = tiny_config(upcast_fp32=False, **settings)
+    with tiny_base(config, spec=spec, weights="pretrained") as base:
+        return trial_on(base, config, steps=BRIEF).run()
+
+
+def _layer(base: str, kind: str) -> Any:
+    """Return a layer of 64 x 128 that multiplies in 8 bits, and inputs of which a feature is large
+    and hardly varies, and another is large."""
+    import bitsandbytes as bnb
+
+    torch.manual_seed(0)
+    wide = torch.nn.Linear(128, 64, bias=False).to(torch.bfloat16)
+    layer: Any = torch.nn.Sequential(wide)
+    if base == "nf4":
+        packed = bnb.nn.Linear4bit(128, 64, bias=False, compute_dtype=torch.bfloat16)
+        packed.weight = bnb.nn.Params4bit(
+            wide.weight.data, requires_grad=False, quant_type="nf4"
+        ).to("cpu")
+        layer = torch.nn.Sequential(packed)
+    else:
+        eight_bit.to_8_bits(layer, base)
+    eight_bit.compute_in_8_bits(layer, kind)
+    x = torch.randn(256, 128)
+    x[:, 5] += 25
+    x[:, 9] *= 15
+    return layer, x.to(torch.bfloat16)
+
+
+@pytest.mark.parametrize(("base", "kind"), KINDS)
+def test_a_fitted_product_is_nearer_and_its_weight_the_same(base: str, kind: str) -> None:
+    layer, x = _layer(base, kind)
+    weight = layer[0].dequantized().float()
+    exact = x.float() @ weight.t()
+    before = torch.linalg.norm(layer(x).float() - exact)
+    with torch.no_grad():
+        eight_bit.adapt(layer, lambda: layer(x))
+    after = torch.linalg.norm(layer(x).float() - exact)
+    assert after < 0.75 * before
+    torch.testing.assert_close(layer[0].dequantized().float(), weight, rtol=0.05, atol=0.002)
+    # In 16 bits it is the product by its weight, as before.
+    with faithfulness.multiplying_in(layer, None):
+        fitted = layer[0].dequantized().float()
+        assert torch.linalg.norm(layer(x).float() - x.float() @ fitted.t()) < 0.02 * before + 1
+
+
+@pytest.mark.parametrize(("base", "kind"), KINDS)
+def test_a_fitted_products_gradient_is_near(base: str, kind: str) -> None:
+    layer, x = _layer(base, kind)
+    with torch.no_grad():
+        eight_bit.adapt(layer, lambda: layer(x))
+    given = x.clone().requires_grad_()
+    gradient = torch.randn(256, 64).to(torch.bfloat16)
+    layer(given).backward(gradient)
+    assert given.grad is not None
+    exact = gradient.float() @ layer[0].dequantized().float()
+    off = torch.linalg.norm(given.grad.float() - exact) / torch.linalg.norm(exact)
+    assert off < 0.06
+
+
+@pytest.mark.parametrize(("base", "kind"), KINDS)
+def test_a_trial_on_real_weights_says_how_far_each_projection_is_off(
+    pretrained: ModelSpec, base: str, kind: str
+) -> None:
+    found = measured(outcome(pretrained, compute_dtype=kind, quantization=base)).eight_bit
+    assert found is not None
+    assert {one.projection for one in found.errors} == {
+        *("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+    }
+    for one in found.errors:
+        assert 0 < one.forward <= one.forward_worst
+        assert one.forward_16_bit < one.forward
+        assert one.gradient_16_bit < one.gradient
+    assert not found.kept_in_16_bits
+    assert found.loss_8_bit == pytest.approx(found.loss_16_bit, rel=0.01)
+
+
+def test_nothing_is_said_of_random_weights_or_16_bits(pretrained: ModelSpec) -> None:
+    config = tiny_config(compute_dtype="int8", quantization="int8")
+    with tiny_base(config) as base:
+        assert measured(trial_on(base, config, steps=BRIEF).run()).eight_bit is None
+    assert measured(outcome(pretrained, quantization="int8")).eight_bit is None
+
+
+def test_what_is_too_far_off_stays_in_16_bits(
+    pretrained: ModelSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    int8 = {"compute_dtype": "int8", "quantization": "int8"}
+    usual = measured(outcome(pretrained, **int8)).eight_bit
+    assert usual is not None
+    worst = sorted(one.forward_worst for one in usual.errors)
+    monkeypatch.setattr("sweep.training.faithfulness.MOST_ERROR", (worst[-1] + worst[-2]) / 2)
+    # Two layers of seven projections: the widest is a quarter of the weights.
+    monkeypatch.setattr("sweep.training.faithfulness.MOST_SHARE", 0.5)
+    config = tiny_config(upcast_fp32=False, **int8)
+    with tiny_base(config, spec=pretrained, weights="pretrained") as base:
+        found = measured(trial_on(base, config, steps=BRIEF).run()).eight_bit
+        assert found is not None
+        assert len(found.kept_in_16_bits) == 1
+        assert 0 < found.share_in_16_bits < 0.25
+        kinds = [getattr(m, "products", "") for m in base.model.modules() if hasattr(m, "kind")]
+        assert kinds.count(None) == 1
+        # The next trial on this base is fitted already.
+        assert measured(trial_on(base, config, steps=BRIEF).run()).eight_bit == found
+
+
+def test_too_many_in_16_bits_are_no_8_bit_training(
+    pretrained: ModelSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sweep.training.faithfulness.MOST_ERROR", 1e-6)
+    found = outcome(pretrained, compute_dtype="fp8", quantization="fp8")
+    assert isinstance(found, Ineffective)
+    assert found.knob == "compute_dtype"
+    assert "compute_dtype=bf16" in found.detail

@@ -1,0 +1,31 @@
+"""The learning rate that a child trains with is the one that its parent says."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from search_spaces.config import TrialConfig
+from search_spaces.learning_rates import MIXTURE_WIDTH, learning_rate_of
+from search_spaces.models import ModelSpec, shipped_models
+from sweep.training.step import rate_of
+
+
+@pytest.mark.parametrize("spec", shipped_models(), ids=lambda spec: spec.name)
+def test_a_built_models_rate_is_that_of_its_config(spec: ModelSpec) -> None:
+    from transformers import AutoConfig
+
+    built = SimpleNamespace(config=AutoConfig.for_model(**spec.config))
+    config = TrialConfig(lora_rank=32)
+    assert rate_of(config, built) == learning_rate_of(config, spec.config).value
+
+
+def test_a_narrow_mixture_of_experts_has_the_rate_of_a_wide_model() -> None:
+    dense = {"hidden_size": 2048}
+    wide = {"hidden_size": MIXTURE_WIDTH}
+    config = TrialConfig()
+    mixture = learning_rate_of(config, {**dense, "num_experts": 128})
+    assert mixture == learning_rate_of(config, wide)
+    assert mixture.value < learning_rate_of(config, dense).value
+    assert learning_rate_of(config, {**dense, "num_experts": 0}).value > mixture.value
