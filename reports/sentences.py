@@ -11,6 +11,7 @@ from typing import NamedTuple
 from reports import units, words
 from reports.view import Epoch, StudyView
 from search_spaces.config import CAPACITY_KEYS, SIZE_KEYS, TrialConfig, canonical, targets_in_words
+from search_spaces.quality import quality_in_words
 from search_spaces.texts import CUT_MAX
 from search_spaces.trainers import trainer_of
 from storage.confirmations import FEW_ROWS, is_told_apart
@@ -91,6 +92,8 @@ def facts(view: StudyView) -> Iterator[tuple[str, str]]:
         yield "gain", f"{gain_clause(view, winner)}{_gain_of_class(view, winner)}"
         if compute := _numerics(view):
             yield "compute", compute
+        answers = [winner, view.ranking.other_numerics]
+        yield "quality", quality_in_words(one.config for one in answers if one is not None)
         if view.cost is not None and (offer := view.snapshot.offer):
             ends = view.snapshot.usd_interval(winner)
             between = "" if ends is None else f"{units.usd_interval(ends)}; "

@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, InstanceOf
 from search_spaces.config import TrialConfig
 from search_spaces.costs import usd_per_training_second
 from search_spaces.learning_rates import LearningRate, learning_rate_of
+from search_spaces.quality import KnownQuality
 from search_spaces.space import Objective
 from storage.definition import StudySnapshot, TargetSpeed
 from storage.ranking import (
@@ -95,6 +96,8 @@ class Trial(Sureness):
     config: TrialConfig
     learning_rate: LearningRate
     """That it trains with, with its range and what it rests on."""
+    quality: KnownQuality
+    """What base and compute dtype are known to cost in loss."""
     measurement: Mapping[str, Any]
     """Null where a surface says nothing of it."""
     target_tokens_per_second: Speed | None
@@ -303,6 +306,7 @@ def _winner(snapshot: StudySnapshot, record: TrialRecord, speed: TargetSpeed | N
         number=record.number,
         config=record.config,
         learning_rate=learning_rate_of(record.config, model),
+        quality=KnownQuality.of(record.config),
         measurement=measurement | (dict.fromkeys(_NOT_RECORDED) if is_recorded else {}),
         target_tokens_per_second=speed,
         **_sureness(record),

@@ -7,6 +7,7 @@ from typing import Any
 
 from search_spaces.costs import Bill, OfferComparison, ties, usd_per_training_second
 from search_spaces.linears import standard_capacity
+from search_spaces.quality import KnownQuality
 from search_spaces.rules import torch_for
 from sweep.planning.backwards import LENGTH_STEP, Cheapest, JobCard, Longest, LongestRow, Outcome
 from sweep.planning.candidates import speed_ratio
@@ -72,6 +73,7 @@ def forecast_document(forecast: Forecast, *, bills: Sequence[Bill]) -> dict[str,
     return {
         **_fit(forecast),
         "learning_rate": forecast.learning_rate.model_dump(mode="json"),
+        "quality": KnownQuality.of(forecast.config).model_dump(),
         "peak_allocated_bytes": forecast.peak_allocated_bytes,
         **_of(memory, "peak_reserved_bytes"),
         "breakdown": None if memory is None else {part: memory.breakdown[part] for part in PARTS},

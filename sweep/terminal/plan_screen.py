@@ -18,6 +18,7 @@ from search_spaces.errors import listed
 from search_spaces.gpus import Interconnect
 from search_spaces.linears import standard_capacity, unquantized
 from search_spaces.prices import PRICE_OPTION
+from search_spaces.quality import quality_in_words
 from search_spaces.rules import torch_for
 from search_spaces.trainers import trainer_of
 from sweep.export.grpo import grpo_config
@@ -299,6 +300,7 @@ def _facts(plan: CardPlan, shown: Forecast, bill: Bill | None) -> Iterator[Fact]
     if survey is not None:
         yield from _choices(survey, shown)
         yield from _numerics(plan, survey)
+        yield from _quality(plan, survey)
 
 
 def _but(words: Sequence[str]) -> str:
@@ -366,6 +368,15 @@ def _numerics(plan: CardPlan, survey: Survey) -> Iterator[Fact]:
     else:
         settled = f"`sweep run` on the {plan.gpu.name} itself settles it"
         yield "numerics", f"{words}: not sure to gain; {settled}"
+
+
+def _quality(plan: CardPlan, survey: Survey) -> Iterator[Fact]:
+    """Yield what is known of what the answer's numerics cost in loss, and those of the fastest of
+    each class."""
+    answers = [plan.shown, *survey.fastest_by_numerics.values()]
+    configs = [forecast.config for forecast in answers if forecast is not None]
+    if configs:
+        yield "quality", quality_in_words(configs)
 
 
 def _times(ratio: Range) -> str:

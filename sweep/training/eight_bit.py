@@ -401,8 +401,11 @@ def adapt(model: torch.nn.Module, show: Callable[[], object]) -> None:
         model: on its device, adapters on it or not; adapted once.
         show: passes some examples through it, without gradients; layers then multiply in 16 bits.
     """
-    layers = [m for m in model.modules() if getattr(m, "products", None) in TYPES]
-    layers = [layer for layer in layers if hasattr(layer, "row_scales")]
+    layers: list[Any] = [
+        module
+        for module in model.modules()
+        if hasattr(module, "row_scales") and module.products in TYPES
+    ]
     with _observed(layers) as seen:
         show()
     for layer in layers:

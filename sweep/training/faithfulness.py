@@ -211,8 +211,10 @@ def _errors(
     """Return a layer's errors on inputs (tokens, in) and on gradients (tokens, out)."""
     weight = layer.dequantized().float()
     bias = 0.0 if layer.bias is None else layer.bias.float()
-    exact = x.float() @ weight.t() + bias
-    exact_gradient = gradient.float() @ weight
+    # The pass that is looked at is under autocast, which would multiply these in 16 bits.
+    with torch.autocast(x.device.type, enabled=False):
+        exact = x.float() @ weight.t() + bias
+        exact_gradient = gradient.float() @ weight
 
     def against(products: str | None) -> tuple[float, float]:
         with changed([(layer, "products", products)]), torch.enable_grad():

@@ -102,8 +102,8 @@ def test_a_trial_on_real_weights_says_how_far_each_projection_is_off(
     }
     for one in found.errors:
         assert 0 < one.forward <= one.forward_worst
-        assert one.forward_16_bit < one.forward
-        assert one.gradient_16_bit < one.gradient
+        assert 0 < one.forward_16_bit < one.forward
+        assert 0 < one.gradient_16_bit < one.gradient
     assert not found.kept_in_16_bits
     assert found.loss_8_bit == pytest.approx(found.loss_16_bit, rel=0.01)
 

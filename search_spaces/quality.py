@@ -1,0 +1,65 @@
+"""What is known of how much base and compute dtype cost in what a training learns.
+
+Held-out losses of one small model, measured; nothing is derived for other models.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from pydantic import BaseModel, ConfigDict
+
+from search_spaces.config import Numerics, Quantization, TrialConfig
+
+SOURCE = "SmolLM2-135M, 120 steps, two seeds, docs/eight_bits.md"
+_OVER_16_BITS: dict[tuple[Quantization, Numerics], float] = {
+    ("none", "16-bit"): 0.0,
+    ("fp8", "fp8"): 0.012,
+    ("int8", "int8"): 0.017,
+    ("nf4", "16-bit"): 0.056,
+    ("nf4", "fp8"): 0.068,
+    ("nf4", "int8"): 0.075,
+}
+"""Held-out loss in nats a token over that of a 16-bit base with 16-bit compute (one H200,
+2026-11-28), 8-bit products not fitted to the weights, as `sweep.training.eight_bit.adapt` does
+since."""
+
+
+class KnownQuality(BaseModel):
+    """What is known of one base with one class of numerics."""
+
+    model_config = ConfigDict(frozen=True)
+
+    quantization: Quantization
+    numerics: Numerics
+    nats_per_token_over_16_bit: float | None
+    """Held-out loss over that of a 16-bit base with 16-bit compute; None where nothing was
+    measured."""
+    source: str = SOURCE
+
+    @classmethod
+    def of(cls, config: TrialConfig) -> KnownQuality:
+        """Return what is known of a configuration."""
+        key = config.quantization, config.numerics
+        return cls(
+            quantization=config.quantization,
+            numerics=config.numerics,
+            nats_per_token_over_16_bit=_OVER_16_BITS.get(key),
+        )
+
+    @property
+    def words(self) -> str:
+        """Return base, compute and loss: ``nf4 base with int8 compute +0.075``."""
+        base = "16-bit" if self.quantization == "none" else self.quantization
+        kind = f"{base} base with {self.numerics} compute"
+        nats = self.nats_per_token_over_16_bit
+        if nats is None:
+            return f"{kind} not measured"
+        return f"{kind} +{nats:.3f}"
+
+
+def quality_in_words(configs: Iterable[TrialConfig]) -> str:
+    """Return what is known of some configurations, each kind once."""
+    kinds = dict.fromkeys(map(KnownQuality.of, configs))
+    losses = ", ".join(kind.words for kind in kinds)
+    return f"held-out nats a token over all in 16 bits: {losses} ({SOURCE})"
