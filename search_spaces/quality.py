@@ -49,9 +49,9 @@ class KnownQuality(BaseModel):
 
     @property
     def words(self) -> str:
-        """Return base, compute and loss: ``nf4 base with int8 compute +0.075``."""
-        base = "16-bit" if self.quantization == "none" else self.quantization
-        kind = f"{base} base with {self.numerics} compute"
+        """Return base, compute and loss: ``nf4 with int8 compute +0.075``."""
+        base = "a 16-bit base" if self.quantization == "none" else self.quantization
+        kind = f"{base} with {self.numerics} compute"
         nats = self.nats_per_token_over_16_bit
         if nats is None:
             return f"{kind} not measured"
@@ -62,4 +62,4 @@ def quality_in_words(configs: Iterable[TrialConfig]) -> str:
     """Return what is known of some configurations, each kind once."""
     kinds = dict.fromkeys(map(KnownQuality.of, configs))
     losses = ", ".join(kind.words for kind in kinds)
-    return f"held-out nats a token over all in 16 bits: {losses} ({SOURCE})"
+    return f"nats a token lost on SmolLM2-135M: {losses} (docs/eight_bits.md)"

@@ -63,16 +63,38 @@ def test_decoding_is_that_of_the_reference(
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_decoding_scales_columns_as_the_reference(kind: str) -> None:
+    model = linear(1024, 4096, "nf4")
+    compute_in_8_bits(model, kind)
+    layer = model[0]
+    parts = [getattr(layer, f"part_{index}") for index in range(layer.parts)]
+    layer.scale_inputs(torch.rand(4096, device="cuda") + 0.1)
+    told = (parts, layer.row_scales, kind, 4096, layer.input_scales)
+    there = eight_bit._in_8_bits(*told, is_transposed=False)
+    back = eight_bit._in_8_bits(*told, is_transposed=True)
+    assert torch.equal(there.view(torch.uint8), back.view(torch.uint8).t().contiguous())
+    values = eight_bit._unpacked(parts).reshape(1024, 4096) * layer.input_scales
+    assert error(there.float() * layer.row_scales[:, None], values) < 0.04
+
+
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("columns", [16, 4096, 14336])
 @pytest.mark.parametrize("has_times", [False, True])
-def test_rounding_is_that_of_the_reference(kind: str, columns: int, has_times: bool) -> None:
+@pytest.mark.parametrize("has_less", [False, True])
+def test_rounding_is_that_of_the_reference(
+    kind: str, columns: int, has_times: bool, has_less: bool
+) -> None:
     torch.manual_seed(0)
     values = torch.randn(70, columns, device="cuda", dtype=torch.bfloat16)
-    values[3] = 0
+    less = torch.randn(columns, device="cuda") if has_less else None
+    values[3] = 0 if less is None else less
+    if less is not None:
+        # What is taken away from itself is nothing.
+        less = less.to(torch.bfloat16).float()
     times = torch.rand(columns, device="cuda") if has_times else None
-    narrow, scales = eight_bit.rounded(values, kind, times)
-    on_host = None if times is None else times.cpu()
-    reference, expected = eight_bit.rounded(values.cpu(), kind, on_host)
+    narrow, scales = eight_bit.rounded(values, kind, times, less)
+    on_host = (None if one is None else one.cpu() for one in (times, less))
+    reference, expected = eight_bit.rounded(values.cpu(), kind, *on_host)
     torch.testing.assert_close(scales.cpu(), expected)
     # A value between two may go either way.
     assert error(narrow.cpu().float() * expected, reference.float() * expected) < 0.004
@@ -107,6 +129,29 @@ def test_products_are_near_those_in_16_bits(base: str, kind: str, is_compiled: b
                 wide = _result_and_gradient(model, x, gradient)
             assert error(narrow[0], wide[0]) < limit, (rows, columns, tokens)
             assert error(narrow[1], wide[1]) < limit, (rows, columns, tokens)
+
+
+@pytest.mark.parametrize(("base", "kind"), BASES)
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_fitted_products_are_nearer(base: str, kind: str, is_compiled: bool) -> None:
+    torch.manual_seed(0)
+    rows, columns = SHAPES[0]
+    model = linear(rows, columns, base)
+    compute_in_8_bits(model, kind)
+    x = torch.randn(512, columns, device="cuda", dtype=torch.bfloat16)
+    x[:, 5] += 25
+    x[:, 9] *= 15
+    gradient = torch.randn(512, rows, device="cuda", dtype=torch.bfloat16)
+    with multiplying_in(model, None):
+        exact, exact_gradient = _result_and_gradient(model, x, gradient)
+    plain, _ = _result_and_gradient(model, x, gradient)
+    with torch.no_grad():
+        eight_bit.adapt(model, lambda: model(x))
+    torch._dynamo.reset()
+    run = torch.compile(model, dynamic=False) if is_compiled else model
+    fitted, fitted_gradient = _result_and_gradient(run, x, gradient)
+    assert error(fitted, exact) < 0.8 * error(plain, exact)
+    assert error(fitted_gradient, exact_gradient) < 0.06
 
 
 def _result_and_gradient(

@@ -76,7 +76,9 @@ def test_a_run_ends_with_what_a_person_asks_of_the_winner_and_what_to_type_next(
     text = last_screen(a_snapshot(*trials()), report=report, storage_option=option)
     opening = "night (seven-billion on a10): The fastest configuration measured so far is trial 1, "
     assert text.startswith(opening)
-    assert list(facts(text)) == ["speed", "memory", "gain", "sure", "trials", "warning"]
+    assert list(facts(text)) == [
+        *("speed", "memory", "gain", "quality", "sure", "trials", "warning")
+    ]
     assert "10 x 512, rank 16 on q,k,v,o, bf16 compute, no fp32 upcast, Liger kernels" in text
     assert facts(text)["trials"] == "3 in 4 min 20 s: 2 fits, 1 ran out of memory"
     *_, confirm, train, export, best, last = text.splitlines()

@@ -66,7 +66,7 @@ def shapes_of(made: Any) -> list[tuple[int, ...]]:
     ids=str,
 )
 def test_the_speed_is_of_the_tokens_that_carry_loss(texts: Any, knobs: dict[str, Any]) -> None:
-    config = tiny_config(**knobs)
+    config = tiny_config(**knobs, learning_rate=2e-4)
     found = on_texts(texts, config)
     made = round_of(texts, config)
     tokens = made.loss_tokens * config.accumulation_steps / len(made.round)
