@@ -1,7 +1,6 @@
 """What configurations learn on a real pretrained model: many short trainings on one GPU.
 
-    python -m tests.bench.real_weights RUNS.jsonl --model DIRECTORY [--processes 2] [--together 4]
-        -o OUT.jsonl
+    python -m tests.bench.real_weights RUNS.jsonl --model DIRECTORY [--processes 3] -o OUT.jsonl
 
 Each line of RUNS is ``{"config": {...}, "seed": 0, "tokens": 1000000}``: a configuration, the seed
 of its adapters and of the order of the rows, and the tokens that it trains on. Each line of OUT is
@@ -16,15 +15,14 @@ nothing. The text is Python's standard library in rows without padding, one file
 from __future__ import annotations
 
 import argparse
-import contextlib
-import itertools
 import json
 import multiprocessing
 import queue
+import statistics
 import sysconfig
 import time
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +32,7 @@ from transformers import AutoTokenizer
 
 from search_spaces.config import MAX_GRAD_NORM, WEIGHT_DECAY, TrialConfig, parse_config
 from search_spaces.models import load_model_spec
+from storage.records import EightBitProducts
 from sweep.training.adapters import Attached, attached
 from sweep.training.faithfulness import fit_to, multiplying_in
 from sweep.training.model import build_base, compute_type
@@ -179,108 +178,72 @@ def held_out_loss(attachment: Attached, config: TrialConfig, rows: np.ndarray) -
     return float(torch.stack(losses).mean())
 
 
-@dataclass
-class Training:
-    """A run on a base of its own, which other trainings on the GPU do not wait for."""
+class Judge:
+    """Trains a run and judges it.
 
-    run: dict[str, Any]
-    config: TrialConfig
-    attachment: Attached
-    rows: np.ndarray  # (rows, seq_len)
-    step: Step | None = None
-    """None of a run that trains on no tokens."""
-    losses: list[torch.Tensor] = field(default_factory=list)
-    stream: Any = None
+    Args:
+        sources: what it trains on.
+    """
 
-    @property
-    def steps(self) -> int:
-        """Optimizer steps in all."""
-        return int(self.run["tokens"]) // (self.config.samples_per_step * self.config.seq_len)
+    def __init__(self, sources: Sources) -> None:
+        self.sources = sources
 
-    def advance(self) -> bool:
-        """Queue the next step; return whether there was one."""
-        done, samples = len(self.losses), self.config.samples_per_step
-        if done == self.steps or self.step is None:
-            return False
-        places = np.arange(done * samples, (done + 1) * samples) % len(self.rows)
-        rate = self.run["config"]["learning_rate"] * (1 - done / self.steps)
-        with torch.cuda.stream(self.stream) if self.stream else contextlib.nullcontext():
-            self.losses.append(self.step.take(self.rows[places], rate=rate))
-        return True
-
-    def judged(self, held_out: np.ndarray) -> dict[str, Any]:
-        """Return the run with what was learned."""
-        last = self.losses[-max(1, self.steps // 10) :]
-        eval_loss = held_out_loss(self.attachment, self.config, held_out)
-        with multiplying_in(self.attachment.model, None):
-            eval_loss_16_bit = held_out_loss(self.attachment, self.config, held_out)
+    def judged(self, base: Any, run: dict[str, Any]) -> dict[str, Any]:
+        """Return a run with what was learned."""
+        config = parse_config(run["config"])
+        torch.manual_seed(run["seed"])
+        began = time.perf_counter()
+        rows = self.sources.training_rows(config.seq_len, seed=run["seed"])
+        held_out = self.sources.held_out_rows(config.seq_len)
+        with attached(base, config) as attachment:
+            about = self.prepare(attachment, config, run, rows)
+            losses = train(attachment, config, run, rows)
+            eval_loss = held_out_loss(attachment, config, held_out)
+            with multiplying_in(attachment.model, None):
+                eval_loss_16_bit = held_out_loss(attachment, config, held_out)
+        last = losses[-max(1, len(losses) // 10) :]
         return {
-            **self.run,
-            "steps": self.steps,
-            "train_loss": float(torch.stack(last).mean()) if last else None,
+            **run,
+            **about,
+            "steps": len(losses),
+            "train_loss": statistics.fmean(last) if last else None,
             "eval_loss": eval_loss,
             "eval_loss_16_bit": eval_loss_16_bit,
             "eval_tokens": held_out.size,
+            "training_tokens": self.sources.training.size,
+            "seconds": time.perf_counter() - began,
         }
 
-
-class Judge:
-    """Trains runs and judges them.
-
-    Args:
-        sources: what they train on.
-        together: trainings of one process that share the GPU, each on a stream of its own.
-    """
-
-    def __init__(self, sources: Sources, *, together: int = 1) -> None:
-        self.sources = sources
-        self.together = together
-
-    def judged(self, bases: list[Any], runs: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-        """Yield runs with what was learned, each trained on a base of its own."""
-        began = time.perf_counter()
-        with contextlib.ExitStack() as undo:
-            trainings = [
-                self._begun(base, run, undo) for base, run in zip(bases, runs, strict=True)
-            ]
-            left = trainings
-            while left:
-                left = [training for training in left if training.advance()]
-            if torch.cuda.is_available():
-                torch.cuda.synchronize()
-            for training in trainings:
-                held_out = self.sources.held_out_rows(training.config.seq_len)
-                found = training.judged(held_out)
-                yield {
-                    **found,
-                    "training_tokens": self.sources.training.size,
-                    "seconds": time.perf_counter() - began,
-                }
-
-    def _begun(self, base: Any, run: dict[str, Any], undo: contextlib.ExitStack) -> Training:
-        config = parse_config(run["config"])
-        torch.manual_seed(run["seed"])
-        attachment = undo.enter_context(attached(base, config))
-        rows = self.sources.training_rows(config.seq_len, seed=run["seed"])
-        training = Training(run, config, attachment, rows)
-        self.prepare(training)
-        if training.steps:
-            training.step = Step(attachment, config)
-        if torch.cuda.is_available():
-            training.stream = torch.cuda.Stream()
-        return training
-
-    def prepare(self, training: Training) -> None:
-        """Fit 8-bit products to the weights, as a training does."""
-        if training.config.is_8bit_compute and not training.run.get("unfitted"):
-            training.run["eight_bit"] = fitted(training).model_dump(mode="json")
+    def prepare(
+        self, attachment: Attached, config: TrialConfig, run: dict[str, Any], rows: np.ndarray
+    ) -> dict[str, Any]:
+        """Fit 8-bit products to the weights, as a training does, and return what came of it."""
+        if not config.is_8bit_compute or run.get("unfitted"):
+            return {}
+        return {"eight_bit": fitted(attachment, config, rows).model_dump(mode="json")}
 
 
-def fitted(training: Training) -> Any:
-    """Return what fitting 8-bit products on the first rows came to."""
-    config, attachment = training.config, training.attachment
+def train(
+    attachment: Attached, config: TrialConfig, run: dict[str, Any], rows: np.ndarray
+) -> list[float]:
+    """Train for a run's tokens on rows (rows, seq_len) and return the loss of each step."""
+    samples = config.samples_per_step
+    steps = run["tokens"] // (samples * config.seq_len)
+    if steps == 0:
+        return []
+    step = Step(attachment, config)
+    losses = list[torch.Tensor]()
+    for index in range(steps):
+        places = np.arange(index * samples, (index + 1) * samples) % len(rows)
+        rate = run["config"]["learning_rate"] * (1 - index / steps)
+        losses.append(step.take(rows[places], rate=rate))
+    return [float(loss) for loss in losses]
+
+
+def fitted(attachment: Attached, config: TrialConfig, rows: np.ndarray) -> EightBitProducts:
+    """Return what fitting 8-bit products on the first of rows (rows, seq_len) came to."""
     device = next(attachment.model.parameters()).device
-    tokens = torch.from_numpy(training.rows[: config.micro_batch_size]).to(device)
+    tokens = torch.from_numpy(rows[: config.micro_batch_size]).to(device)
     with autocast(config, device):
         return fit_to(
             attachment.model,
@@ -294,24 +257,19 @@ def fitted(training: Training) -> Any:
 def trained(
     runs: Iterable[dict[str, Any]], *, model: str, judge: Judge
 ) -> Iterator[dict[str, Any]]:
-    """Train some runs at a time, and yield each with what was learned."""
+    """Train runs one after the other, and yield each with what was learned."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     spec = load_model_spec(model)
-    left = iter(runs)
-    while some := list(itertools.islice(left, judge.together)):
-        # Fitted to 8 bits, a base serves one run.
-        bases = [
-            build_base(
-                parse_config(run["config"]), spec=spec, weights="pretrained", device=device, seed=0
-            )
-            for run in some
-        ]
+    for run in runs:
+        # A base that was fitted to 8 bits serves one run.
+        base = build_base(
+            parse_config(run["config"]), spec=spec, weights="pretrained", device=device, seed=0
+        )
         try:
-            yield from judge.judged(bases, some)
+            yield judge.judged(base, run)
         except Exception as error:  # noqa: BLE001 - the other runs go on
-            yield from ({**run, "error": repr(error)[:500]} for run in some)
-        for base in bases:
-            base.close()
+            yield {**run, "error": repr(error)[:500]}
+        base.close()
 
 
 def _work(waiting: Any, ended: Any, model: str, judge: Judge) -> None:
@@ -357,8 +315,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("runs", type=Path)
     parser.add_argument("--model", required=True)
-    parser.add_argument("--processes", type=int, default=2)
-    parser.add_argument("--together", type=int, default=4)
+    parser.add_argument("--processes", type=int, default=3)
     parser.add_argument("--limit-seconds", type=float, default=float("inf"))
     parser.add_argument("-o", "--output", type=Path, required=True)
     asked = parser.parse_args()
@@ -368,7 +325,7 @@ def main() -> None:
         for found in trained_at_once(
             [json.loads(line) for line in lines],
             model=asked.model,
-            judge=Judge(python_sources(asked.model), together=asked.together),
+            judge=Judge(python_sources(asked.model)),
             processes=asked.processes,
             limit_seconds=asked.limit_seconds,
         ):
