@@ -41,8 +41,8 @@ MOST_GRADIENT_ERROR = 0.25
 mean of thousands. A guard against what is broken: no training has shown where it begins to cost."""
 MOST_SHARE = 0.25
 """Of the frozen layers' weights that may stay in 16 bits: beyond it little of the gain is left."""
-_SAMPLED_TOKENS = 128
-"""Of which each layer's inputs and gradients are kept until both are there."""
+_SAMPLED_TOKENS = 512
+"""Of which each layer's products are compared."""
 _SCALED_UP = 2.0**10
 """A loss, so that gradients in fp16 do not vanish; the errors are relative."""
 
@@ -168,25 +168,26 @@ def _by_projection(errors: Sequence[_LayerErrors]) -> Iterator[ProductErrors]:
 def _layer_errors(
     model: torch.nn.Module, kind: str, run: Callable[[], torch.Tensor]
 ) -> tuple[list[_LayerErrors], float]:
-    """Return each layer's errors on what a pass in 16 bits gives it, and the loss of that pass."""
-    found: dict[str, _LayerErrors] = {}
+    """Return each layer's errors on what a pass in 16 bits gives it, and the loss of that pass.
+    Nothing is kept of the pass."""
     layers = _narrow_layers(model)
+    forward: dict[str, tuple[float, float]] = {}
+    backward: dict[str, tuple[float, float]] = {}
 
-    def watch(name: str, layer: Any, x: torch.Tensor, output: torch.Tensor) -> None:
-        if not output.requires_grad:
-            return
-        rows = _sampled(x.detach().reshape(-1, x.shape[-1]))
+    def watched(name: str) -> Callable[[Any, tuple[torch.Tensor, ...], torch.Tensor], None]:
+        def look(layer: Any, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
+            # A layer that is recomputed comes twice.
+            if name not in forward:
+                forward[name] = _forward_errors(layer, kind, _sampled(inputs[0]))
+            if output.requires_grad:
+                output.register_hook(look_back)
 
-        def compare(gradient: torch.Tensor) -> None:
-            gradients = _sampled(gradient.reshape(-1, gradient.shape[-1]))
-            found[name] = _errors(name, layer, kind, rows, gradients)
+        def look_back(gradient: torch.Tensor) -> None:
+            backward[name] = _gradient_errors(layers[name], kind, _sampled(gradient))
 
-        output.register_hook(compare)
+        return look
 
-    def hook(name: str) -> Callable[[Any, tuple[torch.Tensor, ...], torch.Tensor], None]:
-        return lambda layer, inputs, output: watch(name, layer, inputs[0], output)
-
-    hooks = [layer.register_forward_hook(hook(name)) for name, layer in layers.items()]
+    hooks = [layer.register_forward_hook(watched(name)) for name, layer in layers.items()]
     trained = [p for p in model.parameters() if p.requires_grad]
     try:
         loss = run()
@@ -196,36 +197,50 @@ def _layer_errors(
             handle.remove()
         for parameter in trained:
             parameter.grad = None
-    return [found[name] for name in layers if name in found], float(loss.detach())
+    found = []
+    for name, (product, product_16_bit) in forward.items():
+        # Below the first adapter nothing is asked for a gradient.
+        gradient, gradient_16_bit = backward.get(name, (0.0, 0.0))
+        found.append(_LayerErrors(name, product, gradient, product_16_bit, gradient_16_bit))
+    return found, float(loss.detach())
 
 
-def _sampled(rows: torch.Tensor) -> torch.Tensor:
-    """Return rows (`_SAMPLED_TOKENS`, features) of many, evenly spread, the first among them."""
+def _sampled(values: torch.Tensor) -> torch.Tensor:
+    """Return tokens (`_SAMPLED_TOKENS`, features) of many, evenly spread, the first among them."""
+    rows = values.detach().reshape(-1, values.shape[-1])
     step = max(1, len(rows) // _SAMPLED_TOKENS)
-    return rows[::step][:_SAMPLED_TOKENS].clone()
+    return rows[::step][:_SAMPLED_TOKENS]
 
 
-def _errors(
-    name: str, layer: Any, kind: str, x: torch.Tensor, gradient: torch.Tensor
-) -> _LayerErrors:
-    """Return a layer's errors on inputs (tokens, in) and on gradients (tokens, out)."""
-    weight = layer.dequantized().float()
-    bias = 0.0 if layer.bias is None else layer.bias.float()
+def _forward_errors(layer: Any, kind: str, x: torch.Tensor) -> tuple[float, float]:
+    """Return how far a layer's product of inputs (tokens, in) is off, in 8 bits and in 16."""
+    with torch.no_grad(), changed([(layer, "products", kind)]):
+        narrow = layer.forward(x)
+    with torch.no_grad(), changed([(layer, "products", None)]):
+        wide = layer.forward(x)
     # The pass that is looked at is under autocast, which would multiply these in 16 bits.
     with torch.autocast(x.device.type, enabled=False):
-        exact = x.float() @ weight.t() + bias
-        exact_gradient = gradient.float() @ weight
+        exact = x.float() @ layer.dequantized().float().t()
+    if layer.bias is not None:
+        exact += layer.bias.float()
+    return _off(narrow, exact), _off(wide, exact)
 
-    def against(products: str | None) -> tuple[float, float]:
+
+def _gradient_errors(layer: Any, kind: str, gradient: torch.Tensor) -> tuple[float, float]:
+    """Return how far the input's gradient is off for gradients (tokens, out), in 8 bits and in
+    16."""
+    with torch.autocast(gradient.device.type, enabled=False):
+        exact = gradient.float() @ layer.dequantized().float()
+    # No input has a part in it.
+    x = torch.zeros_like(exact, dtype=layer.compute_dtype, requires_grad=True)
+    errors = []
+    for products in (kind, None):
         with changed([(layer, "products", products)]), torch.enable_grad():
-            own = x.detach().requires_grad_()
-            output = layer.forward(own)
-            [of_input] = torch.autograd.grad(output, own, gradient.to(output.dtype))
-        return _off(output.detach(), exact), _off(of_input, exact_gradient)
-
-    forward, backward = against(kind)
-    forward_16_bit, backward_16_bit = against(None)
-    return _LayerErrors(name, forward, backward, forward_16_bit, backward_16_bit)
+            output = layer.forward(x)
+            [of_input] = torch.autograd.grad(output, x, gradient.to(output.dtype))
+        errors.append(_off(of_input, exact))
+    narrow, wide = errors
+    return narrow, wide
 
 
 def _off(found: torch.Tensor, exact: torch.Tensor) -> float:
