@@ -93,7 +93,9 @@ def facts(view: StudyView) -> Iterator[tuple[str, str]]:
         if compute := _numerics(view):
             yield "compute", compute
         answers = [winner, view.ranking.other_numerics]
-        yield "quality", quality_in_words(one.config for one in answers if one is not None)
+        quality = quality_in_words(one.config for one in answers if one is not None)
+        if quality:
+            yield "quality", quality
         if view.cost is not None and (offer := view.snapshot.offer):
             ends = view.snapshot.usd_interval(winner)
             between = "" if ends is None else f"{units.usd_interval(ends)}; "

@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict
 
 from search_spaces.config import Numerics, Quantization, TrialConfig
 
-SOURCE = "SmolLM2-135M, 120 steps, two seeds, docs/eight_bits.md"
+SOURCE = "SmolLM2-135M, 120 steps, two seeds, 8-bit products not fitted: docs/eight_bits.md"
 _OVER_16_BITS: dict[tuple[Quantization, Numerics], float] = {
     ("none", "16-bit"): 0.0,
     ("fp8", "fp8"): 0.012,
@@ -40,11 +40,16 @@ class KnownQuality(BaseModel):
     @classmethod
     def of(cls, config: TrialConfig) -> KnownQuality:
         """Return what is known of a configuration."""
-        key = config.quantization, config.numerics
+        is_as_measured = (
+            config.method == "sft"
+            and config.compute_dtype != "fp32"
+            and (config.quantized_fraction == 1.0 or config.quantization == "none")
+        )
+        known = _OVER_16_BITS.get((config.quantization, config.numerics))
         return cls(
             quantization=config.quantization,
             numerics=config.numerics,
-            nats_per_token_over_16_bit=_OVER_16_BITS.get(key),
+            nats_per_token_over_16_bit=known if is_as_measured else None,
         )
 
     @property
@@ -53,13 +58,14 @@ class KnownQuality(BaseModel):
         base = "a 16-bit base" if self.quantization == "none" else self.quantization
         kind = f"{base} with {self.numerics} compute"
         nats = self.nats_per_token_over_16_bit
-        if nats is None:
-            return f"{kind} not measured"
-        return f"{kind} +{nats:.3f}"
+        return f"{kind} not measured" if nats is None else f"{kind} +{nats:.3f}"
 
 
 def quality_in_words(configs: Iterable[TrialConfig]) -> str:
-    """Return what is known of some configurations, each kind once."""
+    """Return what is known of some configurations, each kind once; nothing where that is
+    nothing."""
     kinds = dict.fromkeys(map(KnownQuality.of, configs))
-    losses = ", ".join(kind.words for kind in kinds)
+    losses = ", ".join(k.words for k in kinds if k.nats_per_token_over_16_bit is not None)
+    if not losses:
+        return ""
     return f"nats a token lost on SmolLM2-135M: {losses} (docs/eight_bits.md)"

@@ -115,21 +115,29 @@ def _refusal(
 ) -> InputError:
     named = " or ".join(map(as_typed, values)) or "of that range"
     instead = " or ".join(map(as_typed, allowed))
+    if key == "checkpoint_fraction":
+        instead = trainer.shares_in_words
     return InputError(f"{trainer.label} cannot run {key} {named}: use {instead}")
 
 
 def _check_adapters(
     trainer: Trainer,
-    free: Mapping[str, Any],
-    fixed: Mapping[str, Any],
+    free: dict[str, Any],
+    fixed: dict[str, Any],
     held: Mapping[str, Any],
 ) -> None:
-    """Refuse a typed type of the adapters that the trainer gives no base of the space."""
+    """Keep the bases that the trainer gives a typed type of the adapters, and refuse one that it
+    gives none of the space."""
     if "adapter_dtype" not in held:
         return
     bases: Sequence[Any] = [held.get("quantization", fixed.get("quantization", "nf4"))]
-    if "quantization" in free and "quantization" not in held:
+    is_free = "quantization" in free and "quantization" not in held
+    if is_free:
         bases = free["quantization"].values()
-    allowed = {trainer.adapter_dtypes[base != "none"][0] for base in bases}
-    if held["adapter_dtype"] not in allowed:
-        raise _refusal(trainer, "adapter_dtype", [held["adapter_dtype"]], sorted(allowed))
+    typed = held["adapter_dtype"]
+    kept = [base for base in bases if trainer.adapter_dtypes[base != "none"][0] == typed]
+    if not kept:
+        allowed = {trainer.adapter_dtypes[base != "none"][0] for base in bases}
+        raise _refusal(trainer, "adapter_dtype", [typed], sorted(allowed))
+    if is_free:
+        _put("quantization", kept, free, fixed)

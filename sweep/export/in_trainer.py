@@ -100,12 +100,12 @@ class InTrainer:
 
     def why_unknown(self, config: TrialConfig) -> str | None:
         """Return why nothing is predicted of that; None where it is."""
+        if config.method not in self.trainer.runs["method"]:
+            return f"{self.trainer.label}'s loss of pairs is not predicted"
         forecast = self.forecast(config)
         has_texts = self.forecaster.shapes is not None
         kind = self._model.model_type
         why = self.trainer.unmeasured(forecast.config, kind, has_texts=has_texts)
-        if why is None and forecast.config.method not in self.trainer.runs["method"]:
-            why = f"{self.trainer.label}'s loss of pairs is not predicted"
         if why is None and forecast.memory is None:
             why = "; ".join(forecast.notes)
         return why
@@ -147,7 +147,8 @@ class InTrainer:
             held["effective_batch_size"] = config.effective_batch_size
         space = self._snapshot.definition.space
         found = self._recommended(space, held)
-        if found is not None:
+        if found is not None or config.method != "sft":
+            # A GPU's own space trains on texts.
             return found
         try:
             own, _ = own_space(self._gpu.name, space.model)

@@ -293,7 +293,7 @@ def record_of(snapshot: StudySnapshot, *, number: int | None = None) -> Record:
         config=_written_out(trial.config, spec),
         measurement=RecordedMeasurement(**measured.model_dump(exclude=NOT_SHOWN)),
         confirmed=is_confirmed,
-        texts=_texts(snapshot, trial.epoch),
+        texts=recorded_texts(snapshot, trial.epoch),
         provenance=Provenance(
             study=snapshot.name,
             trial=trial.number,
@@ -317,13 +317,22 @@ def record_of(snapshot: StudySnapshot, *, number: int | None = None) -> Record:
     )
 
 
-def predicted_record(name: str, forecast: Forecast, *, target: Target) -> Record:
+def predicted_record(
+    name: str,
+    forecast: Forecast,
+    *,
+    target: Target,
+    weights: Weights = "random",
+    texts: RecordedTexts | None = None,
+) -> Record:
     """Return the record of a configuration that nothing ran.
 
     Args:
-        name: what stands in place of a study's.
+        name: the study's in whose place it is, or what stands in place of one.
         forecast: what is predicted of the configuration.
         target: the GPU, and what a training may take.
+        weights: that it trains on.
+        texts: the dataset; None for random tokens.
 
     Raises:
         InputError: neither speed nor memory of it is predicted.
@@ -336,7 +345,9 @@ def predicted_record(name: str, forecast: Forecast, *, target: Target) -> Record
         study=name,
         number=0,
         model=_recorded_model(model, fingerprint=model.fingerprint),
+        weights=weights,
         gpu=_recorded_gpu(target),
+        texts=texts,
         config=_written_out(config, model),
         measurement=RecordedMeasurement(
             tokens_per_second=rate,
@@ -395,7 +406,8 @@ def _trial(snapshot: StudySnapshot, ranking: Ranking, number: int) -> TrialRecor
     return record
 
 
-def _texts(snapshot: StudySnapshot, epoch: EpochRecord | None) -> RecordedTexts | None:
+def recorded_texts(snapshot: StudySnapshot, epoch: EpochRecord | None) -> RecordedTexts | None:
+    """Return a study's dataset with what a pass over it is; None where it has none."""
     summary, space = snapshot.definition.texts, snapshot.definition.space
     if summary is None:
         return None

@@ -4,6 +4,7 @@ of its own and followed. Nothing here imports torch.
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -168,7 +169,11 @@ class PreparedTraining:
         space = "SPACE"
         if definition is not None and definition.space.name in preset_texts():
             space = definition.space.name
-        return f"sweep run {space} --model {self.subject.model.name} --data {source}"
+        trainer = self.job.config.trainer
+        words = ["sweep", "run", space, "--model", self.subject.model.name, "--data", source]
+        if trainer != "sweep":
+            words += ["--for", trainer]
+        return shlex.join(words)
 
     @property
     def run(self) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from storage.files import checked_output, write_output
 from sweep import paths
 from sweep.export import formats
 from sweep.export.in_trainer import Best, InTrainer, figures, is_predicted
-from sweep.export.record import Record, predicted_record, record_of
+from sweep.export.record import Record, predicted_record, record_of, recorded_texts
 from sweep.predict.memory.predictor import TracingPredictor
 from sweep.predict.memory.profile_store import TracingChildren
 from sweep.terminal import console
@@ -151,8 +151,14 @@ def _checked(
     console.note_folded(f"the best for {label}, {best.words}", indent=2)
     if best.trial is not None:
         return record_of(snapshot, number=best.trial.number)
-    target = snapshot.definition.target
-    return predicted_record(snapshot.name, best.forecast, target=target)
+    definition = snapshot.definition
+    return predicted_record(
+        snapshot.name,
+        best.forecast,
+        target=definition.target,
+        weights=definition.space.weights,
+        texts=recorded_texts(snapshot, best.forecast.epoch),
+    )
 
 
 def _refusal(there: InTrainer, record: Record, needs: str, best: Best | None) -> str:

@@ -278,7 +278,8 @@ def _facts(plan: CardPlan, shown: Forecast, bill: Bill | None) -> Iterator[Fact]
     """Yield what a person needs to decide about one GPU."""
     survey, epoch, speed = plan.survey, shown.epoch, shown.tokens_per_second
     yield "settings", _but(plan_details.settings(shown.config))
-    yield "learning", f"rate {shown.learning_rate.brief}, by rank, alpha and model"
+    by = "by rank, alpha and model" if shown.config.method == "sft" else "published advice"
+    yield "learning", f"rate {shown.learning_rate.brief}, {by}"
     if epoch is not None and speed:
         tokens = f"{epoch.loss_tokens:,} loss tokens in {units.plural(epoch.steps, 'step')}"
         cut = cut_in_words(epoch, shown.config)
@@ -300,7 +301,7 @@ def _facts(plan: CardPlan, shown: Forecast, bill: Bill | None) -> Iterator[Fact]
     if survey is not None:
         yield from _choices(survey, shown)
         yield from _numerics(plan, survey)
-        yield from _quality(plan, survey)
+    yield from _quality(shown, survey)
 
 
 def _but(words: Sequence[str]) -> str:
@@ -370,13 +371,15 @@ def _numerics(plan: CardPlan, survey: Survey) -> Iterator[Fact]:
         yield "numerics", f"{words}: not sure to gain; {settled}"
 
 
-def _quality(plan: CardPlan, survey: Survey) -> Iterator[Fact]:
+def _quality(shown: Forecast, survey: Survey | None) -> Iterator[Fact]:
     """Yield what is known of what the answer's numerics cost in loss, and those of the fastest of
     each class."""
-    answers = [plan.shown, *survey.fastest_by_numerics.values()]
-    configs = [forecast.config for forecast in answers if forecast is not None]
-    if configs:
-        yield "quality", quality_in_words(configs)
+    answers = [shown]
+    if survey is not None:
+        answers += survey.fastest_by_numerics.values()
+    quality = quality_in_words(forecast.config for forecast in answers)
+    if quality:
+        yield "quality", quality
 
 
 def _times(ratio: Range) -> str:

@@ -146,6 +146,12 @@ def test_a_typed_value_that_the_trainer_cannot_run_is_refused(
     assert sweep("run", "a10", "--for", trainer, "--set", typed, *options).code == 2
 
 
+def test_a_typed_type_of_the_adapters_has_the_base_that_goes_with_it(sweep: Sweep) -> None:
+    said = sweep("plan", "a10", "--for", "trl", "--set", "adapter_dtype=fp32", "--json")
+    config = _document(said)["recommended"]["config"]
+    assert (config["adapter_dtype"], config["quantization"]) == ("fp32", "none")
+
+
 def test_a_trainer_that_is_none_is_refused(sweep: Sweep) -> None:
     said = sweep("plan", "a10", "--for", "trll")
     assert said.code == 2
@@ -244,7 +250,11 @@ def _url(home: Path) -> str:
 @pytest.fixture
 def a10(home: Path) -> str:
     """A study for sweep, whose winner other trainers cannot run, and whose baseline they can."""
-    fixed = HEADLINE.model_dump(mode="json")
+    return _study(home, HEADLINE, LEAN.changes_from(HEADLINE))
+
+
+def _study(home: Path, config: TrialConfig, baseline: dict[str, Any]) -> str:
+    fixed = config.model_dump(mode="json")
     searched = {"micro_batch_size": {"choices": [fixed.pop("micro_batch_size")]}}
     space = {
         "name": "a10",
@@ -254,7 +264,7 @@ def a10(home: Path) -> str:
         "sampler": "random",
         "dimensions": searched,
         "fixed": fixed,
-        "baseline": LEAN.changes_from(HEADLINE),
+        "baseline": baseline,
     }
     definition = StudyDefinition(
         space=SearchSpace.model_validate(space),
@@ -308,6 +318,18 @@ def test_the_best_that_a_trainer_can_do_fits_there(sweep: Sweep, a10: str, home:
     assert found["peak_allocated_bytes"] < 21.48 * GIB
     told = yaml.safe_load(path.read_text())
     assert told["per_device_train_batch_size"] == config.micro_batch_size
+
+
+@pytest.mark.parametrize("trainer", ["axolotl", "llama-factory"])
+def test_a_study_on_pairs_stays_one_in_a_trainer_whose_pairs_are_not_predicted(
+    sweep: Sweep, home: Path, trainer: str
+) -> None:
+    pairs = LEAN.changed(method="dpo", kernels="liger", adapter_dtype="fp32")
+    study = _study(home, pairs, {"micro_batch_size": 1})
+    said = sweep("export", study, "--for", trainer)
+    assert said.code == 0
+    assert "dpo" in said.out
+    assert "GiB of" not in said.err, "nothing is predicted of it"
 
 
 def test_another_trial_is_judged_alike(sweep: Sweep, a10: str, home: Path) -> None:
