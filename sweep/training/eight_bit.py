@@ -408,17 +408,28 @@ def adapt(model: torch.nn.Module, show: Callable[[], object]) -> None:
     ]
     with _observed(layers) as seen:
         show()
+    before: Any = None
     for layer in layers:
         if layer not in seen:
             continue
         count, total, squares = seen[layer]
-        mean = total / count
+        if before is not None and total.equal(seen[before][1]):
+            # Such as q, k and v: what they round is the same, and the compiler rounds it once.
+            mean, scales = before.input_mean, before.input_scales
+        else:
+            mean, scales = total / count, _shared_out(squares / count)
         layer.mean_product = layer.dequantized().float() @ mean
         layer.input_mean = mean
         if layer.products == "int8":
-            spread = (squares / count).sqrt()
-            spread = spread.clamp(min=_LEAST_SPREAD * spread.amax().clamp(min=_TINY))
-            layer.scale_inputs((spread / spread.mean()) ** _SHARED_OUT)
+            layer.scale_inputs(scales)
+        before = layer
+
+
+def _shared_out(mean_square: torch.Tensor) -> torch.Tensor:
+    """Return by what INT8 divides features (in,), from their mean square."""
+    size = mean_square.sqrt()
+    size = size.clamp(min=_LEAST_SPREAD * size.amax().clamp(min=_TINY))
+    return (size / size.mean()) ** _SHARED_OUT
 
 
 @contextlib.contextmanager

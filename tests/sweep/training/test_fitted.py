@@ -91,6 +91,17 @@ def test_a_fitted_products_gradient_is_near(base: str, kind: str) -> None:
     assert off < 0.06
 
 
+def test_layers_of_the_same_input_round_it_alike(pretrained: ModelSpec) -> None:
+    config = tiny_config(compute_dtype="int8", quantization="int8", upcast_fp32=False)
+    with tiny_base(config, spec=pretrained, weights="pretrained") as base:
+        measured(trial_on(base, config, steps=BRIEF).run())
+        attention, mlp = base.model.model.layers[1].self_attn, base.model.model.layers[1].mlp
+        query, key, value = (getattr(attention, f"{name}_proj") for name in "qkv")
+        assert query.input_mean is key.input_mean is value.input_mean
+        assert mlp.gate_proj.input_scales is mlp.up_proj.input_scales
+        assert mlp.gate_proj.input_mean is not query.input_mean
+
+
 @pytest.mark.parametrize(("base", "kind"), KINDS)
 def test_a_trial_on_real_weights_says_how_far_each_projection_is_off(
     pretrained: ModelSpec, base: str, kind: str
