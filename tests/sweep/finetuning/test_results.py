@@ -8,6 +8,7 @@ import pytest
 
 from search_spaces.config import TrialConfig
 from search_spaces.models import load_model_spec
+from storage.records import EightBitProducts, ProductErrors
 from sweep.export.record import Provenance, Record, RecordedTexts, record_of
 from sweep.finetuning.protocol import TrainingJob, TrainingResult
 from sweep.finetuning.results import TrainedAdapter, model_card
@@ -210,3 +211,33 @@ def test_the_card_says_what_was_promised_and_reached_and_what_is_used() -> None:
     )
     assert words in model_card(slow)
     assert "see each other" in model_card(slow)
+
+
+def test_card_and_json_say_what_8_bits_are_off_and_what_stays_in_16() -> None:
+    kept = "model.layers.28.mlp.down_proj"
+    found = EightBitProducts(
+        errors=(
+            ProductErrors(
+                projection="down_proj",
+                layers=30,
+                forward=0.021,
+                forward_worst=0.068,
+                forward_16_bit=0.0017,
+                gradient=0.02,
+                gradient_worst=0.29,
+                gradient_16_bit=0.0017,
+            ),
+        ),
+        most_error=0.05,
+        most_gradient_error=0.25,
+        kept_in_16_bits=(kept,),
+        share_in_16_bits=0.008,
+        loss_8_bit=1.6503,
+        loss_16_bit=1.6456,
+    )
+    adapter = trained(eight_bit=found)
+    card = model_card(adapter)
+    for figure in (kept, "6.8 %", "29 %", "0.8 %", "1.6503", "1.6456"):
+        assert figure in card
+    assert adapter.to_json()["eight_bit"] == found.model_dump(mode="json")
+    assert "8-bit" not in model_card(trained())
