@@ -45,7 +45,7 @@ from sweep.training import team
 from sweep.training.adapters import Attached, attached
 from sweep.training.device import Device, open_device
 from sweep.training.exceptions import knob_at_fault, out_of_memory
-from sweep.training.faithfulness import fit_to, keep_in_16_bits, mean_loss, too_many
+from sweep.training.faithfulness import fit_to, keep_in_16_bits, too_many
 from sweep.training.in_trl import trained
 from sweep.training.model import Unavailable, build_base, compute_type, name_quantizer
 from sweep.training.preference import REFERENCE, Preference
@@ -366,15 +366,9 @@ class Training(TrainerCallback):
         config, training = self._job.config, self._rows.training
         first = [training[index] for index in range(min(config.micro_batch_size, len(training)))]
         batch = self._rows.collate(first)
+        batch = {name: value.to(self._device.torch_device) for name, value in batch.items()}
         with self._trainer.accelerator.autocast():
-            found = fit_to(
-                attachment.model,
-                {name: value.to(self._device.torch_device) for name, value in batch.items()},
-                kind=config.compute_dtype,
-                layers=attachment.layers,
-                run=lambda part: mean_loss(whole, part),
-                rows_per_sample=config.rows_per_sample,
-            )
+            found = fit_to(attachment, whole, batch, config)
         found = team.gathered(found)[0]
         keep_in_16_bits(attachment.model, found.kept_in_16_bits, kind=config.compute_dtype)
         # What that needed is not what a step needs.

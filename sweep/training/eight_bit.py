@@ -413,14 +413,13 @@ def adapt(model: torch.nn.Module, show: Callable[[], object]) -> None:
         if layer not in seen:
             continue
         count, total, squares = seen[layer]
-        if before is not None and total.equal(seen[before][1]):
-            # Such as q, k and v: what they round is the same, and the compiler rounds it once.
-            mean, scales = before.input_mean, before.input_scales
-        else:
-            mean, scales = total / count, _shared_out(squares / count)
+        # Such as q, k and v: what they round is the same, and the compiler rounds it once.
+        is_alike = before is not None and total.equal(seen[before][1])
+        mean = before.input_mean if is_alike else total / count
         layer.mean_product = layer.dequantized().float() @ mean
         layer.input_mean = mean
         if layer.products == "int8":
+            scales = before.input_scales if is_alike else _shared_out(squares / count)
             layer.scale_inputs(scales)
         before = layer
 

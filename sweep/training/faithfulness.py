@@ -8,17 +8,18 @@ import contextlib
 import statistics
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from search_spaces.config import TrialConfig
 from search_spaces.errors import in_percent
 from storage.records import EightBitProducts, Faithfulness, ProductErrors
 from sweep.data.batches import Batch, in_parts, loss_tokens
 from sweep.training import eight_bit
-from sweep.training.adapters import changed, eager, recomputed
+from sweep.training.adapters import Attached, changed, eager, recomputed
 from sweep.training.preference import Preference
 
 if TYPE_CHECKING:
@@ -64,35 +65,36 @@ class _LayerErrors:
 
 
 def fit_to(
-    model: torch.nn.Module,
-    batch: Batch,
-    *,
-    kind: str,
-    layers: Sequence[torch.nn.Module],
-    run: Callable[[Batch], torch.Tensor],
-    rows_per_sample: int = 1,
+    attached: Attached, trained: torch.nn.Module, batch: Batch, config: TrialConfig
 ) -> EightBitProducts:
     """Fit 8-bit products to a trained model, and keep those that are too far off in 16 bits.
 
     What goes into each layer is looked at first (`eight_bit.adapt`). Then one pass in 16 bits
-    compares, layer by layer, what 8 bits make of the same inputs and gradients.
+    compares, layer by layer, what 8 bits make of the same inputs and gradients. All of it is in the
+    precision that the caller has put in force.
 
     Args:
-        model: base with adapters, on its device.
+        attached: base with adapters, on its device.
+        trained: what a step calls.
         batch: the first micro-batch, on the device.
-        kind: ``fp8`` or ``int8``: what is computed in.
-        layers: the decoder layers.
-        run: returns the mean loss of a micro-batch, in the precision that trains.
-        rows_per_sample: rows of the batch that belong together.
+        config: how it trains.
     """
-    parts = -(-batch["input_ids"].numel() // COMPARED_TOKENS)
-    shown = next(part for part in in_parts(batch, parts, rows_per_sample) if loss_tokens(part))
-    with _without_dropout(model), eager(layers):
+    model, layers, kind = attached.model, attached.layers, config.compute_dtype
+    parts = in_parts(
+        batch, -(-batch["input_ids"].numel() // COMPARED_TOKENS), config.rows_per_sample
+    )
+    shown = next(part for part in parts if loss_tokens(part))
+
+    def run() -> torch.Tensor:
+        loss: torch.Tensor = trained(**shown).loss
+        return loss
+
+    with _without_dropout(model), _as_texts(trained), eager(layers):
         with torch.no_grad():
-            eight_bit.adapt(model, lambda: run(shown))
-            narrow_loss = float(run(shown))
+            eight_bit.adapt(model, run)
+            narrow_loss = float(run())
         with _all_recomputed(model, layers), multiplying_in(model, None):
-            errors, wide_loss = _layer_errors(model, kind, lambda: run(shown))
+            errors, wide_loss = _layer_errors(model, kind, run)
     kept = [found.name for found in errors if not found.is_close]
     keep_in_16_bits(model, kept, kind=kind)
     return EightBitProducts(
@@ -106,12 +108,12 @@ def fit_to(
     )
 
 
-def mean_loss(trained: Any, batch: Batch) -> torch.Tensor:
-    """Return the mean loss of a micro-batch; of pairs that of the completions' likelihood."""
-    on_pairs = isinstance(trained, Preference)
-    with changed([(trained, "is_likelihood", True)] * on_pairs):
-        loss: torch.Tensor = trained(**batch).loss
-    return loss
+def _as_texts(trained: Any) -> AbstractContextManager[None]:
+    """Let what trains on pairs return the loss of the completions' likelihood: their own vanishes
+    where the chosen one is surely preferred."""
+    if not isinstance(trained, Preference):
+        return nullcontext()
+    return changed([(trained, "is_likelihood", True)])
 
 
 def keep_in_16_bits(model: torch.nn.Module, names: Sequence[str], *, kind: str) -> None:
@@ -277,9 +279,7 @@ def compared(loop: TrainingLoop) -> Faithfulness:
         whole.append(loop.next_batch())
     count, rows = 4 if attached.checkpointed else 1, loop.rows_per_sample
     parts = [part for batch in whole for part in in_parts(batch, count, rows)]
-    on_pairs = isinstance(loop.trained, Preference)
-    as_texts = changed([(loop.trained, "is_likelihood", True)] * on_pairs)
-    with _without_dropout(model), as_texts:
+    with _without_dropout(model), _as_texts(loop.trained):
         narrow_loss, narrow = _gradients(loop, whole)
         with eager(layers), _all_recomputed(model, layers):
             with multiplying_in(model, None):

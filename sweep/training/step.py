@@ -39,7 +39,7 @@ from storage.records import EightBitProducts, Stage
 from sweep.data.batches import WEIGHT, Batch
 from sweep.data.rows import IGNORED
 from sweep.training.adapters import Attached, local
-from sweep.training.faithfulness import fit_to, mean_loss
+from sweep.training.faithfulness import fit_to
 from sweep.training.in_trl import trained
 from sweep.training.model import compute_type
 from sweep.training.preference import REFERENCE
@@ -240,16 +240,8 @@ class TrainingLoop:
         """Fit 8-bit products to the model's real weights, on one of the largest micro-batches."""
         batch = self.largest_batch()
         batch.pop(WEIGHT, None)
-        attached = self.attached
         with self.as_trained():
-            return fit_to(
-                attached.model,
-                batch,
-                kind=self._config.compute_dtype,
-                layers=attached.layers,
-                run=lambda part: mean_loss(self.trained, part),
-                rows_per_sample=self.rows_per_sample,
-            )
+            return fit_to(self.attached, self.trained, batch, self._config)
 
     def save(self, directory: Path) -> None:
         """Write a checkpoint as Trainer does: the adapter, the optimizer's and the schedule's

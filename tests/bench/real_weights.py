@@ -245,13 +245,8 @@ def fitted(attachment: Attached, config: TrialConfig, rows: np.ndarray) -> Eight
     device = next(attachment.model.parameters()).device
     tokens = torch.from_numpy(rows[: config.micro_batch_size]).to(device)
     with autocast(config, device):
-        return fit_to(
-            attachment.model,
-            {"input_ids": tokens, "labels": tokens},
-            kind=config.compute_dtype,
-            layers=attachment.layers,
-            run=lambda part: attachment.model(**part).loss,
-        )
+        batch = {"input_ids": tokens, "labels": tokens}
+        return fit_to(attachment, attachment.model, batch, config)
 
 
 def trained(
