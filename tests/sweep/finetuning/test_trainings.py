@@ -398,6 +398,23 @@ def test_a_training_on_pairs_learns_to_tell_them_apart_and_is_resumed_to_the_bit
     assert all(first[name].equal(second[name]) for name in first)
 
 
+def test_8_bit_products_are_fitted_on_pairs_too(tmp_path: Path, pairs: Path) -> None:
+    spec = saved_with_outliers(tmp_path / "model")
+    int8 = {"quantization": "int8", "compute_dtype": "int8", "upcast_fp32": False}
+    whole = trained(
+        tmp_path / "out",
+        pairs,
+        model=spec.to_json(),
+        weights="pretrained",
+        method="dpo",
+        **int8,
+    )
+    assert whole.eight_bit is not None
+    assert whole.eight_bit.loss_8_bit == pytest.approx(whole.eight_bit.loss_16_bit, rel=0.01)
+    # The likelihood of completions, and not the loss of pairs, which begins at log 2.
+    assert whole.eight_bit.loss_16_bit > 2
+
+
 def test_a_reference_that_is_worked_out_once_trains_as_one_that_is_asked_in_each_step(
     tmp_path: Path, pairs: Path
 ) -> None:
