@@ -484,7 +484,16 @@ class SearchSpace(Strict):
 
     def holds(self, config: TrialConfig) -> bool:
         """Whether the space has ``config``, however it is written."""
-        return self.params_of(config) is not None
+        is_held = self._held.get(config)
+        if is_held is None:
+            is_held = self.params_of(config) is not None
+            self._held[config] = is_held
+        return is_held
+
+    @cached_property
+    def _held(self) -> dict[TrialConfig, bool]:
+        """What was asked before: every ranking of a study asks it of every trial."""
+        return {}
 
 
 def largest_whole(micro: int, effective: int) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator
 
 from search_spaces.config import TrialConfig
 from storage.records import RETRYABLE, Errand, Lost, TrialRecord, Verdict
@@ -43,32 +43,72 @@ def next_number(records: Iterable[TrialRecord]) -> int:
 class Ledger:
     """The finished trials of one study, in order of their numbers.
 
+    What a driver asks after each trial takes as long at ten thousand trials as at ten.
+
     Args:
         records: of the search, and of what measured its winners again.
     """
 
     def __init__(self, records: Iterable[TrialRecord] = ()) -> None:
+        self._all: list[TrialRecord] = []
+        self._search: list[TrialRecord] = []
+        self._confirmations: list[TrialRecord] = []
+        self._of_config: dict[TrialConfig, list[TrialRecord]] = {}
+        """Every trial of a configuration."""
+        self._final = 0
+        """Own trials of the search that are not tried again."""
+        self._failing: dict[TrialConfig, None] = {}
+        """What failed whenever the search tried it, in the order in which it was first tried."""
         known = {record.number: record for record in records}
-        self.all = tuple(known[number] for number in sorted(known))
+        for number in sorted(known):
+            self._append(known[number])
+
+    @property
+    def all(self) -> tuple[TrialRecord, ...]:
         """Every trial, whatever it was for."""
-        self.records = tuple(r for r in self.all if r.purpose == "search")
+        return tuple(self._all)
+
+    @property
+    def records(self) -> tuple[TrialRecord, ...]:
         """The trials of the search."""
-        self.confirmations = tuple(r for r in self.all if r.purpose != "search")
+        return tuple(self._search)
+
+    @property
+    def confirmations(self) -> tuple[TrialRecord, ...]:
         """What measured winners again."""
-        self._tried = {r.config for r in self.records}
+        return tuple(self._confirmations)
 
     def add(self, record: TrialRecord) -> None:
         """Take in a finished trial; one that is told again counts as it was told last."""
-        vars(self).update(vars(Ledger((*self.all, record))))
+        if self._all and record.number <= self._all[-1].number:
+            vars(self).update(vars(Ledger((*self.all, record))))
+        else:
+            self._append(record)
 
-    def on_errand(self, errand: Errand) -> tuple[TrialRecord, ...]:
-        """Return the trials of one purpose and one confirmation."""
-        wanted = errand.purpose, errand.series
-        return tuple(record for record in self.all if (record.purpose, record.series) == wanted)
+    def _append(self, record: TrialRecord) -> None:
+        """Take in a trial whose number is larger than any before."""
+        self._all.append(record)
+        of_config = self._of_config.setdefault(record.config, [])
+        of_config.append(record)
+        if record.purpose != "search":
+            self._confirmations.append(record)
+            return
+        self._search.append(record)
+        if not _has_failed(record):
+            self._final += record.carried is None
+            self._failing.pop(record.config, None)
+        elif all(_has_failed(other) for other in _searched(of_config)):
+            self._failing[record.config] = None
 
-    def __contains__(self, config: object) -> bool:
+    def attempts(self, config: TrialConfig, errand: Errand) -> int:
+        """Return how often ``config`` was tried on an errand; see `attempts`."""
+        wanted = (errand.purpose, errand.series)
+        tried = self._of_config.get(config, ())
+        return attempts((r for r in tried if (r.purpose, r.series) == wanted), config)
+
+    def __contains__(self, config: TrialConfig) -> bool:
         """Whether a trial of the search was of a configuration, spelled just so."""
-        return config in self._tried
+        return any(True for _ in _searched(self._of_config.get(config, ())))
 
     def to_retry(self, *, since: int = 0) -> tuple[TrialConfig, ...]:
         """Return what came to nothing, fewer than three times, and never concluded.
@@ -78,7 +118,10 @@ class Ledger:
         Args:
             since: number of the first trial of this run: an earlier run's failures are tried anew.
         """
-        return _to_retry(self.records, since=since)
+        return tuple(config for config in self._failing if self._is_retried(config, since=since))
+
+    def _is_retried(self, config: TrialConfig, *, since: int) -> bool:
+        return attempts(_searched(self._of_config[config]), config, since=since) < MAX_ATTEMPTS
 
     def trials_spent(self, *, since: int = 0) -> int:
         """Return how many of the study's trials are spent: all but those that are tried again.
@@ -90,29 +133,28 @@ class Ledger:
             since: number of the first trial of this run, which tries anew what failed in earlier
                 ones.
         """
-        own = [record for record in self.records if record.carried is None]
-        final = sum(not _has_failed(record) for record in own)
-        return final + len(_never_concluded(own)) - len(_to_retry(own, since=since))
+        given_up = [
+            config
+            for config in self._failing
+            if not self._is_retried(config, since=since) and self._is_own(config)
+        ]
+        return self._final + len(given_up)
+
+    def _is_own(self, config: TrialConfig) -> bool:
+        """Whether the search tried a configuration itself."""
+        return any(record.carried is None for record in _searched(self._of_config[config]))
 
     @property
     def next_number(self) -> int:
         """The least number that the search's next trial can have; see `next_number`."""
-        return next_number(self.records)
+        return next_number(self._search[-1:])
+
+
+def _searched(records: Iterable[TrialRecord]) -> Iterator[TrialRecord]:
+    return (record for record in records if record.purpose == "search")
 
 
 def _has_failed(record: TrialRecord) -> bool:
     """Whether a trial came to nothing, and its result is not known on disk either."""
     is_kept = isinstance(record.outcome, Lost) and record.outcome.is_kept
     return record.verdict in RETRYABLE and not is_kept
-
-
-def _never_concluded(records: Sequence[TrialRecord]) -> list[TrialConfig]:
-    """Return the configurations that failed whenever they were tried, in that order."""
-    concluded = {record.config for record in records if not _has_failed(record)}
-    return [c for c in dict.fromkeys(record.config for record in records) if c not in concluded]
-
-
-def _to_retry(records: Sequence[TrialRecord], *, since: int) -> tuple[TrialConfig, ...]:
-    failed = [record for record in records if _has_failed(record)]
-    known = _never_concluded(records)
-    return tuple(c for c in known if attempts(failed, c, since=since) < MAX_ATTEMPTS)

@@ -34,7 +34,7 @@ from storage.definition import (
 )
 from storage.files import refuse_public, sweep_temporary
 from storage.lease import open_leased
-from storage.ledger import Ledger, attempts
+from storage.ledger import Ledger
 from storage.reading import identity_in, refusal
 from storage.records import (
     NEIGHBOUR,
@@ -301,7 +301,7 @@ class OpenStudy(AbstractContextManager["OpenStudy"]):
             config=config,
             outcome=Lost(detail="the driver ended while the trial ran"),
             is_baseline=config == self.definition.space.baseline_config(),
-            attempt=attempts(self.ledger.on_errand(errand), config) + 1,
+            attempt=self.ledger.attempts(config, errand) + 1,
             attempt_id=attempt.id,
             started_at=attempt.started_at,
             **errand.model_dump(),

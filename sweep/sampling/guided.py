@@ -6,8 +6,10 @@ study that resumes is where it was; a running trial is taken to end as predicted
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from operator import attrgetter
 from typing import Any
 
@@ -143,6 +145,21 @@ class Trials:
     """The trials with a speed that a surrogate is fitted to."""
 
 
+@dataclass(frozen=True)
+class _Told:
+    """What one trial says."""
+
+    config: TrialConfig | None = None
+    """None where it says nothing."""
+    record: TrialRecord | None = None
+    """None where it runs, or ended without one."""
+
+    @cached_property
+    def key(self) -> str:
+        """Identity of the configuration; empty without one."""
+        return "" if self.config is None else identity(self.config)
+
+
 class _World:
     """The candidates and everything tried, with what is predicted of each, a row each."""
 
@@ -241,7 +258,7 @@ class CandidateSampler(BaseSampler):
     def __init__(self, candidates: Candidates, *, inner: BaseSampler) -> None:
         self._candidates = candidates
         self._inner = inner
-        self._known: dict[int, tuple[TrialConfig | None, TrialRecord | None]] = {}
+        self._ended: dict[int, _Told] = {}
         """What the trials that ended say, by number."""
 
     def infer_relative_search_space(
@@ -263,38 +280,41 @@ class CandidateSampler(BaseSampler):
     def _read(self, study: optuna.Study, *, besides: int | None) -> Trials:
         trials = Trials()
         for trial in study.get_trials(deepcopy=False):
-            config, record = (None, None) if trial.number == besides else self._told_by(trial)
-            if config is None:
+            if trial.number in self._ended:
                 continue
-            trials.tried.add(identity(config))
-            if record is not None:
-                trials.records.append(record)
-            elif trial.state is TrialState.RUNNING:
-                trials.running.append(config)
+            told = self._told_by(trial)
+            if trial.state.is_finished():
+                self._ended[trial.number] = told
+            elif trial.number != besides and told.config is not None:
+                trials.tried.add(told.key)
+                if trial.state is TrialState.RUNNING:
+                    trials.running.append(told.config)
+        for number in sorted(self._ended):
+            told = self._ended[number]
+            if number != besides and told.config is not None:
+                trials.tried.add(told.key)
+                if told.record is not None:
+                    trials.records.append(told.record)
         return trials
 
-    def _told_by(self, trial: FrozenTrial) -> tuple[TrialConfig | None, TrialRecord | None]:
-        """Return what a trial says, worked out once where it has ended: its configuration, and its
-        record unless it runs or ended without one.
+    def _told_by(self, trial: FrozenTrial) -> _Told:
+        """Return what a trial says.
 
         What was closed before it ran says nothing: it is still to be tried. A run that measured a
         winner again says only that it ran out of memory, as its speed is that of another process
         and another hour.
         """
-        if trial.number in self._known:
-            return self._known[trial.number]
-        config, record = None, codec.record_of(trial)
-        if record is None:
-            begun, known = codec.begun_of(trial), self._candidates
-            if begun is not None:
-                config = begun.config
-            elif trial.state is not TrialState.FAIL and known.free.keys() <= trial.params.keys():
-                config = known.config(trial.params)
-        elif record and (record.purpose == "search" or isinstance(record.outcome, OutOfMemory)):
-            config = record.config
-        if trial.state.is_finished():
-            self._known[trial.number] = config, record
-        return config, record
+        record = codec.record_of(trial)
+        if record is not None:
+            is_told = record.purpose == "search" or isinstance(record.outcome, OutOfMemory)
+            return _Told(record.config, record) if is_told else _Told()
+        begun = codec.begun_of(trial)
+        if begun is not None:
+            return _Told(begun.config)
+        known = self._candidates
+        if trial.state is not TrialState.FAIL and known.free.keys() <= trial.params.keys():
+            return _Told(known.config(trial.params))
+        return _Told()
 
 
 class GuidedSampler(CandidateSampler):
@@ -332,6 +352,8 @@ class GuidedSampler(CandidateSampler):
         self._seed = seed
         self._world: _World | None = None
         self._best: tuple[Params, ...] = ()
+        self._merits: dict[int, tuple[float, ...]] = {}
+        """What each trial that ended reached, by number."""
         self._weighings: dict[Any, _Weighed] = {}
         """The last two, by the trials that they are of."""
 
@@ -441,12 +463,19 @@ class GuidedSampler(CandidateSampler):
     def _read(self, study: optuna.Study, *, besides: int | None) -> Trials:
         trials = super()._read(study, besides=besides)
         measured = [record for record in trials.records if record.measurement is not None]
-        merits = np.full((len(measured), len(self._objectives)), -np.inf)
-        for row, record in enumerate(measured):
-            if isinstance(record.outcome, Measured):
-                merits[row] = merits_of(record, self._objectives)
+        merits = np.array([self._merits_of(record) for record in measured])
+        merits = merits.reshape(len(measured), len(self._objectives))
         trials.learned = [measured[at] for at in most_telling(merits, most=LEARNED_MAX)]
         return trials
+
+    def _merits_of(self, record: TrialRecord) -> tuple[float, ...]:
+        """Return what a trial reached of each objective; minus infinity where it was stopped."""
+        if record.number not in self._merits:
+            reached = (-math.inf,) * len(self._objectives)
+            if isinstance(record.outcome, Measured):
+                reached = merits_of(record, self._objectives)
+            self._merits[record.number] = reached
+        return self._merits[record.number]
 
     def _first_acceptable(self, world: _World, scores: Array) -> int | None:
         """Return the candidate of the highest score that the pre-flight does not refuse; None where

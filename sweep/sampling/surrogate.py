@@ -324,11 +324,19 @@ def _ratio_weights(
     usual = np.exp(-0.5 * (np.log(_SPREADS / max(stated / 3.0, 0.004)) / 0.7) ** 2)
     spread = usual / usual.sum() + 1e-3
     logs = np.log(ratio)[:, None] + np.log(spread / spread.sum())[None, :]
-    for row, log_bytes, is_bound in seen:
-        if peaks.kinds[row] != kind or np.isnan(peaks.log_bytes[row]):
-            continue
-        off = (log_bytes - peaks.log_bytes[row] - _RATIOS[:, None]) / _SPREADS[None, :]
-        logs += log_ndtr(-off) if is_bound else -0.5 * off**2 - np.log(_SPREADS)[None, :]
+    of_kind = [each for each in seen if peaks.kinds[each[0]] == kind]
+    rows = np.array([row for row, _, _ in of_kind], dtype=np.intp)
+    is_bound = np.array([bound for _, _, bound in of_kind], dtype=bool)
+    errors = np.array([log_bytes for _, log_bytes, _ in of_kind]) - peaks.log_bytes[rows]
+    is_known = ~np.isnan(errors)
+    exact = errors[is_known & ~is_bound]
+    # The sum of (error - ratio)^2 over all that was measured.
+    squares = np.sum(exact**2) - 2.0 * _RATIOS * np.sum(exact) + len(exact) * _RATIOS**2
+    logs -= 0.5 * squares[:, None] / _SPREADS[None, :] ** 2 + len(exact) * np.log(_SPREADS)
+    for bound, times in zip(
+        *np.unique(errors[is_known & is_bound], return_counts=True), strict=True
+    ):
+        logs += times * log_ndtr((_RATIOS[:, None] - bound) / _SPREADS[None, :])
     weights = np.exp(logs - logs.max())
     return np.asarray(weights / weights.sum())
 
@@ -432,9 +440,11 @@ def front(points: Array) -> list[int]:
     """Return the places of points that no other matches in every column, rising in the first."""
     kept: list[int] = []
     # In falling order whatever dominates a point comes before it.
-    for place in np.lexsort(points.T[::-1])[::-1].tolist():
-        if not (points[kept] >= points[place]).all(axis=1).any():
-            kept.append(place)
+    left = np.lexsort(points.T[::-1])[::-1]
+    while len(left):
+        first = left[0]
+        kept.append(int(first))
+        left = left[(points[left] > points[first]).any(axis=1)]
     return kept[::-1]
 
 
@@ -490,6 +500,8 @@ def most_telling(merits: Array, *, most: int) -> list[int]:
     on_front = front(merits)
     chosen = {*best.ravel().tolist(), *on_front[:: -(-len(on_front) // quarter)]}
     chosen |= {*range(count - quarter, count)}
-    # Places that a high power of two divides come first: those are spread evenly, and stay.
-    others = sorted({*range(count)} - chosen, key=lambda place: (place & -place or count, place))
-    return sorted([*chosen, *others[len(others) - (most - len(chosen)) :]])
+    # Places that a high power of two divides are spread evenly, and stay.
+    places = np.setdiff1d(np.arange(count), list(chosen))
+    powers = np.where(places == 0, count, places & -places)
+    others = places[np.lexsort((places, powers))]
+    return sorted([*chosen, *others[len(others) - (most - len(chosen)) :].tolist()])

@@ -20,7 +20,6 @@ import optuna
 from search_spaces.config import TrialConfig
 from search_spaces.errors import CardLost, EnvironmentFault, words_of
 from search_spaces.space import SearchSpace, StepBudget
-from storage.ledger import attempts
 from storage.records import (
     INTERRUPTED,
     OUT_OF_TIME,
@@ -317,7 +316,7 @@ class Driver:
             handle = study.ask_again()
         started_at = datetime.now(UTC).isoformat(timespec="milliseconds")
         begun = study.begin(handle, config, started_at, errand=errand)
-        failed = attempts(study.ledger.on_errand(errand), config)
+        failed = study.ledger.attempts(config, errand)
         record = TrialRecord(
             number=begun.number,
             config=config,

@@ -172,6 +172,8 @@ class Search(Source):
 
     def _is_late(self, kept_seconds: float) -> bool:
         """Whether another trial would be cut short, as long as trials take in the median."""
+        if not self._driver.time.is_limited:
+            return False
         ran = [record.run_seconds for record in self._study.records() if record.device_seconds]
         usual_seconds = statistics.median(ran) if ran else 0.0
         return self._driver.time.left_seconds - kept_seconds <= usual_seconds

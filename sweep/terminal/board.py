@@ -15,7 +15,7 @@ from search_spaces.space import SearchSpace
 from storage.definition import StudyDefinition
 from storage.ledger import Ledger
 from storage.ranking import Ranking, rank
-from storage.records import TrialRecord
+from storage.records import TrialRecord, Verdict
 from sweep.planning.evidence import target_speeds
 from sweep.running.wire import Progress
 from sweep.study import events
@@ -162,6 +162,13 @@ class Board:
     def ranking(self) -> Ranking:
         """The study's trials, ranked by its objectives."""
         return self._known()[0]
+
+    def is_best(self, record: TrialRecord) -> bool:
+        """Whether a finished trial is the best of several."""
+        if record.verdict is not Verdict.FITS or len(self.ledger.records) < 2:
+            return False
+        winner = self.ranking.winner
+        return winner is not None and winner.number == record.number
 
     def _known(self) -> tuple[Ranking, Plan | None]:
         """Return the ranking, and what a confirmation has still to run; None where there is none.

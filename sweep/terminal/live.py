@@ -169,12 +169,8 @@ def _trial_line(board: Board, record: TrialRecord) -> str:
     again = f", attempt {record.attempt}" if record.attempt > 1 else ""
     count = units.out_of(board.trials_done, board.definition.space.trials)
     done = "" if board.may_end_sooner else f" ({count})"
-    best = board.ranking.winner
-    is_best = best is not None and best.number == record.number and len(board.ledger.records) > 1
-    return (
-        f"{named}{where}{again}{done}: {ended}"
-        f"{' (best so far)' if is_best else ''}: {board.describe(record.config)}"
-    )
+    best = " (best so far)" if board.is_best(record) else ""
+    return f"{named}{where}{again}{done}: {ended}{best}: {board.describe(record.config)}"
 
 
 def _named(board: Board, errand: Errand, number: int, config: TrialConfig) -> str:

@@ -3,14 +3,15 @@
     python -m tests.bench.overhead [--trials 100,1000,10000] [--samplers random,guided] [--more 20]
     python -m tests.bench.overhead --study NAME [--storage URL]
 
-Without a study the driver's own processor seconds: a study of so many trials is resumed on a GPU
-that answers at once. Of a study that ran on a GPU, the seconds from one trial's start to the next
+Without a study the driver's own processor seconds, with what the terminal shows: a study of so many
+trials is resumed on a GPU that answers at once. Of a study that ran on a GPU, the seconds from one trial's start to the next
 one's less those of its training steps: attaching, detaching, sampling, predicting, storing.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import tempfile
 import time
 from collections.abc import Sequence
@@ -27,6 +28,8 @@ from sweep.sampling.samplers import quiet_optuna
 from sweep.study.driver import Driver
 from sweep.study.events import Event, TrialFinished
 from sweep.study.tuner import tune
+from sweep.terminal.board import Board
+from sweep.terminal.live import watching
 from tests.bench.harness import Row, middle, stamp, write
 from tests.storage import long_studies
 from tests.sweep.simulated_device import StopsWhen, train
@@ -40,28 +43,33 @@ def of_driver(known: Sequence[TrialRecord], sampler: SamplerName, *, more: int) 
         home, url = Path(directory), f"sqlite:///{directory}/sweep.db"
         long_studies.store(url, home, long_studies.a_space(), known)
         began = time.process_time()
-
-        def listen(event: Event) -> None:
-            if isinstance(event, TrialFinished):
-                ends.append(time.process_time())
-
-        with long_studies.opened(url, home, space) as study:
+        with long_studies.opened(url, home, space) as study, Path(os.devnull).open("w") as nowhere:
             opened = time.process_time()
-            tune(
-                Driver(
-                    study,
-                    runner=ReplayRunner(otherwise=train),
-                    forecaster=long_studies.a_forecaster(space),
-                    on_event=listen,
-                    interruption=StopsWhen(lambda: len(ends) > more),
+            board = Board(study.name, study.definition, known, clock=time.monotonic)
+            stopping = StopsWhen(lambda: len(ends) > more)
+            with watching(board, is_stopping=stopping.is_requested, stream=nowhere) as show:
+
+                def listen(event: Event) -> None:
+                    show(event)
+                    if isinstance(event, TrialFinished):
+                        ends.append(time.process_time())
+
+                tune(
+                    Driver(
+                        study,
+                        runner=ReplayRunner(otherwise=train),
+                        forecaster=long_studies.a_forecaster(space),
+                        on_event=listen,
+                        interruption=stopping,
+                    )
                 )
-            )
     return {
         "trials": len(known),
         "sampler": sampler,
         "open_seconds": round(opened - began, 3),
         "first_trial_seconds": round(ends[0] - opened, 3),
         "median_trial_seconds": middle([after - before for before, after in pairwise(ends)]),
+        "mean_trial_seconds": round((ends[-1] - ends[0]) / (len(ends) - 1), 4),
     }
 
 

@@ -202,13 +202,14 @@ def test_a_ledger_says_of_any_sequence_of_trials_what_looking_at_all_of_them_say
     assert ledger.all == tuple(known)
     assert ledger.records == searched
     assert ledger.confirmations == tuple(r for r in known if r.purpose != "search")
-    assert ledger.on_errand(Errand(purpose="confirm", series=1)) == ledger.confirmations
+    confirming = Errand(purpose="confirm", series=1)
     assert ledger.next_number == next_number(searched)
     assert ledger.to_retry(since=since) == to_retry(searched, since=since)
     assert ledger.trials_spent(since=since) == spent_of(searched, since=since)
     for batch in (1, 2, 3, 4):
         config = TrialConfig(micro_batch_size=batch)
         assert (config in ledger) == any(record.config == config for record in searched)
+        assert ledger.attempts(config, confirming) == attempts(ledger.confirmations, config)
 
 
 @pytest.mark.parametrize(
