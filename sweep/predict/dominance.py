@@ -104,3 +104,32 @@ def dominates(larger: Footprint, smaller: Footprint) -> bool:
         if not is_larger:
             return False
     return True
+
+
+class RanOut:
+    """Trials that ran out of memory."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[str, ...], dict[tuple[Any, ...], list[tuple[int, Footprint]]]] = {}
+        """Numbers and footprints, by the settings of which only equal values compare and by those
+        values: one in thousands has to be looked at."""
+
+    def add(self, number: int, least: Footprint) -> None:
+        """Take in a trial of which at least ``least`` ran out of memory."""
+        keys = tuple(key for key, (_, is_ordered) in least.items() if not is_ordered)
+        of_keys = self._known.setdefault(keys, {})
+        of_keys.setdefault(_values(keys, least), []).append((number, least))
+
+    def by(self, whole: Footprint) -> int | None:
+        """Return the number of the first trial that ran out and needs no more than ``whole``."""
+        numbers = [
+            number
+            for keys, of_keys in self._known.items()
+            for number, least in of_keys.get(_values(keys, whole), ())
+            if dominates(whole, least)
+        ]
+        return min(numbers, default=None)
+
+
+def _values(keys: tuple[str, ...], of: Footprint) -> tuple[Any, ...]:
+    return tuple(of[key][0] for key in keys)

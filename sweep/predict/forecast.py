@@ -36,7 +36,7 @@ from storage.records import (
     TrialRecord,
     Verdict,
 )
-from sweep.predict.dominance import Footprint, base_alone, dominates, footprint
+from sweep.predict.dominance import Footprint, RanOut, base_alone, footprint
 from sweep.predict.memory.prediction import (
     Fit,
     MemoryPrediction,
@@ -631,7 +631,7 @@ class Forecaster:
         self.target_speed = target_speed
         self._warn = warn
         self._warned: set[str] = set()
-        self._ran_out: list[tuple[int, Footprint]] = []
+        self._ran_out = RanOut()
         self._expected: dict[TrialConfig, Forecast] = {}
         self._memory_of_one = lru_cache(PREDICTIONS_KEPT)(
             lambda one: self._predict_all([one], tell_nobody)
@@ -731,8 +731,7 @@ class Forecaster:
         broken = self.broken(config)
         if broken is not None:
             return Invalid(rule=broken.rule, detail=broken.reason)
-        whole = self._footprint(config)
-        by = next((by for by, known in self._ran_out if dominates(whole, known)), None)
+        by = self._ran_out.by(self._footprint(config))
         return None if by is None else DominatedOutOfMemory(by=by)
 
     def _footprint(self, config: TrialConfig) -> Footprint:
@@ -750,7 +749,7 @@ class Forecaster:
         if isinstance(record.outcome, OutOfMemory):
             whole = self._footprint(record.config)
             least = base_alone(whole) if record.outcome.stage == "load" else whole
-            self._ran_out.append((record.number, least))
+            self._ran_out.add(record.number, least)
         else:
             self.residuals.learn(record)
 

@@ -267,7 +267,12 @@ class SpaceCandidates(Encoding):
     def instead_of(self, params: Params) -> Iterator[Params]:
         """Yield combinations in random order."""
         size = self.size or 0
-        for index in self._random.sample(range(size), min(size, UNTRIED_MAX)):
+        drawn: set[int] = set()
+        while len(drawn) < min(size, UNTRIED_MAX):
+            index = self._random.randrange(size)
+            if index in drawn:
+                continue
+            drawn.add(index)
             combination = self.combination(index)
             yield {name: combination[name] for name in self.free}
 

@@ -278,7 +278,8 @@ class CandidateSampler(BaseSampler):
         return self._inner.sample_independent(study, trial, param_name, param_distribution)
 
     def _read(self, study: optuna.Study, *, besides: int | None) -> Trials:
-        trials = Trials()
+        tried: set[str] = set()
+        running: list[TrialConfig] = []
         for trial in study.get_trials(deepcopy=False):
             if trial.number in self._ended:
                 continue
@@ -286,16 +287,13 @@ class CandidateSampler(BaseSampler):
             if trial.state.is_finished():
                 self._ended[trial.number] = told
             elif trial.number != besides and told.config is not None:
-                trials.tried.add(told.key)
+                tried.add(told.key)
                 if trial.state is TrialState.RUNNING:
-                    trials.running.append(told.config)
-        for number in sorted(self._ended):
-            told = self._ended[number]
-            if number != besides and told.config is not None:
-                trials.tried.add(told.key)
-                if told.record is not None:
-                    trials.records.append(told.record)
-        return trials
+                    running.append(told.config)
+        ended = [self._ended[number] for number in sorted(self._ended) if number != besides]
+        tried.update(told.key for told in ended if told.config is not None)
+        records = [told.record for told in ended if told.record is not None]
+        return Trials(records, running, tried)
 
     def _told_by(self, trial: FrozenTrial) -> _Told:
         """Return what a trial says.
