@@ -244,6 +244,11 @@ class Ranking:
         """The trials of the space that fit, each configuration once, the recommended one first."""
         return tuple(sorted(self._by_merit, key=lambda record: record is not self._recommended))
 
+    @cached_property
+    def _fitting_of_space(self) -> tuple[TrialRecord, ...]:
+        """The trials of the space that fit, each configuration once, fastest as measured first."""
+        return fitting(self.of_space)
+
     @property
     def is_for_speed_alone(self) -> bool:
         """Whether nothing but speed is asked for."""
@@ -254,7 +259,7 @@ class Ranking:
         """The capacity class that is recommended from: the nearest to the standard recipe's of
         those in which anything fits; None where nothing does."""
         return nearest_capacity(
-            (self.capacity_class(record.config) for record in fitting(self.of_space)), self._model
+            (self.capacity_class(record.config) for record in self._fitting_of_space), self._model
         )
 
     def is_asked(self, config: TrialConfig) -> bool:
@@ -381,7 +386,7 @@ class Ranking:
     @cached_property
     def by_speed(self) -> tuple[TrialRecord, ...]:
         """The trials of the space that fit, each configuration once, fastest first."""
-        fits = {record.number: record for record in fitting(self.of_space)}
+        fits = {record.number: record for record in self._fitting_of_space}
         ordered = (fits[record.number] for record in self.compared(fits.values()))
         return tuple(sorted(ordered, key=self._place))
 
@@ -403,7 +408,7 @@ class Ranking:
         """Whether what is predicted of the target decides, as another GPU stood in for it."""
         if self.definition.target.emulated_on is None:
             return False
-        return all(record.number in self.target_speeds for record in fitting(self.of_space))
+        return all(record.number in self.target_speeds for record in self._fitting_of_space)
 
     def speed_of(self, record: TrialRecord) -> float:
         """Return the tokens/s of a measured trial that decide, and are shown first."""
@@ -441,7 +446,7 @@ class Ranking:
         makes no difference."""
         searched = [
             self.searched[record.number].tokens_per_second
-            for record in fitting(self.of_space)
+            for record in self._fitting_of_space
             if self.is_measured_again(record)
         ]
         if not searched or self.is_predicted or not self.is_for_speed_alone:

@@ -23,7 +23,7 @@ from sweep.predict.memory.profile_store import Traced
 from sweep.predict.memory.profiles import Structure, Untraceable
 from sweep.predict.on_texts import ShapesOnTexts
 from sweep.predict.speed.predictor import within
-from sweep.predict.speed.stand_in import Took
+from sweep.predict.speed.stand_in import Array, Took
 
 
 def evidence_from(
@@ -141,19 +141,19 @@ class OnTarget:
     Args:
         definition: the study's.
         records: its trials, whose configurations are asked about, and what they measured.
-        running: a configuration that runs, and the tokens/s that it would end at.
+        running: configurations that run.
     """
 
     def __init__(
         self,
         definition: StudyDefinition,
         records: Sequence[TrialRecord],
-        running: tuple[TrialConfig, float] | None = None,
+        running: Sequence[TrialConfig] = (),
     ) -> None:
         self._rows: dict[TrialConfig, int] = {}
         target = definition.target
         configs = [canonical(record.config) for record in records]
-        configs += [] if running is None else [canonical(running[0])]
+        configs += map(canonical, running)
         if target.emulated_on is None or match_product(target.gpu) is None or not configs:
             return
         try:
@@ -165,27 +165,39 @@ class OnTarget:
         stand_in = forecaster.forecast(unique).target
         if stand_in is None:
             return
-        self._target = stand_in.target
+        self._stand_in = stand_in
         self._rows = {config: row for row, config in enumerate(unique)}
-        measured = {self._rows[config]: took for config, took in _steps(records).items()}
-        if running is not None:
-            row = self._rows[canonical(running[0])]
-            measured[row] = Took(self._tokens(row) / running[1], BETWEEN_RUNS)
-        self._log_seconds = stand_in.corrected(measured)
-        self._own = stand_in.own_spread(measured)
+        self._measured = {self._rows[config]: took for config, took in _steps(records).items()}
+        self._log_seconds = stand_in.corrected(self._measured)
+        self._own = stand_in.own_spread(self._measured)
 
     def _tokens(self, row: int) -> float:
         """Return how many tokens that carry loss a step trains on."""
-        return float(self._target.tokens_per_second[row] * self._target.seconds[row])
+        target = self._stand_in.target
+        return float(target.tokens_per_second[row] * target.seconds[row])
 
     def speed_of(self, config: TrialConfig) -> TargetSpeed | None:
         """Return the speed of a configuration that was asked about; None where nothing is
         predicted."""
         row = self._rows.get(canonical(config))
-        if row is None or not self._target.is_known[row]:
+        return None if row is None else self._speed(row, self._log_seconds, self._own)
+
+    def speed_at(self, config: TrialConfig, tokens_per_second: float) -> TargetSpeed | None:
+        """Return the same of a configuration that runs, were it to end at so many tokens/s."""
+        row = self._rows.get(canonical(config))
+        if row is None:
             return None
-        target, own = self._target, float(self._own[row])
-        speed = self._tokens(row) / math.exp(self._log_seconds[row])
+        took = Took(self._tokens(row) / tokens_per_second, BETWEEN_RUNS)
+        measured = {**self._measured, row: took}
+        log_seconds = self._stand_in.corrected(measured)
+        return self._speed(row, log_seconds, self._stand_in.own_spread(measured))
+
+    def _speed(self, row: int, log_seconds: Array, own_spread: Array) -> TargetSpeed | None:
+        target = self._stand_in.target
+        if not target.is_known[row]:
+            return None
+        own = float(own_spread[row])
+        speed = self._tokens(row) / math.exp(log_seconds[row])
         # What a measurement tells is of the step's own part alone.
         others = float(target.log_spread[row]) ** 2 - float(target.own_spread[row]) ** 2
         spread = math.sqrt(others + own**2)

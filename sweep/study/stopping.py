@@ -221,8 +221,10 @@ class Rivals:
         self._known: dict[str, Rival] = {}
         """By the identity of what they were of."""
         self._is_target = definition.target.emulated_on is None
-        self._told: tuple[TrialRecord, ...] = ()
+        self._measured: tuple[TrialRecord, ...] = ()
         """Where another GPU stands in for the target: all that was measured tells of the rest."""
+        self._running: dict[TrialConfig, OnTarget] = {}
+        """What is predicted on the target of what runs since the last trial ended."""
         self.learn(records)
 
     def learn(self, records: Iterable[TrialRecord]) -> None:
@@ -236,7 +238,9 @@ class Rivals:
         # Others, as what runs in another thread reads the ones that were.
         known = dict(self._known)
         if not self._is_target:
-            self._told = (*self._told, *told.values())
+            new = [record for record in told.values() if record.measurement is not None]
+            self._measured = (*self._measured, *new)
+            self._running = {}
         for ranked in ranking.records:
             record = ranked if ranked.number in ranking.fallen else told[ranked.number]
             if record.verdict not in CONCLUSIVE or not self._space.holds(record.config):
@@ -252,7 +256,7 @@ class Rivals:
     def _on_target(self, known: Mapping[str, Rival]) -> dict[str, Rival]:
         """Return rivals with what is predicted of them on the target; those of which nothing is
         stop nobody."""
-        on_target = OnTarget(self._definition, self._told)
+        on_target = OnTarget(self._definition, self._measured)
         found: dict[str, Rival] = {}
         for key, rival in known.items():
             speed = on_target.speed_of(rival.config)
@@ -266,7 +270,11 @@ class Rivals:
         high = progress.tokens_per_second_high
         if self._is_target or high is None:
             return progress
-        speed = OnTarget(self._definition, self._told, (config, high)).speed_of(config)
+        # Another thread may put a new one in its place.
+        running = self._running
+        if config not in running:
+            running[config] = OnTarget(self._definition, self._measured, [config])
+        speed = running[config].speed_at(config, high)
         best_case = None if speed is None else speed.tokens_per_second
         return progress.model_copy(update={"tokens_per_second_high": best_case})
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from itertools import islice
 
 from reports import units, words
-from search_spaces.config import BATCH_KEYS, CAPACITY_KEYS, SIZE_KEYS, TrialConfig
+from search_spaces.config import BATCH_KEYS, CAPACITY_KEYS, SIZE_KEYS, TrialConfig, canonical
 from search_spaces.space import SearchSpace
 from storage.definition import StudyDefinition
 from storage.ledger import Ledger
@@ -99,6 +99,12 @@ class Board:
         self._first_number = self.ledger.next_number
         self._finished, self._lanes = 0, 1
         self._ranked: tuple[Ranking, Plan | None] | None = None
+        self._contenders: dict[int, TrialRecord] = {}
+        """Trials of the search by which the ranking is made, by number."""
+        self._measured: set[TrialConfig] = set()
+        """Canonical configurations of those."""
+        for record in self.ledger.all:
+            self._consider(record)
 
     def take(self, event: events.Event) -> None:
         """Take in one event."""
@@ -118,7 +124,7 @@ class Board:
                 self.ledger.add(record)
                 self.running.pop(record.number, None)
                 self._finished += 1
-                self._ranked = None
+                self._consider(record)
             case events.ConfirmationStarted():
                 self.confirming, self._ranked = event, None
                 # What a lost GPU left in the middle does not run any more.
@@ -173,18 +179,28 @@ class Board:
     def _known(self) -> tuple[Ranking, Plan | None]:
         """Return the ranking, and what a confirmation has still to run; None where there is none.
 
-        Both are worked out when somebody looks at them first after a trial.
+        Both are worked out when somebody looks at them first after a trial that may change them.
         """
         if self._ranked is None:
-            known, budget = self.ledger, self.definition.space.confirm
-            ran = (*known.records, *known.confirmations)
+            budget, confirmations = self.definition.space.confirm, self.ledger.confirmations
+            records = self._contenders.values()
+            ran = (*records, *confirmations)
             speeds = target_speeds(self.definition, ran)
-            ranking = rank(
-                known.records, self.definition, known.confirmations, target_speeds=speeds
-            )
+            ranking = rank(records, self.definition, confirmations, target_speeds=speeds)
             plan = None if budget is None else Plan(ranking, budget, self._series)
             self._ranked = ranking, plan
         return self._ranked
+
+    def _consider(self, record: TrialRecord) -> None:
+        """Take in a finished trial for the ranking: one that neither was measured nor says that
+        what fitted before does not fit changes nothing of it."""
+        config = canonical(record.config)
+        if record.purpose == "search":
+            if record.measurement is None and config not in self._measured:
+                return
+            self._measured.add(config)
+            self._contenders[record.number] = record
+        self._ranked = None
 
     @property
     def _series(self) -> int:
