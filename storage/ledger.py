@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
 from search_spaces.config import TrialConfig
 from storage.records import RETRYABLE, Errand, Lost, TrialRecord, Verdict
@@ -40,6 +40,39 @@ def next_number(records: Iterable[TrialRecord]) -> int:
     return max((record.number + 1 for record in records), default=0)
 
 
+class _Failures:
+    """The configurations that failed whenever some trials tried them."""
+
+    def __init__(self) -> None:
+        self.final = 0
+        """How many of the trials did not fail."""
+        self._failed: dict[TrialConfig, list[TrialRecord]] = {}
+        """Trials of each, in the order in which they were first tried."""
+        self._concluded: set[TrialConfig] = set()
+
+    def add(self, record: TrialRecord) -> None:
+        """Take in a trial whose number is larger than any before."""
+        config = record.config
+        if not _has_failed(record):
+            self.final += 1
+            self._concluded.add(config)
+            self._failed.pop(config, None)
+        elif config not in self._concluded:
+            self._failed.setdefault(config, []).append(record)
+
+    def to_retry(self, *, since: int) -> tuple[TrialConfig, ...]:
+        """Return what failed fewer times than it may; see `Ledger.to_retry`."""
+        return tuple(
+            config
+            for config, failed in self._failed.items()
+            if attempts(failed, config, since=since) < MAX_ATTEMPTS
+        )
+
+    def trials_spent(self, *, since: int) -> int:
+        """Return how many trials are spent; see `Ledger.trials_spent`."""
+        return self.final + len(self._failed) - len(self.to_retry(since=since))
+
+
 class Ledger:
     """The finished trials of one study, in order of their numbers.
 
@@ -55,10 +88,9 @@ class Ledger:
         self._confirmations: list[TrialRecord] = []
         self._of_config: dict[TrialConfig, list[TrialRecord]] = {}
         """Every trial of a configuration."""
-        self._final = 0
-        """Own trials of the search that are not tried again."""
-        self._failing: dict[TrialConfig, None] = {}
-        """What failed whenever the search tried it, in the order in which it was first tried."""
+        self._searched = _Failures()
+        self._own = _Failures()
+        """Without what another study ran."""
         known = {record.number: record for record in records}
         for number in sorted(known):
             self._append(known[number])
@@ -81,24 +113,21 @@ class Ledger:
     def add(self, record: TrialRecord) -> None:
         """Take in a finished trial; one that is told again counts as it was told last."""
         if self._all and record.number <= self._all[-1].number:
-            vars(self).update(vars(Ledger((*self.all, record))))
+            vars(self).update(vars(Ledger((*self._all, record))))
         else:
             self._append(record)
 
     def _append(self, record: TrialRecord) -> None:
         """Take in a trial whose number is larger than any before."""
         self._all.append(record)
-        of_config = self._of_config.setdefault(record.config, [])
-        of_config.append(record)
+        self._of_config.setdefault(record.config, []).append(record)
         if record.purpose != "search":
             self._confirmations.append(record)
             return
         self._search.append(record)
-        if not _has_failed(record):
-            self._final += record.carried is None
-            self._failing.pop(record.config, None)
-        elif all(_has_failed(other) for other in _searched(of_config)):
-            self._failing[record.config] = None
+        self._searched.add(record)
+        if record.carried is None:
+            self._own.add(record)
 
     def attempts(self, config: TrialConfig, errand: Errand) -> int:
         """Return how often ``config`` was tried on an errand; see `attempts`."""
@@ -108,7 +137,8 @@ class Ledger:
 
     def __contains__(self, config: TrialConfig) -> bool:
         """Whether a trial of the search was of a configuration, spelled just so."""
-        return any(True for _ in _searched(self._of_config.get(config, ())))
+        tried = self._of_config.get(config, ())
+        return any(record.purpose == "search" for record in tried)
 
     def to_retry(self, *, since: int = 0) -> tuple[TrialConfig, ...]:
         """Return what came to nothing, fewer than three times, and never concluded.
@@ -118,10 +148,7 @@ class Ledger:
         Args:
             since: number of the first trial of this run: an earlier run's failures are tried anew.
         """
-        return tuple(config for config in self._failing if self._is_retried(config, since=since))
-
-    def _is_retried(self, config: TrialConfig, *, since: int) -> bool:
-        return attempts(_searched(self._of_config[config]), config, since=since) < MAX_ATTEMPTS
+        return self._searched.to_retry(since=since)
 
     def trials_spent(self, *, since: int = 0) -> int:
         """Return how many of the study's trials are spent: all but those that are tried again.
@@ -133,25 +160,12 @@ class Ledger:
             since: number of the first trial of this run, which tries anew what failed in earlier
                 ones.
         """
-        given_up = [
-            config
-            for config in self._failing
-            if not self._is_retried(config, since=since) and self._is_own(config)
-        ]
-        return self._final + len(given_up)
-
-    def _is_own(self, config: TrialConfig) -> bool:
-        """Whether the search tried a configuration itself."""
-        return any(record.carried is None for record in _searched(self._of_config[config]))
+        return self._own.trials_spent(since=since)
 
     @property
     def next_number(self) -> int:
         """The least number that the search's next trial can have; see `next_number`."""
         return next_number(self._search[-1:])
-
-
-def _searched(records: Iterable[TrialRecord]) -> Iterator[TrialRecord]:
-    return (record for record in records if record.purpose == "search")
 
 
 def _has_failed(record: TrialRecord) -> bool:
