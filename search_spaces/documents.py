@@ -122,6 +122,8 @@ def read_text(path: Path, *, label: str) -> str:
     except (FileNotFoundError, NotADirectoryError) as error:
         raise InputError(f"{label}: no such file") from error
     except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise InputError(f"{label}: a link that leads to itself") from error
         raise EnvironmentFault(f"{label}: cannot be read: {error.strerror}") from error
     except ValueError as error:
         raise InputError(f"{quote(label)}: not a file name: {error}") from error

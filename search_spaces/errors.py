@@ -23,6 +23,8 @@ NAMED_MAX = 3
 """Words that a message names as what was perhaps meant."""
 KNOWN_MAX = 12
 """Known words that a message lists."""
+CLOSE_ENOUGH = 0.6
+"""Share of letters in common from which a word is perhaps a slip for another."""
 
 
 class SweepError(Exception):
@@ -115,7 +117,7 @@ def did_you_mean(word: str, known: Iterable[str], *, lists: str = "") -> str:
     """Return ``"; did you mean 'x'?"`` for the nearest known words, or the list of a few.
 
     A word cut short means those it begins, whatever their case and the first few of ``known``:
-    'h100' is 'h100-80gb', though 'h200' looks closer.
+    'h100' is 'h100-80gb', though 'h200' looks closer. A part of words means those.
 
     Args:
         word: that was typed.
@@ -125,7 +127,9 @@ def did_you_mean(word: str, known: Iterable[str], *, lists: str = "") -> str:
     names = {name.lower(): name for name in known}
     typed = word.strip().lower().partition(":")[0]
     begun = [lower for lower in names if typed and lower.startswith(typed)]
-    nearest = begun[:NAMED_MAX] or difflib.get_close_matches(typed, names, n=1, cutoff=0.5)
+    holding = [lower for lower in names if len(typed) > 2 and typed in lower]
+    alike = difflib.get_close_matches(typed, names, n=1, cutoff=CLOSE_ENOUGH)
+    nearest = begun[:NAMED_MAX] or alike or holding[:NAMED_MAX]
     all_of_them = f" `{lists}` lists them" if lists and len(names) > KNOWN_MAX else ""
     if nearest:
         return f"; did you mean {listed(repr(names[lower]) for lower in nearest)}?{all_of_them}"

@@ -4,6 +4,7 @@ settings that they typed and what their dataset makes worth searching."""
 from __future__ import annotations
 
 import re
+import shlex
 import unicodedata
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -52,6 +53,9 @@ def _is_path(text: str, path: Path) -> bool:
     )
 
 
+_DATASET_ENDINGS = frozenset({".jsonl", ".csv", ".tsv", ".parquet", ".arrow", ".txt"})
+
+
 def load_space(name_or_path: str) -> SearchSpace:
     """Return the space of a shipped preset, whatever the case of its name, or of a YAML file.
 
@@ -72,6 +76,11 @@ def load_space(name_or_path: str) -> SearchSpace:
             f"unknown preset '{name_or_path}'"
             f"{did_you_mean(name_or_path, preset_texts(), lists='sweep presets')} "
             "(a preset, or the path of a YAML file)"
+        )
+    if path.suffix.lower() in _DATASET_ENDINGS:
+        raise InputError(
+            f"{name_or_path} is no search space (YAML) but, by its name, a dataset: name a preset "
+            f"or a space, and the dataset with --data {shlex.quote(name_or_path)}"
         )
     space = parse_space(read_text(path, label=name_or_path), label=name_or_path)
     data = None if space.data is None else located_texts(space.data, beside=path.parent)

@@ -29,6 +29,8 @@ from search_spaces.errors import (
 
 SIZE_MAX = 10**7
 """No size of a decoder model reaches this; a larger one is a lie or a slip."""
+LAYERS_MAX = 2_000
+"""The deepest published decoders have some 130 layers; each is predicted and checked."""
 SECONDS_MAX = 10.0
 """How long the hub may take to answer."""
 
@@ -108,9 +110,15 @@ class ModelSpec:
         return str(self.config.get("model_type", ""))
 
     @property
+    def part_of(self) -> str | None:
+        """Type of the checkpoint that holds more, as a vision tower, where it is the text decoder
+        of one."""
+        return self.config.get(PART_OF)
+
+    @property
     def is_part(self) -> bool:
-        """Whether it is the text decoder of a checkpoint that holds more, as a vision tower."""
-        return PART_OF in self.config
+        """Whether it is the text decoder of a checkpoint that holds more."""
+        return self.part_of is not None
 
     @property
     def hidden_layers(self) -> int:
@@ -402,9 +410,10 @@ def _check_sizes(config: dict[str, Any], *, label: str) -> None:
             raise InputError(f"{label}: {key} is missing; model_type '{config['model_type']}'")
         if value is None and key in _OPTIONAL:
             continue
-        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= SIZE_MAX:
+        most = LAYERS_MAX if key == "num_hidden_layers" else SIZE_MAX
+        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
             raise InputError(
-                f"{label}: {key} must be a whole number from 1 to {SIZE_MAX:,}, got {quote(value)}"
+                f"{label}: {key} must be a whole number from 1 to {most:,}, got {quote(value)}"
             )
     hidden, heads = config["hidden_size"], config["num_attention_heads"]
     if config.get("head_dim") is None and hidden % heads:

@@ -271,8 +271,9 @@ _DOCUMENT = re.compile(
 _MARKED_BYTES, _DOCUMENT_BYTES = 2**12, 2**20
 """A mark stands at a file's beginning; a document of JSON is smaller."""
 _KNOWN_ENDINGS = re.compile(
-    r"\.(arrow|bz2|csv|eps|gif|gz|html?|ini|jpe?g|jsonl?|md|ndjson|parquet|pdf|png|py|safetensors|"
-    r"sh|svg|toml|tsv|txt|webp|xz|ya?ml|zip)"
+    r"\.(arrow|bmp|bz2|csv|db|docx?|eps|feather|gif|gz|html?|ini|ipynb|jpe?g|js|jsonl?|md|ndjson|od[pst]|"
+    r"parquet|pdf|pkl|png|pptx?|ps|pt|py|rst|rtf|safetensors|sh|sqlite|svg|tar|tex|tgz|tiff?|toml|tsv|"
+    r"txt|webp|xlsx?|xml|xz|ya?ml|zip)"
 )
 """Endings that say what a file holds; any other is a part of its name."""
 

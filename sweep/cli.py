@@ -279,6 +279,7 @@ def plan(
 def data(
     source: opt.Dataset,
     model: opt.Model = None,
+    method: opt.Method = None,
     settings: opt.Set = None,
     as_json: opt.Json = False,
 ) -> None:

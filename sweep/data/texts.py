@@ -7,6 +7,7 @@ its fingerprint.
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import json
 import re
@@ -205,6 +206,8 @@ def translated(name: str) -> Iterator[None]:
     except ConnectionError as error:
         raise EnvironmentFault(redact(str(error))) from error
     except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise InputError(f"{name}: a link that leads to itself") from error
         raise EnvironmentFault(f"{name}: cannot be read: {words_of(error)}") from error
 
 
@@ -252,10 +255,11 @@ def prepare_texts(request: TextsRequest, *, on_progress: Progress | None = None)
     """
     tell = on_progress or (lambda _what, _done, _of: None)
     source, home = request.source, texts_directory().absolute()
-    tokenizer = find_tokenizer(request.tokenizer, request.model)
     is_here, content, known = not is_on_hub(source), None, None
     if is_here:
         look_at(request)
+    tokenizer = find_tokenizer(request.tokenizer, request.model)
+    if is_here:
         with translated(source):
             known = seen(source)
             content = content_of(source, on_progress=tell)

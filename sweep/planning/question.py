@@ -297,7 +297,12 @@ class Question:
             )
         budget_bytes = gpu.budget_bytes
         if asked is not None:
-            budget_bytes = min(budget_bytes, int(asked * GIB))
+            if int(asked * GIB) > budget_bytes:
+                raise InputError(
+                    f"budget_gib {asked:g} is more than the {budget_bytes / GIB:.2f} GiB that a "
+                    f"training has on the {gpu.name}"
+                )
+            budget_bytes = int(asked * GIB)
         return build_forecaster(
             self.model,
             Target(gpu=gpu.name, device="cuda", budget_bytes=budget_bytes),
@@ -415,6 +420,12 @@ def _check(request: PlanRequest) -> None:
     given = [option for option, is_typed in typed.items() if is_typed]
     if len(given) > 1:
         raise InputError(f"{' and '.join(given)} are different questions: keep one")
+    if request.is_exact and (request.is_longest or request.is_cheapest):
+        searched = "--longest" if request.is_longest else "--cheapest"
+        raise InputError(
+            f"{searched} searches and --exact asks about one configuration: keep one; a setting "
+            "that is typed, as --set checkpoint_fraction=1, is fixed in the search"
+        )
     ways = request.configuration.keys() & {"data_parallel", "sharding"}
     if request.devices is not None and ways:
         raise InputError(f"--devices compares values of {min(ways)}: leave that out")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -67,6 +68,9 @@ def report(
     is_forced: bool,
 ) -> None:
     """Print the report of a study, or of several GPUs, or write it and print where it is."""
+    twice = [name for name, times in Counter(named or ()).items() if times > 1]
+    if twice:
+        raise InputError(f"{twice[0]} is named twice: name each study or plan once")
     studies = [name for name in named or () if not name.endswith(".json")]
     plans = [name for name in named or () if name.endswith(".json")]
     asked = AskedWork(**amounts(work, ("tokens", "dataset_samples", "epochs")))

@@ -16,6 +16,7 @@ from reports import units
 from search_spaces.config import Method
 from search_spaces.models import ModelSpec, load_model_spec
 from search_spaces.texts import TextsKind, TextsSummary
+from sweep.data.choice import refuse_other_kind
 from sweep.data.epoch import cut_exactly
 from sweep.data.lengths import (
     MICRO_BATCH_SIZE,
@@ -58,12 +59,21 @@ def prepared(request: TextsRequest, *, progress: Progress | None = None) -> Prep
     return texts
 
 
-def data(source: str, *, model: str | None, settings: Sequence[str] | None, as_json: bool) -> None:
+def data(
+    source: str,
+    *,
+    model: str | None,
+    method: str | None,
+    settings: Sequence[str] | None,
+    as_json: bool,
+) -> None:
     """Print what a dataset holds, how long its examples are, and which lengths to search."""
     how = options.settings({}, settings, only=["micro_batch_size"], also=options.DATA_SETTINGS)
     batch = how[0].get("micro_batch_size", MICRO_BATCH_SIZE)
     spec = None if model is None else load_model_spec(model)
     texts = prepared(TextsRequest(source, spec, **options.dataset(None, how[1])))
+    if method is not None:
+        refuse_other_kind(method, texts)
     limit, lengths = None if spec is None else spec.max_positions, texts.lengths()
     with working("looking at lengths") as part:
         wastes = _wastes(texts, limit, micro_batch_size=batch, tell=part("lengths"))

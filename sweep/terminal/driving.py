@@ -233,6 +233,8 @@ def _say_what_would_run(request: RunRequest, where: Where, models: Sequence[str]
         gpus.check_spelling(request.devices)
     for one in request.of_models(models):
         name, space = one.named()
+        if request.carried is not None:
+            refuse_own(request.carried, of=name)
         about = {"space": space.name, "model": space.model, "gpu": space.gpu}
         words = ", ".join(f"{key} {value}" for key, value in about.items())
         most = units.plural(space.trials, "trial")
@@ -295,13 +297,18 @@ def _driven_url(typed: str | None) -> str:
     return url
 
 
+def refuse_own(carried: str, *, of: str) -> None:
+    """Refuse to take a study's trials over from itself."""
+    if carried == of:
+        raise InputError(f"--from {carried} is the study itself: name the new one with --study")
+
+
 def carried_source(carried: str, *, of: str, url: str) -> StudySnapshot:
     """Return the study that trials are taken over from: one of the database's, or a spool's."""
     path = home_expanded(carried)
     if "/" in carried or path.suffix == ".jsonl":
         return read_spooled_study(path)
-    if carried == of:
-        raise InputError(f"--from {carried} is the study itself: name the new one with --study")
+    refuse_own(carried, of=of)
     return read_study(carried, url=url, home=runs_directory())
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Iterator
 from contextlib import closing
 
 from reports import units
+from reports.sentences import status_words
 from search_spaces.config import TrainerName
 from search_spaces.errors import EnvironmentFault, InputError, NothingFits, did_you_mean
 from search_spaces.gpus import match_product
@@ -13,6 +15,7 @@ from search_spaces.models import ModelSpec
 from search_spaces.trainers import TRAINERS
 from storage.definition import StudySnapshot
 from storage.files import checked_output, write_output
+from storage.ranking import rank_study
 from sweep import paths
 from sweep.export import formats
 from sweep.export.in_trainer import Best, InTrainer, figures, is_predicted
@@ -51,6 +54,8 @@ def export(
         lost.append(f"it needs {' and '.join(export.beside)} beside it, which -o FILE writes too.")
     if path is None and export.record:
         lost.append("`sweep verify` needs its record beside it, which -o FILE writes too.")
+    if trial is None:
+        lost += _unsure(snapshot)
     for sentence in lost:
         console.note_folded(f"{format}: {sentence}", indent=2)
     if path is None:
@@ -64,6 +69,19 @@ def export(
     for each, text in files.items():
         write_output(each, text.encode("utf-8"))
         console.say(str(each))
+
+
+def _unsure(snapshot: StudySnapshot) -> Iterator[str]:
+    """Yield in how far the winner of a study may not be the best."""
+    ranking = rank_study(snapshot)
+    if ranking.winner is None:
+        return
+    if not ranking.is_settled:
+        yield f"its winner is {status_words(ranking, study=snapshot.name)}."
+    if ranking.tied:
+        noun = "trial" if len(ranking.tied) == 1 else "trials"
+        others = ", ".join(map(str, ranking.tied))
+        yield f"its winner is statistically indistinguishable from {noun} {others}."
 
 
 def _format(format: str | None, trainer: str | None) -> str:

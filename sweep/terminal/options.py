@@ -366,9 +366,13 @@ def seconds(option: str, typed: str | None) -> float | None:
 
 def amounts(typed: Sequence[str] | None, known: Sequence[str]) -> dict[str, Any]:
     """Return the numbers of ``--work``, by key."""
-    found = {key.replace("-", "_"): _value(text) for key, text in pairs("--work", typed).items()}
-    for key, number in found.items():
+    found: dict[str, Any] = {}
+    for typed_key, text in pairs("--work", typed).items():
+        key = typed_key.replace("-", "_")
         name = key.replace("_", "-")
+        if key in found:
+            raise InputError(f"--work {name} is given twice: keep one")
+        number = found[key] = _value(text)
         if key not in known:
             names = (each.replace("_", "-") for each in known)
             raise InputError(f"--work {name}: unknown amount{did_you_mean(name, names)}")

@@ -278,6 +278,10 @@ def _facts(plan: CardPlan, shown: Forecast, bill: Bill | None) -> Iterator[Fact]
     """Yield what a person needs to decide about one GPU."""
     survey, epoch, speed = plan.survey, shown.epoch, shown.tokens_per_second
     yield "settings", _but(plan_details.settings(shown.config))
+    whole = plan.forecaster.model.part_of
+    if whole is not None:
+        beside = "its other parts, as a vision tower, are not loaded and not counted"
+        yield "model", f"the text decoder of a {whole}: {beside}"
     by = "by rank, alpha and model" if shown.config.method == "sft" else "published advice"
     yield "learning", f"rate {shown.learning_rate.brief}, {by}"
     if epoch is not None and speed:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import random
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -25,7 +26,8 @@ from search_spaces.models import ModelSpec, load_model_spec
 from search_spaces.space import Weights
 from storage.files import make_directory
 from sweep.child_environment import child_environment
-from sweep.export.record import Record
+from sweep.data.rows import on_completions
+from sweep.export.record import Record, RecordedTexts
 from sweep.finetuning.protocol import Event, TrainingJob, TrainingProgress, TrainingResult
 from sweep.finetuning.results import Comparison, compared
 from sweep.finetuning.training import fault_of, follow
@@ -189,7 +191,7 @@ def _train(
         if not directory.is_dir():
             raise InputError(
                 f"{record.label} was measured on {recorded.summary.source}, which is not prepared "
-                f"here: `sweep data {recorded.summary.source}` does that"
+                f"here: `{_preparing(recorded, spec)}` does that"
             )
     job = TrainingJob(
         config=record.config,
@@ -208,6 +210,26 @@ def _train(
     if result.steps_measured == 0:
         raise NothingFits(f"{record.label}: {result.steps} steps are too few to tell a speed")
     return Reached.model_validate(result, from_attributes=True)
+
+
+def _preparing(recorded: RecordedTexts, spec: ModelSpec) -> str:
+    """Return what to type to prepare the dataset of a study as it was read there."""
+    summary = recorded.summary
+    settings: dict[str, object] = {
+        "tokenizer": recorded.tokenizer,
+        "format": summary.format,
+        "text_column": summary.text_column,
+    }
+    if summary.completions_only != on_completions(summary.kind, None):
+        settings["completions_only"] = json.dumps(summary.completions_only)
+    typed = [
+        f"--set {shlex.quote(f'data.{key}={value}')}"
+        for key, value in settings.items()
+        if value is not None
+    ]
+    model = str(spec.path) if spec.source == "directory" else spec.name
+    words = ["sweep data", shlex.quote(recorded.source), "--model", shlex.quote(model), *typed]
+    return " ".join(words)
 
 
 def _run_export(

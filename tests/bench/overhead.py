@@ -4,8 +4,9 @@
     python -m tests.bench.overhead --study NAME [--storage URL]
 
 Without a study the driver's own processor seconds, with what the terminal shows: a study of so many
-trials is resumed on a GPU that answers at once. Of a study that ran on a GPU, the seconds from one trial's start to the next
-one's less those of its training steps: attaching, detaching, sampling, predicting, storing.
+trials is resumed on a GPU that answers at once. Of a study that ran on a GPU, the seconds from one
+trial's start to the next one's less those of its training steps: attaching, detaching, sampling,
+predicting, storing.
 """
 
 from __future__ import annotations
