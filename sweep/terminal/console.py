@@ -43,7 +43,7 @@ class ReaderGoneError(Exception):
 def prepare_streams() -> None:
     """Make both streams take whatever comes.
 
-    A terminal without Unicode shows question marks; what goes to a stream that was closed before
+    A terminal without Unicode shows question marks; what goes to a stderr that was closed before
     the start goes nowhere, and a closed stdin is an empty one. Their descriptors are taken in
     order, so that no database is ever opened as the one that others print to.
     """
@@ -90,9 +90,11 @@ def say_as_is(text: str) -> None:
 
     Raises:
         ReaderGoneError: pipe or terminal is closed. Nothing printed later will complain again.
-        EnvironmentFault: stdout is a file, and its disk is full.
+        EnvironmentFault: stdout is a file, and its disk is full, or it was closed before the start.
     """
     cancel_announced()
+    if getattr(sys.stdout, "name", None) == os.devnull:
+        raise EnvironmentFault("cannot write to stdout: it is closed")
     try:
         sys.stdout.write(text + "\n")
         sys.stdout.flush()

@@ -225,8 +225,8 @@ def test_every_error_has_its_exit_code(
     [
         ("set -o pipefail; SWEEP gpus | true", 0, ""),
         ("SWEEP gpus >/dev/full", 3, "cannot write to stdout: No space left on device\n"),
-        ("SWEEP gpus >&-", 0, ""),
-        ("SWEEP presets <&- >&- 2>&-", 0, ""),
+        ("SWEEP gpus >&-", 3, "cannot write to stdout: it is closed\n"),
+        ("SWEEP presets <&- >&- 2>&-", 3, ""),
         ("SWEEP plan a10 --from-file - <&-", 2, "stdin: no configuration in it"),
         ("PYTHONIOENCODING=ascii SWEEP status", 0, ""),
     ],
