@@ -10,10 +10,11 @@ from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict
 from functools import partial
-from typing import Any
+from typing import Any, get_args
 
 from reports import units
 from search_spaces.config import Method
+from search_spaces.errors import InputError, did_you_mean
 from search_spaces.models import ModelSpec, load_model_spec
 from search_spaces.texts import TextsKind, TextsSummary
 from sweep.data.choice import refuse_other_kind
@@ -68,6 +69,10 @@ def data(
     as_json: bool,
 ) -> None:
     """Print what a dataset holds, how long its examples are, and which lengths to search."""
+    if method is not None and method not in get_args(Method):
+        raise InputError(
+            f"--method {method}: unknown method{did_you_mean(method, get_args(Method))}"
+        )
     how = options.settings({}, settings, only=["micro_batch_size"], also=options.DATA_SETTINGS)
     batch = how[0].get("micro_batch_size", MICRO_BATCH_SIZE)
     spec = None if model is None else load_model_spec(model)

@@ -1,0 +1,72 @@
+"""Input that says nothing sensible, and was once answered as if it did."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from search_spaces.errors import InputError
+from search_spaces.models import load_model_spec
+from tests.sweep.typed import Sweep
+
+pytestmark = pytest.mark.usefixtures("home")
+TOO_LARGE = "gpu: a10\nbudget_gib: 9999\ndimensions: {micro_batch_size: [1, 2]}\n"
+
+
+@pytest.mark.parametrize(
+    ("line", "named"),
+    [
+        ("report STUDY -o out.docx", "out.docx"),
+        ("report STUDY STUDY", "STUDY"),
+        ("report STUDY --work dataset-samples=1 --work dataset_samples=7", "dataset-samples"),
+        ("report STUDY --work samples=-1", "samples"),
+        ("plan a10 --longest --exact", "--exact"),
+        ("plan a10 --cheapest --exact", "--exact"),
+        ("plan a10 --data nofile.jsonl", "nofile.jsonl"),
+        ("plan dataset.jsonl", "--data dataset.jsonl"),
+        ("plan large.yaml", "budget_gib"),
+        ("plan loop.yaml", "loop.yaml"),
+        ("run cpu-demo --study STUDY --from STUDY --dry-run", "--from STUDY"),
+        ("data dataset.jsonl --model demo --method dpo", "dpo"),
+        ("data dataset.jsonl --model demo --method sgd", "sgd"),
+    ],
+)
+def test_is_refused(
+    line: str, named: str, study: str, sweep: Sweep, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("dataset.jsonl").write_text('{"text": "one"}\n')
+    Path("large.yaml").write_text(TOO_LARGE)
+    Path("loop.yaml").symlink_to("loop.yaml")
+    code, out, err = sweep(*line.replace("STUDY", study).split())
+    assert (code, out) == (2, "")
+    assert named.replace("STUDY", study) in " ".join(err.split())
+
+
+def test_a_word_that_is_like_none_suggests_none(sweep: Sweep) -> None:
+    assert "did you mean" not in sweep("plan", "a10", "--set", "nope=3")[2]
+    assert "'compute_dtype'" in sweep("plan", "a10", "--set", "dtype=3")[2]
+
+
+def test_more_layers_than_any_model_has(tmp_path: Path) -> None:
+    config = dict(load_model_spec("tinyllama-1.1b").config)
+    (tmp_path / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 100_000}))
+    with pytest.raises(InputError, match="num_hidden_layers"):
+        load_model_spec(str(tmp_path))
+
+
+def test_a_tower_that_is_left_out_is_said(tmp_path: Path, sweep: Sweep) -> None:
+    config = dict(load_model_spec("gemma-3-1b").config)
+    whole = {"model_type": "gemma3", "text_config": config, "vision_config": {}}
+    (tmp_path / "config.json").write_text(json.dumps(whole))
+    code, out, _ = sweep("plan", "--gpu", "a10", "--model", str(tmp_path), "--exact")
+    assert code == 0
+    assert "vision tower" in " ".join(out.split())
+
+
+def test_an_export_says_that_its_winner_is_not_confirmed(study: str, sweep: Sweep) -> None:
+    code, _, err = sweep("export", study)
+    assert code == 0
+    assert "not confirmed" in " ".join(err.split())
