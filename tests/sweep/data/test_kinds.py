@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from sweep.data.rows import Broken, Example, RowsError, example_of, on_completions, recognised
+from sweep.data.files import Broken, RowsError
+from sweep.data.kinds import Example, example_of, on_completions, recognised
 
 TURNS = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}]
 SYSTEM = {"role": "system", "content": "Be kind."}

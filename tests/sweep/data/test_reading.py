@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from sweep.data import rows
-from sweep.data.rows import Broken, Place, RowsError, Source, dataset_files, is_on_hub
+from sweep.data.files import Broken, Place, RowsError, Source, dataset_files, is_on_hub
 
 LINES = b'{"text": "a"}\n{"text": "b"}\n'
 ROWS = [{"text": "a"}, {"text": "b"}]

@@ -10,17 +10,10 @@ import pytest
 from search_spaces.errors import InputError
 from search_spaces.models import load_model_spec
 from sweep.data import rows
+from sweep.data.encoding import Encoder, Tokens, encoded
+from sweep.data.files import Broken, Place, RowsError
+from sweep.data.kinds import example_of, on_completions
 from sweep.data.marking import marked
-from sweep.data.rows import (
-    Broken,
-    Encoder,
-    Place,
-    RowsError,
-    Tokens,
-    encoded,
-    example_of,
-    on_completions,
-)
 
 TURNS = [
     {"role": "system", "content": "Be brief."},
