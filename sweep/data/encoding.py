@@ -202,12 +202,14 @@ class Encoder:
             raise Broken(f"turn {min(silent) + 1}: {key} is false, which is heeded in chats alone")
         template = self._template(has_tools=example.tools is not None)
 
-        def render(turns: Sequence[Any], **options: Any) -> Any:
+        def render(
+            turns: Sequence[Any], *, tools: list[Any] | None = example.tools, **options: Any
+        ) -> Any:
             from transformers.utils.chat_template_utils import render_jinja_template
 
             texts, marked = render_jinja_template(
                 conversations=[turns],
-                tools=example.tools,
+                tools=tools,
                 chat_template=template,
                 **options,
                 **{**self._special, **example.options},
@@ -229,7 +231,7 @@ class Encoder:
                 before = render(prompt, add_generation_prompt=True)
             elif self._completions_only and prompt:
                 before = _prompt(turns, len(prompt), text, render)
-            self._unread.see_keys(turns, text, render)
+            self._unread.see_keys(turns, text, render, has_tools=example.tools is not None)
         except Broken:
             raise
         except Exception as error:
@@ -464,6 +466,8 @@ class _Unread:
         self._completions_only = completions_only
         self._rows = 0
         self._tried = 0
+        self._has_tools = False
+        self._reads_tools = False
         self._columns: dict[str, None] = {}
         self._keys: dict[str, bool] = {}
         """Of turns, and whether the template reads each."""
@@ -514,11 +518,20 @@ class _Unread:
         if len(empty) > written:
             yield "empty thoughts"
 
-    def see_keys(self, turns: Sequence[Any], text: str, render: Callable[..., Any]) -> None:
-        """See which keys of turns their template reads: what it renders without one differs."""
+    def see_keys(
+        self, turns: Sequence[Any], text: str, render: Callable[..., Any], *, has_tools: bool
+    ) -> None:
+        """See which keys of turns their template reads, and whether it does tools: what it renders
+        without them differs."""
         keys = {key for turn in turns for key in turn} - {"role", "content"}
         keys -= {key for key, is_read in self._keys.items() if is_read}
-        if not keys or self._tried >= _TRIED_MAX:
+        if self._tried >= _TRIED_MAX:
+            return
+        if has_tools and not self._reads_tools:
+            self._tried += 1
+            self._reads_tools = render(turns, tools=None) != text
+            self._has_tools = True
+        if not keys:
             return
         self._tried += 1
         for tried in (keys, *({key} for key in keys if len(keys) > 1)):
@@ -538,7 +551,10 @@ class _Unread:
     def notes(self) -> tuple[str, ...]:
         """Return what of that a person should know."""
         keys = [key for key, is_read in self._keys.items() if not is_read]
-        named = (("columns", list(self._columns)), ("keys of turns", keys))
+        columns = list(self._columns)
+        if self._has_tools and not self._reads_tools:
+            columns.append("tools (by the chat template)")
+        named = (("columns", columns), ("keys of turns", keys))
         unread = [f"{what} not read: {_listed(names)}" for what, names in named if names]
         found = ["; ".join(unread)] if unread else []
         of_all = {

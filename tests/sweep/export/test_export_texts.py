@@ -72,7 +72,9 @@ def test_the_script_trains_on_the_micro_batches_of_our_own_training(
     odd = [{"prompt": "p" * 300, "completion": "cut off"}, {"text": "a"}, a_row(kind, 4)]
     plain = [a_row(kind, index) for index in range(40)]
     source.write_text("".join(f"{json.dumps(row)}\n" for row in (*plain, *odd, *plain)))
-    question = Question(str(source), {"format": kind}, only, place, place, "", str(tmp_path / "p"), "x")
+    question = Question(
+        str(source), {"format": kind}, only, place, place, "", str(tmp_path / "p"), "x"
+    )
     directory = prepare(question, on_progress=lambda *_: None)
     count = len(open_prepared(directory).lengths())
     read = script.read(str(source), AutoTokenizer.from_pretrained(place))
