@@ -212,7 +212,7 @@ def _script(record: Record) -> Export:
         needs=("" if config.kernels == "hf" else ", liger-kernel") + (", trl" if texts else ""),
         training=trainers.spelled(record, "script"),
     )
-    needed = {_ROWS: _rows_alone()}
+    needed = {_ROWS: joined_rows()}
     needed |= {name: _alone(name, package) for name, package in copied.items()}
     return Export(text, lost, needed, _beside(record, lost))
 
@@ -225,31 +225,31 @@ def _alone(name: str, package: str) -> str:
     return f"# {WRITTEN_BY}, for the scripts beside it.\n{text}"
 
 
-def _rows_alone() -> str:
+def joined_rows() -> str:
     """Return what reads datasets as one file: its modules behind one another, their imports
     first."""
-    imports = set[str]()
+    modules = set[str]()
+    names: dict[str, set[str]] = {}
     bodies: list[str] = []
     for name in _OF_ROWS:
         text = (files("sweep.data") / f"{name}.py").read_text(encoding="utf-8")
-        lines = text.splitlines()
-        module = ast.parse(text)
-        for node in reversed(module.body):
-            is_import = isinstance(node, ast.Import | ast.ImportFrom)
-            if not is_import and node is not module.body[0]:
-                continue
-            assert node.end_lineno is not None
-            own = lines[node.lineno - 1 : node.end_lineno]
-            del lines[node.lineno - 1 : node.end_lineno]
-            if is_import and "sweep.data" not in own[0] and "__future__" not in own[0]:
-                imports.add("\n".join(own))
-        bodies.append("\n".join(lines).strip("\n"))
-    title = (
-        '"""The rows of a dataset: read, recognised, tokenized, held out, packed and collated."""'
-    )
-    head = [title, "", "from __future__ import annotations", "", *sorted(imports)]
-    joined = "\n\n\n".join(["\n".join(head), *bodies])
-    return f"# {WRITTEN_BY}, for the scripts beside it.\n{joined}\n"
+        docstring, *nodes = ast.parse(text).body
+        end = docstring.end_lineno
+        for node in nodes:
+            if isinstance(node, ast.Import):
+                modules.add(ast.unparse(node))
+            elif isinstance(node, ast.ImportFrom):
+                names.setdefault(str(node.module), set()).update(each.name for each in node.names)
+            else:
+                break
+            end = node.end_lineno
+        bodies.append("\n".join(text.splitlines()[end:]).strip())
+    future = f"from __future__ import {', '.join(names.pop('__future__'))}"
+    of_others = (module for module in sorted(names) if not module.startswith("sweep."))
+    imported = [f"from {module} import {', '.join(sorted(names[module]))}" for module in of_others]
+    head = "\n".join([*sorted(modules), *imported])
+    title = f'# {WRITTEN_BY}, for the scripts beside it.\n"""How rows of a dataset are read."""'
+    return "\n\n\n".join([f"{title}\n\n{future}\n\n{head}", *bodies]) + "\n"
 
 
 def _beside(record: Record, lost: tuple[str, ...]) -> str:

@@ -120,12 +120,12 @@ class RecordedTexts(_Part):
     """What one pass over it is to the configuration, and what is cut of it."""
 
     def column(self, field: str) -> str | None:
-        """Return the column of a field of the examples' kind; None of an optional one that is not
-        there. Of a study that recorded no columns it has the field's name."""
+        """Return the column of a field of the examples' kind, which has its name where nothing else
+        is recorded; None where there is no such column."""
         summary = self.summary
         if field == "text":
             return summary.text_column or field
-        return summary.columns_read.get(field, None if summary.columns_read else field)
+        return summary.columns_read.get(field, field if field in summary.columns else None)
 
 
 class PredictedSpeed(_Part):

@@ -44,11 +44,14 @@ def script_of(
 @pytest.mark.parametrize("texts", [None, some_texts("text")])
 def test_what_makes_rows_of_a_dataset_is_beside_the_script(texts: Any) -> None:
     found = exported(a_study(texts=texts), format="script")
-    own = Path(rows.__file__).read_text(encoding="utf-8")
-    assert found.beside["rows.py"].partition("\n")[2] == own
-    imports = [node for node in ast.walk(ast.parse(own)) if isinstance(node, ast.ImportFrom)]
+    module = ast.parse(found.beside["rows.py"])
+    imports = [node for node in ast.walk(module) if isinstance(node, ast.ImportFrom)]
     ours = ("search_spaces", "storage", "sweep", "reports")
     assert not any(str(node.module).startswith(ours) for node in imports)
+    defined = [node.name for node in module.body if hasattr(node, "name")]
+    targets = [t for node in module.body if isinstance(node, ast.Assign) for t in node.targets]
+    defined += [target.id for target in targets if isinstance(target, ast.Name)]
+    assert len({*defined}) == len(defined), "modules that are joined share no name"
 
 
 @pytest.mark.parametrize(
@@ -199,12 +202,14 @@ def test_what_a_trainer_does_not_read_is_said(
     assert any(told in each for each in of_files) if told else of_files == []
 
 
-@pytest.mark.parametrize("columns", [(), ("instruction", "output", "system", "history")])
+@pytest.mark.parametrize(
+    "columns", [("instruction", "input", "output"), ("instruction", "output", "system", "history")]
+)
 def test_llama_factory_is_told_of_alpacas_further_columns(columns: tuple[str, ...]) -> None:
     texts = some_texts("instruction").model_copy(update={"columns": columns})
     found = dataset_info(export(a_study(texts=texts), format="llama-factory"))["texts"]["columns"]
-    assert found.get("system") == ("system" if columns else None)
-    assert ("query" in found) == (not columns)
+    assert found.get("system") == ("system" if "system" in columns else None)
+    assert ("query" in found) == ("input" in columns)
 
 
 # datasets 4.7 leaves CSV files open.
