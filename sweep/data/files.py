@@ -439,7 +439,8 @@ def _spread_rows(
                 break
             if fault is not None:
                 error, place = fault, f"line {number + fault.lineno - 1}, column {fault.colno}"
-    return [(number, Broken(f"not JSON: {error.msg} at {place}"))]
+    fault_words = error.msg.removesuffix(" at")
+    return [(number, Broken(f"not JSON: {fault_words} at {place}"))]
 
 
 def _objects_in(

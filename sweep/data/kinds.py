@@ -78,12 +78,14 @@ class Layout:
     kind: str
     columns: Mapping[str, str]
     """Of each field that rows may have, by its name in `KINDS`."""
+    are_named: bool = False
+    """Whether a person named them."""
 
     @property
     def notes(self) -> tuple[str, ...]:
         """Which columns are read as something that they are not called."""
         renamed = [f"{column} as {name}" for name, column in self.columns.items() if name != column]
-        if self.kind == "text" or not renamed:
+        if self.are_named or not renamed:
             return ()
         return (f"read as {self.kind}: {', '.join(renamed)}",)
 
@@ -227,7 +229,7 @@ def _of_named_columns(name: str, samples: Mapping[str, Any], asked: Asked) -> La
     for column in given.values():
         if column not in samples:
             raise RowsError(_no_column(name, column, samples))
-    return Layout(kind, {**_layout(kind, samples).columns, **given})
+    return Layout(kind, {**_layout(kind, samples).columns, **given}, are_named=True)
 
 
 def _layout(kind: str, samples: Mapping[str, Any]) -> Layout:

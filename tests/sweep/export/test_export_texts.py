@@ -212,6 +212,61 @@ def test_llama_factory_is_told_of_alpacas_further_columns(columns: tuple[str, ..
     assert ("query" in found) == ("input" in columns)
 
 
+READ = {
+    "prompt-completion": {"prompt": "question", "completion": "answer"},
+    "instruction": {"instruction": "instruction", "output": "response", "input": "context"},
+    "messages": {"messages": "conversation"},
+    "preference": {"prompt": "question", "chosen": "chosen", "rejected": "rejected"},
+}
+
+
+@pytest.mark.parametrize("kind", READ)
+def test_a_trainer_is_told_of_columns_or_how_to_rename_them(kind: Any) -> None:
+    read = READ[kind]
+    changes = {"columns": tuple(read.values()), "columns_read": read}
+    study = a_study(texts=some_texts(kind).model_copy(update=changes))
+    info = dataset_info(export(study, format="llama-factory"))["texts"]["columns"]
+    assert set(info.values()) == set(read.values())
+    assert not any("Rename" in lost for lost in exported(study, format="llama-factory").lost)
+    (axolotl,) = yaml.safe_load(export(study, format="axolotl"))["datasets"]
+    if kind == "prompt-completion":
+        told = (axolotl["type"]["field_instruction"], axolotl["type"]["field_output"])
+        assert told == ("question", "answer")
+    elif kind == "messages":
+        assert axolotl["field_messages"] == "conversation"
+    else:
+        assert any("Rename" in lost for lost in exported(study, format="axolotl").lost)
+    renamed = [f"{column} to {name}" for name, column in read.items() if name != column]
+    if kind != "instruction":
+        sentence = f"Rename {', '.join(renamed)}."
+        assert any(sentence in lost for lost in exported(study, format="trl").lost)
+
+
+def test_turns_of_inputs_and_outputs_are_told_to_be_ours_alone() -> None:
+    changes = {"columns": ("conversation",), "columns_read": {"messages": "conversation"}}
+    study = a_study(texts=some_texts("prompt-completion").model_copy(update=changes))
+    for format in ("trl", "axolotl", "llama-factory"):
+        assert any(
+            "Turns of input and output" in lost for lost in exported(study, format=format).lost
+        )
+
+
+def test_a_script_reads_the_columns_that_were_named(model: ModelSpec, tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    named = {"prompt_column": "frage", "completion_column": "antwort"}
+    texts = some_texts("prompt-completion", completions_only=True).model_copy(update=named)
+    script = export(a_study(tiny_config(), model=model, texts=texts), format="script")
+    module = imported(script, tmp_path / "exported_named.py")
+    rows = [{"frage": "Wo? ", "antwort": "Da.", "text": "x"}] * 3
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    tokenizer = AutoTokenizer.from_pretrained(str(model.path))
+    found = module.read(str(path), tokenizer)
+    assert len(found) == 3
+    assert "Wo? Da." in tokenizer.decode(found[0]["input_ids"])
+
+
 # datasets 4.7 leaves CSV files open.
 @pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")
 def test_trl_reads_files_as_the_study_did(tmp_path: Path) -> None:
