@@ -95,6 +95,8 @@ class TextsSummary(BaseModel):
     """Those that can be trained on."""
     broken: Count
     """Rows that cannot, beside them."""
+    silenced: Count = 0
+    """Rows with turns of the assistant's that say that they carry no loss."""
     tokens: Count
     loss_tokens: Count
     longest: Count

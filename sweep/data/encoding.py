@@ -129,6 +129,11 @@ class Encoder:
         self._unread = _Unread(layout, completions_only=completions_only)
 
     @property
+    def silenced(self) -> int:
+        """Rows so far with turns of the assistant's that are said to carry no loss."""
+        return self._unread.silenced
+
+    @property
     def notes(self) -> tuple[str, ...]:
         """What a person should know of the rows so far: what they say and nothing reads."""
         return self._unread.notes()
@@ -451,7 +456,7 @@ _THOUGHTS = ("reasoning_content", "reasoning", "thinking")
 """Keys of turns in which datasets keep thoughts."""
 _THINKING = re.compile(r"<think>(.*?)</think>", re.S)
 _EMPTY_THOUGHTS = re.compile(
-    r"[<\[]([\w:|]*(?:think|thought|reason)\w*)[>\]]\s*[<\[]/\1[>\]]", re.IGNORECASE
+    r"[<\[]([\w:|]{0,20}(?:think|thought|reason)\w{0,20})[>\]]\s*[<\[]/\1[>\]]", re.IGNORECASE
 )
 _TRIED_MAX = 200
 """Rows that are rendered without some keys of their turns, to see whether these are read."""
@@ -502,6 +507,8 @@ class _Unread:
         contents = [str(turn.get("content") or "") for turn in turns]
         for turn, content in zip(turns, contents, strict=True):
             if turn["role"] == "assistant":
+                if _is_silent(turn):
+                    yield "silent"
                 unread = [key for key in _THOUGHTS if self._keys.get(key) is False and key in turn]
                 thoughts = [str(turn[key]) for key in _THOUGHTS if isinstance(turn.get(key), str)]
                 thoughts += _THINKING.findall(content)
@@ -511,11 +518,11 @@ class _Unread:
             for key in LOSS_KEYS:
                 if key in turn and bool(turn[key]) == self._completions_only:
                     self._keys[f"{key} (of {turn['role']})"] = False
-        written = sum(len(_EMPTY_THOUGHTS.findall(content)) for content in contents)
         empty = [
-            match for match in _EMPTY_THOUGHTS.finditer(text) if rendered.carries(match.end() - 1)
+            each for each in _EMPTY_THOUGHTS.finditer(text) if rendered.carries(each.end() - 1)
         ]
-        if len(empty) > written:
+        # What was written so is no template's.
+        if empty and len(empty) > len(_EMPTY_THOUGHTS.findall("\n".join(contents))):
             yield "empty thoughts"
 
     def see_keys(
@@ -547,6 +554,11 @@ class _Unread:
                 self._keys[next(iter(tried))] = True
             if tried == keys and not is_read:
                 return
+
+    @property
+    def silenced(self) -> int:
+        """Rows with turns of the assistant's that are said to carry no loss."""
+        return self._counts["silent"]
 
     def notes(self) -> tuple[str, ...]:
         """Return what of that a person should know."""

@@ -87,7 +87,8 @@ class Layout:
         renamed = [f"{column} as {name}" for name, column in self.columns.items() if name != column]
         if self.are_named or not renamed:
             return ()
-        return (f"read as {self.kind}: {', '.join(renamed)}",)
+        joined = ", joined as they are" if {"prompt", "completion"} <= self.columns.keys() else ""
+        return (f"read as {self.kind}: {', '.join(renamed)}{joined}",)
 
 
 def on_completions(kind: str, asked: bool | None = None) -> bool:

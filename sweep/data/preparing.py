@@ -176,6 +176,7 @@ def _write(
         completions_only=only,
         rows=len(differences or lengths),
         broken=broken_count,
+        silenced=encoder.silenced,
         tokens=int(counts.sum(dtype=np.int64)),
         loss_tokens=sum(loss_lengths),
         longest=int(counts.max()),

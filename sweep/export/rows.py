@@ -129,6 +129,7 @@ def lost_rows(record: Record, trainer: Trainer) -> tuple[str, ...]:
         "unmarked": trainer == "trl" and kind == "messages" and texts.summary.marked_template,
         "broken": texts.summary.broken,
         "held_out": texts.eval_fraction,
+        "silenced": texts.summary.silenced,
         "inputs": kind == "prompt-completion" and "messages" in texts.summary.columns_read,
         "renamed": kind in _BY_NAME[trainer] and _renamed(texts.summary),
     }
@@ -142,5 +143,6 @@ def lost_rows(record: Record, trainer: Trainer) -> tuple[str, ...]:
         "template": TEMPLATE_FILE,
         "broken": texts.summary.broken,
         "renamed": _renamed(texts.summary),
+        "silenced": texts.summary.silenced,
     }
     return (*filter(None, [of_kind]), *(sentence.format(**values) for sentence in sentences))

@@ -251,6 +251,14 @@ def test_turns_of_inputs_and_outputs_are_told_to_be_ours_alone() -> None:
         )
 
 
+@pytest.mark.parametrize("format", ["trl", "axolotl", "llama-factory", "unsloth"])
+def test_turns_that_carry_no_loss_are_told_where_they_are_not_heeded(format: str) -> None:
+    for count in (0, 7):
+        texts = some_texts("messages").model_copy(update={"silenced": count})
+        lost = exported(a_study(texts=texts), format=format).lost
+        assert any("7 examples have such turns" in each for each in lost) == bool(count)
+
+
 def test_a_script_reads_the_columns_that_were_named(model: ModelSpec, tmp_path: Path) -> None:
     from transformers import AutoTokenizer
 
