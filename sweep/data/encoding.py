@@ -458,8 +458,8 @@ _THINKING = re.compile(r"<think>(.*?)</think>", re.S)
 _EMPTY_THOUGHTS = re.compile(
     r"[<\[]([\w:|]{0,20}(?:think|thought|reason)\w{0,20})[>\]]\s*[<\[]/\1[>\]]", re.IGNORECASE
 )
-_TRIED_MAX = 200
-"""Rows that are rendered without some keys of their turns, to see whether these are read."""
+_TRIED_MAX = 100
+"""Rows that are rendered without a key of their turns, to see whether it is read."""
 _NAMES_SHOWN = 12
 
 
@@ -470,8 +470,8 @@ class _Unread:
         self._layout = layout
         self._completions_only = completions_only
         self._rows = 0
-        self._tried = 0
-        self._has_tools = False
+        self._tries: Counter[str] = Counter()
+        self._tools_tried = 0
         self._reads_tools = False
         self._columns: dict[str, None] = {}
         self._keys: dict[str, bool] = {}
@@ -499,30 +499,32 @@ class _Unread:
                 if self._layout.kind != "text" and turns_in(example.completion):
                     found.add("JSON")
             else:
-                found |= set(self._of_chat([*example.prompt, *example.completion], text))
+                found |= set(self._of_chat(example.prompt, example.completion, text))
         self._counts.update(found)
 
-    def _of_chat(self, turns: Sequence[Any], rendered: Rendered) -> Iterator[str]:
+    def _of_chat(self, prompt: Any, completion: Any, rendered: Rendered) -> Iterator[str]:
         text = rendered.text
-        contents = [str(turn.get("content") or "") for turn in turns]
-        for turn, content in zip(turns, contents, strict=True):
-            if turn["role"] == "assistant":
-                if _is_silent(turn):
-                    yield "silent"
-                unread = [key for key in _THOUGHTS if self._keys.get(key) is False and key in turn]
-                thoughts = [str(turn[key]) for key in _THOUGHTS if isinstance(turn.get(key), str)]
-                thoughts += _THINKING.findall(content)
-                if unread or any(thought.strip()[-32:] not in text for thought in thoughts):
-                    yield "thoughts"
-                continue
+        for turn in [*prompt, *completion]:
             for key in LOSS_KEYS:
-                if key in turn and bool(turn[key]) == self._completions_only:
+                is_other = turn["role"] != "assistant" and key in turn
+                if is_other and bool(turn[key]) == self._completions_only:
                     self._keys[f"{key} (of {turn['role']})"] = False
+        for turn in completion:
+            if _is_silent(turn):
+                yield "silent"
+            elif turn["role"] == "assistant":
+                unread = [key for key in _THOUGHTS if self._keys.get(key) is False and key in turn]
+                thoughts = [turn[key] for key in _THOUGHTS if isinstance(turn.get(key), str)]
+                thoughts += _THINKING.findall(str(turn.get("content")))
+                places = [text.rfind(thought.strip()[-32:]) for thought in thoughts]
+                if unread or any(place < 0 or not rendered.carries(place) for place in places):
+                    yield "thoughts"
         empty = [
             each for each in _EMPTY_THOUGHTS.finditer(text) if rendered.carries(each.end() - 1)
         ]
+        written = "\n".join(str(turn.get("content")) for turn in [*prompt, *completion])
         # What was written so is no template's.
-        if empty and len(empty) > len(_EMPTY_THOUGHTS.findall("\n".join(contents))):
+        if empty and len(empty) > len(_EMPTY_THOUGHTS.findall(written)):
             yield "empty thoughts"
 
     def see_keys(
@@ -530,30 +532,24 @@ class _Unread:
     ) -> None:
         """See which keys of turns their template reads, and whether it does tools: what it renders
         without them differs."""
-        keys = {key for turn in turns for key in turn} - {"role", "content"}
-        keys -= {key for key, is_read in self._keys.items() if is_read}
-        if self._tried >= _TRIED_MAX:
-            return
-        if has_tools and not self._reads_tools:
-            self._tried += 1
-            self._reads_tools = render(turns, tools=None) != text
-            self._has_tools = True
-        if not keys:
-            return
-        self._tried += 1
-        for tried in (keys, *({key} for key in keys if len(keys) > 1)):
-            others = [{key: turn[key] for key in turn if key not in tried} for turn in turns]
+
+        def is_read(turns: Sequence[Any], **options: Any) -> bool:
             try:
-                is_read = render(others) != text
-            except Exception:  # noqa: BLE001 - somebody's code, which missed the key
-                is_read = True
-            if not is_read:
-                for key in tried:
-                    self._keys.setdefault(key, False)
-            elif len(tried) == 1:
-                self._keys[next(iter(tried))] = True
-            if tried == keys and not is_read:
-                return
+                return bool(render(turns, **options) != text)
+            except Exception:  # noqa: BLE001 - somebody's code, which misses what is left out
+                return True
+
+        if has_tools and not self._reads_tools and self._tools_tried < _TRIED_MAX:
+            self._tools_tried += 1
+            self._reads_tools = is_read(turns, tools=None)
+        keys = {key for turn in turns for key in turn} - {"role", "content"}
+        keys = {key for key in keys if not self._keys.get(key) and self._tries[key] < _TRIED_MAX}
+        self._tries.update(keys)
+        if not keys or not is_read(_without(turns, keys)):
+            self._keys |= dict.fromkeys(keys, False)
+            return
+        for key in keys:
+            self._keys[key] = is_read(_without(turns, {key}))
 
     @property
     def silenced(self) -> int:
@@ -564,7 +560,7 @@ class _Unread:
         """Return what of that a person should know."""
         keys = [key for key, is_read in self._keys.items() if not is_read]
         columns = list(self._columns)
-        if self._has_tools and not self._reads_tools:
+        if self._tools_tried and not self._reads_tools:
             columns.append("tools (by the chat template)")
         named = (("columns", columns), ("keys of turns", keys))
         unread = [f"{what} not read: {_listed(names)}" for what, names in named if names]
@@ -572,8 +568,10 @@ class _Unread:
         of_all = {
             key: f"{count:,} of {self._rows:,} examples" for key, count in self._counts.items()
         }
-        if "thoughts" in of_all:
-            found.append(f"the chat template leaves thoughts out, in {of_all['thoughts']}")
+        if thoughts := of_all.get("thoughts"):
+            found.append(
+                f"the chat template leaves thoughts out of what is supervised, in {thoughts}"
+            )
         if "empty thoughts" in of_all:
             found.append(
                 "the chat template adds an empty <think></think>, or its like, that is supervised, "
@@ -585,6 +583,10 @@ class _Unread:
                 f"{of_all['JSON']}: write them as lists"
             )
         return tuple(found)
+
+
+def _without(turns: Sequence[Mapping[str, Any]], keys: set[str]) -> list[dict[str, Any]]:
+    return [{key: turn[key] for key in turn if key not in keys} for turn in turns]
 
 
 def _listed(names: Sequence[str]) -> str:

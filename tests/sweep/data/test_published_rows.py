@@ -164,14 +164,14 @@ def test_thoughts_that_the_template_leaves_out_are_told(tokenizer: Any, tmp_path
     name = "reasoning_content.jsonl"
     found, notes = ours(CASES / name, tokenizer)
     assert "keys of turns not read: reasoning_content" in notes
-    assert "leaves thoughts out, in 6 of 6" in notes
+    assert "leaves thoughts out of what is supervised, in 6 of 6" in notes
     assert found == theirs(tokenizer, rows_of(name), tmp_path)
     tokenizer.chat_template = template_named("qwen3")
     assert ours(CASES / name, tokenizer)[1] == ""
     for only in (None, True):
         notes = ours(CASES / "reasoning_text.jsonl", tokenizer, only=only)[1]
         assert "keys of turns not read: reasoning;" in notes
-        assert "leaves thoughts out, in 6 of 6" in notes
+        assert "leaves thoughts out of what is supervised, in 6 of 6" in notes
         assert "adds an empty <think></think>" in notes
     # Thoughts in the text, of which the template leaves the earlier ones out.
     thought = "<think>\nhm, so be it\n</think>\n\nno"
@@ -179,7 +179,10 @@ def test_thoughts_that_the_template_leaves_out_are_told(tokenizer: Any, tmp_path
     assert ours(path, tokenizer)[1] == ""
     again = thought.replace("hm", "well")
     path = written(tmp_path, [{"messages": turns("?", thought, "?", again)}] * 2)
-    assert ours(path, tokenizer)[1] == "the chat template leaves thoughts out, in 2 of 2 examples"
+    assert (
+        ours(path, tokenizer)[1]
+        == "the chat template leaves thoughts out of what is supervised, in 2 of 2 examples"
+    )
 
 
 @pytest.mark.parametrize("kind", ["parquet", "saved", "JSON in Parquet"])
