@@ -37,6 +37,10 @@ class TextsChoice(Strict):
     """A file, a directory of files, or a hub id."""
     text_column: Annotated[str, Field(min_length=1)] | None = None
     """The column with the text; None recognises the kind of the examples."""
+    prompt_column: Annotated[str, Field(min_length=1)] | None = None
+    """The column with what is asked; None recognises it."""
+    completion_column: Annotated[str, Field(min_length=1)] | None = None
+    """The column with what is answered; named together with the prompt's."""
     format: TextsFormat = "auto"
     """What an example is; auto recognises it."""
     completions_only: bool | None = None
@@ -72,6 +76,10 @@ class TextsSummary(BaseModel):
     format: TextsFormat
     """As it was asked for."""
     text_column: str | None = None
+    prompt_column: str | None = None
+    completion_column: str | None = None
+    columns_read: dict[str, str] = Field(default_factory=dict)
+    """The column of each field that an example of the kind may have."""
     columns: tuple[str, ...] = ()
     """Of the source, in its order."""
     fingerprint: str
@@ -87,6 +95,8 @@ class TextsSummary(BaseModel):
     """Those that can be trained on."""
     broken: Count
     """Rows that cannot, beside them."""
+    silenced: Count = 0
+    """Rows with turns of the assistant's that say that they carry no loss."""
     tokens: Count
     loss_tokens: Count
     longest: Count

@@ -29,7 +29,7 @@ from search_spaces.trainer_spaces import for_trainer
 from search_spaces.trainers import trainer_named
 from storage.definition import NAME_MAX, check_name, is_file_name
 from sweep.data.choice import refuse_planned_alone, typed_texts
-from sweep.data.rows import is_on_hub
+from sweep.data.files import is_on_hub
 from sweep.data.texts import TextsRequest, look_at
 from sweep.paths import RESERVED, runs_directory
 

@@ -27,7 +27,7 @@ from sweep.data.texts import PreparedTexts, TextsRequest, open_prepared, texts_d
 ReadTexts = Callable[[TextsRequest], PreparedTexts]
 """Reads and tokenizes texts, or finds what did so before."""
 
-_OF_THE_FILE = ("text_column", "format")
+_OF_THE_FILE = ("text_column", "prompt_column", "completion_column", "format")
 """What is said of one file's rows and of no other's."""
 
 
@@ -144,10 +144,14 @@ def refuse_other_kind(method: str, texts: PreparedTexts) -> None:
     refuse_planned_alone(method)
     are_pairs, source = texts.summary.are_pairs, texts.summary.source
     if are_pairs and method != "dpo":
+        alone = "--set data.text_column=chosen"
+        if prompt := texts.summary.columns_read.get("prompt"):
+            # Of an answer alone nothing is learned.
+            alone = f"--set data.prompt_column={prompt} --set data.completion_column=chosen"
         raise InputError(
             f"{source}: its rows are pairs of a chosen and a rejected completion, which method "
-            "dpo trains on: `sweep run --method dpo`, then `sweep train` of that study; or name a "
-            "column of texts with --set data.text_column=chosen"
+            "dpo trains on: `sweep run --method dpo`, then `sweep train` of that study; or take "
+            f"the chosen ones alone with {alone}"
         )
     if method == "dpo" and not are_pairs:
         read = f"{source}: its rows are read as {texts.summary.kind}, and method dpo needs pairs"

@@ -25,25 +25,15 @@ from transformers import AutoTokenizer
 
 from search_spaces.errors import InputError, words_of
 from search_spaces.redaction import redact
-from search_spaces.texts import LengthQuantiles, TextsFormat, TextsKind, TextsSummary
+from search_spaces.texts import LengthQuantiles, TextsKind, TextsSummary
 from storage import files
 from sweep.data import texts
+from sweep.data.encoding import Encoder, Tokens, encoded
 from sweep.data.epoch import DIFFERENCES
+from sweep.data.files import Broken, Place, Read, Source
+from sweep.data.kinds import Asked, all_broken, first_rows, on_completions
 from sweep.data.marking import marked
-from sweep.data.rows import (
-    INPUT,
-    MASK,
-    Broken,
-    Encoder,
-    Place,
-    Read,
-    Source,
-    Tokens,
-    all_broken,
-    encoded,
-    first_rows,
-    on_completions,
-)
+from sweep.data.rows import INPUT, MASK
 from sweep.data.texts import BROKEN_KEPT, BrokenRow, Progress, Question, is_whole, translated
 
 _ROWS_AT_ONCE = 1000
@@ -120,13 +110,11 @@ def _write(
     there; return its fingerprint."""
     on_progress(source.unit, source.done, source.total)
     with translated(asked.source):
-        first, columns, kind = first_rows(
-            source, asked.source, format=asked.format, text_column=asked.text_column
-        )
-        only = on_completions(kind, asked.completions_only)
+        first, columns, layout = first_rows(source, asked.source, Asked(**asked.asked))
+        only = on_completions(layout.kind, asked.completions_only)
         tokenizer = load_tokenizer(Path(asked.tokenizer_directory), name=asked.tokenizer)
         tokenizer.name_or_path = asked.tokenizer
-        encoder = Encoder(tokenizer, kind, completions_only=only, text_column=asked.text_column)
+        encoder = Encoder(tokenizer, layout, completions_only=only)
     lengths: list[int] = []
     loss_lengths: list[int] = []
     differences: list[int] = []
@@ -177,11 +165,10 @@ def _write(
     shares = {"p50": 0.50, "p90": 0.90, "p95": 0.95, "p99": 0.99, "max": 1.0}
     summary = TextsSummary(
         source=asked.source,
-        kind=cast(TextsKind, kind),
-        format=cast(TextsFormat, asked.format),
-        text_column=asked.text_column,
-        # A name may hold bytes that are no UTF-8, and half a character.
-        columns=tuple(name.encode(errors="replace").decode() for name in columns),
+        kind=cast(TextsKind, layout.kind),
+        **asked.asked,
+        columns_read={name: _text_of(column) for name, column in layout.columns.items()},
+        columns=tuple(map(_text_of, columns)),
         fingerprint=fingerprint,
         tokenizer=asked.tokenizer,
         tokenizer_size=len(tokenizer),
@@ -189,6 +176,7 @@ def _write(
         completions_only=only,
         rows=len(differences or lengths),
         broken=broken_count,
+        silenced=encoder.silenced,
         tokens=int(counts.sum(dtype=np.int64)),
         loss_tokens=sum(loss_lengths),
         longest=int(counts.max()),
@@ -198,12 +186,17 @@ def _write(
                 for name, share in shares.items()
             }
         ),
-        notes=source.notes,
+        notes=tuple(map(_text_of, (*source.notes, *layout.notes, *encoder.notes))),
         marked_template=None if unmarked is None else marked(unmarked),
     )
     text = summary.model_dump_json(indent=1)
     (directory / texts.SUMMARY).write_text(text, encoding="utf-8")
     return fingerprint
+
+
+def _text_of(name: str) -> str:
+    """Return a name, which may hold bytes that are no UTF-8 and half a character, as text."""
+    return name.encode(errors="replace").decode()
 
 
 def _translated(found: Iterable[Read], name: str) -> Iterator[Read]:

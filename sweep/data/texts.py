@@ -13,9 +13,10 @@ import json
 import re
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,8 +28,8 @@ from search_spaces.models import ModelSpec
 from search_spaces.redaction import redact
 from search_spaces.texts import TextsChoice, TextsSummary
 from sweep.child_environment import child_environment
-from sweep.data import rows
-from sweep.data.rows import RowsError, Source, dataset_files, first_rows, is_on_hub, is_saved
+from sweep.data.files import RowsError, Source, dataset_files, is_on_hub, is_saved
+from sweep.data.kinds import Asked, first_rows, on_completions
 from sweep.data.tokenizers import find_tokenizer
 from sweep.paths import runs_directory
 from sweep.subprocess_jobs import run_subprocess
@@ -40,7 +41,8 @@ BROKEN_KEPT = 10_000
 _COMMAND = (sys.executable, "-P", "-m", "sweep.data")
 """Followed by this process's number."""
 _ENCODING = ("transformers", "tokenizers", "trl", "jinja2")
-"""Packages by which a row becomes the tokens that it does, beside `rows`."""
+_READERS = ("files.py", "kinds.py", "encoding.py")
+"""Packages and our modules by which a row becomes the tokens that it does."""
 _BROKEN_SHOWN = 3
 
 Progress = Callable[[str, int, int], None]
@@ -57,6 +59,8 @@ class TextsRequest:
     """Whose tokenizer is used unless another is named, and whose embeddings the tokens must have
     rows in; None where only a tokenizer is named."""
     text_column: str | None = None
+    prompt_column: str | None = None
+    completion_column: str | None = None
     format: str = "auto"
     completions_only: bool | None = None
     """None for what TRL has for rows of the kind."""
@@ -66,8 +70,13 @@ class TextsRequest:
     @classmethod
     def of(cls, choice: TextsChoice, model: ModelSpec | None) -> TextsRequest:
         """Return the request for the dataset that a space or a command names."""
-        how = choice.model_dump(include={"text_column", "format", "completions_only", "tokenizer"})
-        return cls(choice.texts, model, **how)
+        told = {field.name for field in fields(cls)} - {"source", "model"}
+        return cls(choice.texts, model, **choice.model_dump(include=told))
+
+    @property
+    def asked(self) -> Asked:
+        """How its rows are to be read."""
+        return Asked(self.format, self.text_column, self.prompt_column, self.completion_column)
 
 
 @dataclass(frozen=True)
@@ -75,8 +84,8 @@ class Question:
     """What the child is to prepare, in plain values."""
 
     source: str
-    format: str
-    text_column: str | None
+    asked: dict[str, Any]
+    """How its rows are to be read, of `Asked`."""
     completions_only: bool | None
     tokenizer: str
     """As it was named."""
@@ -96,14 +105,15 @@ class Question:
             content: digest of the dataset's content.
             tokens: digest of all its tokens.
         """
-        options = [self.format, self.text_column, self.completions_only]
+        options = [self.asked, self.completions_only]
         told = [content, options, self.tokenizer_digest, tokens]
         return hashlib.sha256(json.dumps(told).encode()).hexdigest()[:16]
 
     def note(self, content: str) -> Path:
         """Return the file that names the directory with what these versions make of it."""
-        code = hashlib.sha256(Path(rows.__file__).read_bytes()).hexdigest()
-        makers = json.dumps([code, *map(version, _ENCODING)])
+        code = b"".join(Path(__file__).with_name(name).read_bytes() for name in _READERS)
+        digest = hashlib.sha256(code).hexdigest()
+        makers = json.dumps([digest, *map(version, _ENCODING)])
         return Path(self.home) / f"{self.fingerprint(content, makers)}.name"
 
 
@@ -227,12 +237,12 @@ def look_at(request: TextsRequest) -> None:
 
     Takes milliseconds; whoever prepares it imports for seconds first.
     """
-    name, format = request.source, request.format
+    name = request.source
     if len(text_files(name)) > 1 or is_saved(name):
         return
     with translated(name):
-        _, _, kind = first_rows(Source(name), name, format=format, text_column=request.text_column)
-        rows.on_completions(kind, request.completions_only)
+        _, _, layout = first_rows(Source(name), name, request.asked)
+        on_completions(layout.kind, request.completions_only)
 
 
 def texts_directory() -> Path:
@@ -265,8 +275,7 @@ def prepare_texts(request: TextsRequest, *, on_progress: Progress | None = None)
             content = content_of(source, on_progress=tell)
     question = Question(
         source=source,
-        format=request.format,
-        text_column=request.text_column,
+        asked=asdict(request.asked),
         completions_only=request.completions_only,
         tokenizer=tokenizer.name,
         tokenizer_directory=str(tokenizer.directory),

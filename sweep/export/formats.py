@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import textwrap
 from collections.abc import Callable, Iterable, Mapping
@@ -31,6 +32,8 @@ from sweep.export.rows import DATA_FILE, TEMPLATE_FILE, dataset_options
 SURFACE = "surface"
 """The format of all of a study's trials; the others are of one."""
 _ROWS, _KERNELS, _PAIRS = "rows.py", "eight_bit.py", "preference.py"
+_OF_ROWS = ("files", "kinds", "rows", "encoding")
+"""Modules of `sweep.data` that are joined in the first of them, each behind those it imports."""
 """What lies beside a script: it reads examples, stores and computes in 8 bits, trains on pairs."""
 _ALONE = {
     "from search_spaces.config import LOGITS_AT_ONCE": f"LOGITS_AT_ONCE = {LOGITS_AT_ONCE}",
@@ -42,7 +45,13 @@ _ANY_PAIRS = {
     "tokenizer": None,
     "seed": 0,
     "eval_fraction": 0.0,
-    "summary": {"kind": "preference", "text_column": None, "completions_only": True},
+    "summary": {
+        "kind": "preference",
+        "text_column": None,
+        "prompt_column": None,
+        "completion_column": None,
+        "completions_only": True,
+    },
 }
 """How a script of a study on random pairs reads those that it is given."""
 
@@ -174,7 +183,7 @@ def _script(record: Record) -> Export:
     """Return a training script, which trains what was measured by transformers' `Trainer`."""
     config = record.config
     texts = record.texts or (_ANY_PAIRS if config.is_on_pairs else None)
-    copied = {_ROWS: "sweep.data"}
+    copied = dict[str, str]()
     if {config.compute_dtype, config.quantization} & set(EIGHT_BIT):
         copied[_KERNELS] = "sweep.training"
     told_of_rows = {key: getattr(config, key) for key in ("packing", "attention", "compile")}
@@ -192,7 +201,7 @@ def _script(record: Record) -> Export:
         texts=texts,
         told_of_rows=told_of_rows,
         grouped_pairs=config.is_on_pairs and config.packing == "grouped",
-        beside=list(copied),
+        beside=[_ROWS, *copied],
         gpus=config.data_parallel,
         lora=lora_options(record),
         dtype=TORCH_DTYPES[record.dtype],
@@ -203,7 +212,8 @@ def _script(record: Record) -> Export:
         needs=("" if config.kernels == "hf" else ", liger-kernel") + (", trl" if texts else ""),
         training=trainers.spelled(record, "script"),
     )
-    needed = {name: _alone(name, package) for name, package in copied.items()}
+    needed = {_ROWS: joined_rows()}
+    needed |= {name: _alone(name, package) for name, package in copied.items()}
     return Export(text, lost, needed, _beside(record, lost))
 
 
@@ -213,6 +223,33 @@ def _alone(name: str, package: str) -> str:
     for ours, alone in _ALONE.items():
         text = text.replace(ours, alone)
     return f"# {WRITTEN_BY}, for the scripts beside it.\n{text}"
+
+
+def joined_rows() -> str:
+    """Return what reads datasets as one file: its modules behind one another, their imports
+    first."""
+    modules = set[str]()
+    names: dict[str, set[str]] = {}
+    bodies: list[str] = []
+    for name in _OF_ROWS:
+        text = (files("sweep.data") / f"{name}.py").read_text(encoding="utf-8")
+        docstring, *nodes = ast.parse(text).body
+        end = docstring.end_lineno
+        for node in nodes:
+            if isinstance(node, ast.Import):
+                modules.add(ast.unparse(node))
+            elif isinstance(node, ast.ImportFrom):
+                names.setdefault(str(node.module), set()).update(each.name for each in node.names)
+            else:
+                break
+            end = node.end_lineno
+        bodies.append("\n".join(text.splitlines()[end:]).strip())
+    future = f"from __future__ import {', '.join(names.pop('__future__'))}"
+    of_others = (module for module in sorted(names) if not module.startswith("sweep."))
+    imported = [f"from {module} import {', '.join(sorted(names[module]))}" for module in of_others]
+    head = "\n".join([*sorted(modules), *imported])
+    title = f'# {WRITTEN_BY}, for the scripts beside it.\n"""How rows of a dataset are read."""'
+    return "\n\n\n".join([f"{title}\n\n{future}\n\n{head}", *bodies]) + "\n"
 
 
 def _beside(record: Record, lost: tuple[str, ...]) -> str:

@@ -119,10 +119,13 @@ class RecordedTexts(_Part):
     epoch: EpochRecord | None = None
     """What one pass over it is to the configuration, and what is cut of it."""
 
-    @property
-    def column(self) -> str:
-        """The column with the text, where each example is one."""
-        return self.summary.text_column or "text"
+    def column(self, field: str) -> str | None:
+        """Return the column of a field of the examples' kind, which has its name where nothing else
+        is recorded; None where there is no such column."""
+        summary = self.summary
+        if field == "text":
+            return summary.text_column or field
+        return summary.columns_read.get(field, field if field in summary.columns else None)
 
 
 class PredictedSpeed(_Part):

@@ -13,13 +13,27 @@ from typing import Any
 
 import yaml
 
-from sweep.data.rows import ending, is_saved
+from search_spaces.texts import TextsSummary
+from sweep.data.files import ending, is_saved
+from sweep.data.kinds import CHATS
 from sweep.export.record import Record, Trainer
 
 TEMPLATE_FILE = "trl_chat_template.jinja"
 """Lies beside TRL's file where it needs a chat template that marks the assistant's turns."""
 DATA_FILE = "data.jsonl"
 """Stands for a dataset where a study had none, one ``{"text": "..."}`` a line."""
+
+
+_NEEDED = ("text", "prompt", "completion", "instruction", "output", *CHATS)
+_OPTIONAL = ("input", "system", "history")
+"""Fields of examples, by which a trainer is told of their columns."""
+_BY_NAME = {
+    "trl": ("prompt-completion", "preference", *CHATS),
+    "unsloth": ("prompt-completion", "preference", *CHATS),
+    "axolotl": ("instruction", "preference"),
+    "llama-factory": (),
+}
+"""Kinds of examples whose columns a trainer takes by their names alone."""
 
 
 @cache
@@ -59,11 +73,9 @@ def dataset_options(record: Record, whom: str) -> dict[str, Any]:
         "trl_files": trl[1] if builder else None,
         "file": source if builder else None,
         "no_file": None if builder else source,
-        "column": texts.column,
         "pair_columns": [c for c in ("prompt", "chosen", "rejected") if c in columns],
-        "input_column": "input" if "input" in columns or not columns else None,
-        "system_column": "system" if "system" in columns else None,
-        "history_column": "history" if "history" in columns else None,
+        **{f"{field}_column": texts.column(field) or field for field in _NEEDED},
+        **{f"{field}_column": texts.column(field) for field in _OPTIONAL},
         "only": summary.completions_only,
         "everything": not summary.completions_only,
         "template_file": TEMPLATE_FILE if summary.marked_template else None,
@@ -75,6 +87,14 @@ def dataset_options(record: Record, whom: str) -> dict[str, Any]:
         "eval_batch": record.config.micro_batch_size if share else None,
     }
     return dict(filled(options["every"] | options[summary.kind], values))
+
+
+def _renamed(summary: TextsSummary) -> str:
+    """Return what columns are to be called, where that is something else than they are."""
+    if "messages" in summary.columns_read and summary.kind == "prompt-completion":
+        return ""
+    columns = summary.columns_read.items()
+    return ", ".join(f"{column} to {name}" for name, column in columns if name != column)
 
 
 def _builder(source: str) -> str | None:
@@ -109,6 +129,9 @@ def lost_rows(record: Record, trainer: Trainer) -> tuple[str, ...]:
         "unmarked": trainer == "trl" and kind == "messages" and texts.summary.marked_template,
         "broken": texts.summary.broken,
         "held_out": texts.eval_fraction,
+        "silenced": texts.summary.silenced,
+        "inputs": kind == "prompt-completion" and "messages" in texts.summary.columns_read,
+        "renamed": kind in _BY_NAME[trainer] and _renamed(texts.summary),
     }
     of_kind = table("datasets")["kinds"][trainer].get(kind)
     sentences = [table("datasets")["files"][key] for key, is_told in told.items() if is_told]
@@ -119,5 +142,7 @@ def lost_rows(record: Record, trainer: Trainer) -> tuple[str, ...]:
         "tokenizer": texts.tokenizer,
         "template": TEMPLATE_FILE,
         "broken": texts.summary.broken,
+        "renamed": _renamed(texts.summary),
+        "silenced": texts.summary.silenced,
     }
     return (*filter(None, [of_kind]), *(sentence.format(**values) for sentence in sentences))

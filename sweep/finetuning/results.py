@@ -411,6 +411,8 @@ def _facts(trained: TrainedAdapter) -> Iterator[tuple[str, str]]:
     if trained.truncation is not None:
         yield "cut", trained.truncation.words("pair" if texts.are_pairs else "example")
     yield "broken examples, left out", units.count(texts.broken)
+    for note in texts.notes:
+        yield "of the dataset", shown(note)
     yield "learning rate", trained.subject.learning_rate.words
     yield "seed", str(job.seed)
     yield "optimizer steps", f"{units.count(result.steps)}, {result.epochs:.2f} epochs"

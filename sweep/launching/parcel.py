@@ -29,7 +29,7 @@ from search_spaces.models import load_model_spec
 from storage.directory import SPOOL
 from storage.directory import STUDY as IDENTITY
 from storage.files import replace
-from sweep.data.rows import is_on_hub
+from sweep.data.files import is_on_hub
 from sweep.data.texts import text_files
 from sweep.namesakes import NAMES
 from sweep.paths import runs_directory

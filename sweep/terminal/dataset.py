@@ -19,6 +19,7 @@ from search_spaces.models import ModelSpec, load_model_spec
 from search_spaces.texts import TextsKind, TextsSummary
 from sweep.data.choice import refuse_other_kind
 from sweep.data.epoch import cut_exactly
+from sweep.data.kinds import on_completions
 from sweep.data.lengths import (
     MICRO_BATCH_SIZE,
     Bin,
@@ -28,7 +29,6 @@ from sweep.data.lengths import (
     waste_at,
     worthwhile_lengths,
 )
-from sweep.data.rows import on_completions
 from sweep.data.study_epochs import StudyEpochs
 from sweep.data.texts import BROKEN_KEPT, PreparedTexts, TextsRequest, prepare_texts
 from sweep.predict.forecast import Progress
@@ -169,6 +169,8 @@ def _opening(summary: TextsSummary) -> str:
     told = "as data.format says" if summary.format != "auto" else "recognised by its columns"
     if summary.text_column is not None:
         told = f"column '{summary.text_column}'"
+    elif summary.prompt_column is not None:
+        told = "columns as named"
     found, each = summary.quantiles, "row" if summary.are_pairs else "example"
     broken = f", and {summary.broken:,} broken" if summary.broken else ""
     loss = units.share(summary.loss_tokens / summary.tokens)

@@ -257,9 +257,16 @@ BudgetGib = Annotated[float | None, Option(help="Memory to fit; that of the surf
 Port = Annotated[int, Option(min=0, max=65535, help="To listen on; 0 is any that is free.")]
 Browser = Annotated[bool, Option("--browser/--no-browser", help="Open a browser, or do not.")]
 
-DATA_SETTINGS = ("data.format", "data.text_column", "data.completions_only", "data.tokenizer")
+DATA_SETTINGS = (
+    "data.format",
+    "data.text_column",
+    "data.prompt_column",
+    "data.completion_column",
+    "data.completions_only",
+    "data.tokenizer",
+)
 """How a dataset is read: settings that `--set` takes wherever a dataset is named."""
-_NAMES = ("data.text_column", "data.tokenizer")
+_NAMES = ("data.text_column", "data.prompt_column", "data.completion_column", "data.tokenizer")
 """Of these, what is typed is a name, also where it reads like a number."""
 SPACE_SETTINGS = ("numerics", "weights", *DATA_SETTINGS)
 """Keys of a space that `--set` takes beside the settings of a configuration."""

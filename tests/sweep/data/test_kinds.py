@@ -7,8 +7,11 @@ from typing import Any
 
 import pytest
 
-from sweep.data.rows import Broken, Example, RowsError, example_of, on_completions, recognised
+from sweep.data.files import Broken, RowsError
+from sweep.data.kinds import Asked, Example, Layout, example_of, on_completions, recognised
+from tests.sweep.data.layouts import layout_of
 
+INSTRUCTION = layout_of("instruction")
 TURNS = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}]
 SYSTEM = {"role": "system", "content": "Be kind."}
 THEIRS = [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "yo"}]
@@ -29,13 +32,14 @@ CALL = {"role": "assistant", "tool_calls": [{"function": {"name": "add", "argume
     ],
 )
 def test_the_kind_is_recognised_by_the_columns(columns: tuple[str, ...], kind: str) -> None:
-    assert recognised("mine", columns) == kind
+    assert recognised("mine", dict.fromkeys(columns, "x")).kind == kind
 
 
 def test_what_was_typed_overrules_the_columns() -> None:
-    assert recognised("mine", ("messages", "text"), "text") == "text"
+    assert recognised("mine", {"messages": [], "text": "x"}, Asked("text")).kind == "text"
     for format in ("auto", "text"):
-        assert recognised("mine", ("messages", "story"), format, "story") == "text"
+        samples = {"messages": [], "story": "x"}
+        assert recognised("mine", samples, Asked(format, "story")).columns == {"text": "story"}
 
 
 @pytest.mark.parametrize(
@@ -55,7 +59,7 @@ def test_columns_that_do_not_go_with_what_was_typed_are_named(
     columns: tuple[str, ...], typed: tuple[str, ...], words: str
 ) -> None:
     with pytest.raises(RowsError) as refused:
-        recognised("mine", columns, *typed)
+        recognised("mine", dict.fromkeys(columns, "x"), Asked(*typed))
     assert words in str(refused.value)
 
 
@@ -70,7 +74,7 @@ def test_loss_is_on_completions_by_default_where_trl_has_it() -> None:
 
 def test_an_instruction_is_put_as_alpaca_put_it() -> None:
     row = {"instruction": "Add.", "input": "", "output": "4"}
-    plain = example_of(row, "instruction")
+    plain = example_of(row, INSTRUCTION)
     assert plain.completion == "4"
     preamble = (
         "Below is an instruction that describes a task. "
@@ -78,12 +82,12 @@ def test_an_instruction_is_put_as_alpaca_put_it() -> None:
     )
     asked = "### Instruction:\nAdd.\n\n### Response:\n"
     assert plain.prompt == f"{preamble}\n\n{asked}"
-    given = str(example_of(row | {"input": "2, 2"}, "instruction").prompt)
+    given = str(example_of(row | {"input": "2, 2"}, INSTRUCTION).prompt)
     assert given.endswith("### Instruction:\nAdd.\n\n### Input:\n2, 2\n\n### Response:\n")
     assert given.startswith("Below is an instruction that describes a task, paired with an")
     more = row | {"system": "Be kind.", "history": json.dumps([["2?", "Two."]])}
     before = "### Instruction:\n2?\n\n### Response:\nTwo.\n\n"
-    assert example_of(more, "instruction").prompt == f"Be kind.\n\n{before}{asked}"
+    assert example_of(more, INSTRUCTION).prompt == f"Be kind.\n\n{before}{asked}"
 
 
 @pytest.mark.parametrize(
@@ -131,8 +135,8 @@ def test_an_instruction_is_put_as_alpaca_put_it() -> None:
     ],
 )
 def test_a_row_is_what_its_kind_says(kind: str, row: dict[str, Any], expected: Example) -> None:
-    assert example_of(row, kind) == expected
-    assert example_of({"story": "a"}, "text", text_column="story") == Example("", "a")
+    assert example_of(row, layout_of(kind)) == expected
+    assert example_of({"story": "a"}, Layout("text", {"text": "story"})) == Example("", "a")
 
 
 def messages(*turns: Any) -> dict[str, Any]:
@@ -155,12 +159,12 @@ def messages(*turns: Any) -> dict[str, Any]:
             "history must be a list of pairs",
         ),
         ("prompt-completion", {"prompt": "a", "completion": ""}, "completion is empty"),
-        ("prompt-completion", {"prompt": TURNS, "completion": "b"}, "prompt must be text, got"),
+        ("prompt-completion", {"prompt": TURNS, "completion": "b"}, "must be a list of turns, got"),
         ("prompt-completion", {"prompt": TURNS, "completion": TURNS[:1]}, "no turn of the assis"),
         ("messages", {}, "messages is missing"),
         ("messages", messages(), "messages is empty"),
         ("messages", {"messages": "hello"}, "messages must be a list of turns, got 'hello'"),
-        ("messages", messages("hello"), "turn 1: must map role and content, got 'hello'"),
+        ("messages", messages(3), "turn 1: must map role and content, got 3"),
         ("messages", messages(TURNS[0]), "messages: no turn of the assistant"),
         ("messages", messages({"role": "bard", "content": "a"}), "turn 1: unknown role 'bard'; kn"),
         ("messages", messages({"role": ["user"], "content": "a"}), 'unknown role ["user"]'),
@@ -180,5 +184,5 @@ def test_a_row_that_cannot_be_trained_on_has_a_reason(
     kind: str, row: dict[str, Any], reason: str
 ) -> None:
     with pytest.raises(Broken) as broken:
-        example_of(row, kind)
+        example_of(row, layout_of(kind))
     assert reason in broken.value.reason

@@ -49,8 +49,7 @@ def prepared(tmp_path: Path) -> Prepare:
         path.write_text(text, encoding="utf-8")
         question = {
             "source": str(path),
-            "format": "auto",
-            "text_column": None,
+            "asked": {"format": options.pop("format", "auto")},
             "completions_only": None,
             "tokenizer": "demo",
             "tokenizer_directory": str(files.directory),

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from sweep.data import rows
-from sweep.data.rows import Broken, Place, RowsError, Source, dataset_files, is_on_hub
+from sweep.data import files
+from sweep.data.files import Broken, Place, RowsError, Source, dataset_files, is_on_hub
 
 LINES = b'{"text": "a"}\n{"text": "b"}\n'
 ROWS = [{"text": "a"}, {"text": "b"}]
@@ -209,7 +209,7 @@ def test_rows_of_the_hub_are_numbered_and_nothing_beside_them_is_decoded(
     features = Features({"text": Value("string"), "picture": Image()})
     table = InMemoryTable(pa.table(made, schema=features.arrow_schema))
     data = Dataset(table, info=DatasetInfo(features=features))
-    monkeypatch.setattr(rows, "_of_hub", lambda _: data)
+    monkeypatch.setattr(files, "_of_hub", lambda _: data)
     found = list(Source("org/texts"))
     assert [place for place, _ in found] == [Place("org/texts", 1), Place("org/texts", 2)]
     assert [fields["text"] for _, fields in found if isinstance(fields, dict)] == ["a", "b"]
@@ -245,7 +245,7 @@ def test_progress_ends_with_all_that_there_is(tmp_path: Path) -> None:
 def test_what_is_no_dataset_is_refused(
     tmp_path: Path, name: str, data: bytes | None, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rows, "ARRAY_BYTES_MAX", 4096)
+    monkeypatch.setattr(files, "ARRAY_BYTES_MAX", 4096)
     if data is not None:
         written(tmp_path / name, data)
     with pytest.raises(RowsError) as refused:

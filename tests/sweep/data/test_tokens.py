@@ -9,18 +9,13 @@ import pytest
 
 from search_spaces.errors import InputError
 from search_spaces.models import load_model_spec
-from sweep.data import rows
+from sweep.data import encoding
+from sweep.data.encoding import Encoder, Tokens, encoded
+from sweep.data.files import Broken, Place, RowsError
+from sweep.data.kinds import example_of, on_completions
 from sweep.data.marking import marked
-from sweep.data.rows import (
-    Broken,
-    Encoder,
-    Place,
-    RowsError,
-    Tokens,
-    encoded,
-    example_of,
-    on_completions,
-)
+from tests.sweep.data.judged_by_trl import labelled, preference_rows, supervised_rows
+from tests.sweep.data.layouts import layout_of
 
 TURNS = [
     {"role": "system", "content": "Be brief."},
@@ -87,7 +82,8 @@ def tokenizer(shipped: Any) -> Any:
 
 
 def encode(tokenizer: Any, kind: str, given: list[dict[str, Any]], only: bool | None) -> list[Any]:
-    encoder = Encoder(tokenizer, kind, completions_only=on_completions(kind, only))
+    layout = layout_of(kind)
+    encoder = Encoder(tokenizer, layout, completions_only=on_completions(kind, only))
     numbered = [(Place("mine", line), row) for line, row in enumerate(given, start=1)]
     return [row for _, row in encoded(numbered, encoder)]
 
@@ -138,30 +134,6 @@ def row_of(kind: str, index: int) -> dict[str, Any]:
             return {"conversations": told}
 
 
-def trl_rows(tokenizer: Any, given: list[dict[str, Any]], directory: Path, **options: Any) -> Any:
-    """Return ids and labels that the real trainer prepares."""
-    trl = pytest.importorskip("trl")
-    from datasets import Dataset
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    size = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
-    heads = {"num_attention_heads": 1, "num_key_value_heads": 1, "vocab_size": 2048}
-    trainer = trl.SFTTrainer(
-        model=LlamaForCausalLM(LlamaConfig(**size, **heads)),
-        args=trl.SFTConfig(
-            output_dir=str(directory),
-            max_length=None,
-            use_cpu=True,
-            bf16=False,
-            report_to="none",
-            **options,
-        ),
-        train_dataset=Dataset.from_list(given),
-        processing_class=tokenizer,
-    )
-    return trainer.train_dataset
-
-
 def template_named(name: str) -> str:
     from trl import chat_template_utils
 
@@ -189,6 +161,8 @@ TEMPLATES = ("qwen2_5", "qwen3", "qwen3_5_think", "qwen3_6", "gptoss", "llama3",
 def test_forty_rows_are_trls_own(
     tokenizer: Any, kind: str, template: str | None, only: bool | None, tmp_path: Path
 ) -> None:
+    from datasets import Dataset
+
     if template is not None:
         own = {"thinking": THINKING, "roles": PREFIX.replace("m['role']", ROLE)}
         tokenizer.chat_template = own.get(template) or template_named(template)
@@ -197,18 +171,14 @@ def test_forty_rows_are_trls_own(
     ours = encode(tokenizer, "prompt-completion" if kind == "turns" else kind, made, only)
     if kind == "instruction":
         # Which TRL knows in these words alone.
-        examples = [example_of(row, kind) for row in made]
+        examples = [example_of(row, layout_of(kind)) for row in made]
         made = [{"prompt": one.prompt, "completion": one.completion} for one in examples]
     options = {"completion_only_loss": only} if is_pair else {"assistant_only_loss": bool(only)}
 
-    theirs = trl_rows(tokenizer, made, tmp_path, **options)
+    theirs = supervised_rows(tokenizer, Dataset.from_list(made), tmp_path, **options)
 
-    assert len(ours) == len(theirs) == 40
-    for mine, row in zip(ours, theirs, strict=True):
-        assert isinstance(mine, Tokens), mine
-        assert mine.ids.tolist() == row["input_ids"]
-        pairs = zip(mine.ids.tolist(), mine.mask.tolist(), strict=True)
-        assert [token if carries else -100 for token, carries in pairs] == row["labels"]
+    assert len(ours) == 40
+    assert [labelled(row.ids.tolist(), row.mask.tolist()) for row in ours] == theirs
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -216,15 +186,15 @@ def test_forty_rows_are_trls_own(
 def test_trl_learns_the_same_turns_by_a_template_that_is_marked_for_it(
     tokenizer: Any, template: str, tmp_path: Path
 ) -> None:
+    from datasets import Dataset
+
     tokenizer.chat_template = template
     made = [row_of("messages", index) for index in range(40)]
     ours = encode(tokenizer, "messages", made, True)
     tokenizer.chat_template = marked(template)
-    theirs = trl_rows(tokenizer, made, tmp_path, assistant_only_loss=True)
-    for mine, row in zip(ours, theirs, strict=True):
-        assert mine.ids.tolist() == row["input_ids"]
-        pairs = zip(mine.ids.tolist(), mine.mask.tolist(), strict=True)
-        assert [token if carries else -100 for token, carries in pairs] == row["labels"]
+    given = Dataset.from_list(made)
+    theirs = supervised_rows(tokenizer, given, tmp_path, assistant_only_loss=True)
+    assert [labelled(row.ids.tolist(), row.mask.tolist()) for row in ours] == theirs
 
 
 def test_a_template_that_is_marked_renders_the_same(tokenizer: Any) -> None:
@@ -266,7 +236,7 @@ def test_a_template_is_unmarked_where_nobody_marks_the_turns_that_are_learned(
         template = template_named(template)
     if template is not None:
         tokenizer.chat_template = template
-    encoder = Encoder(tokenizer, kind, completions_only=only)
+    encoder = Encoder(tokenizer, layout_of(kind), completions_only=only)
     assert encoder.unmarked_template == (template if is_unmarked else None)
 
 
@@ -354,13 +324,10 @@ def test_turns_of_weight_0_carry_no_loss(tokenizer: Any) -> None:
         text = learned(tokenizer, "messages", messages=turns)
         assert text.strip() == "It is in the hall: \N{HOURGLASS}</s>"
         turns[4]["weight"] = 0
-        assert "every turn" in learned(tokenizer, "messages", messages=turns)
+        assert "every turn of" in learned(tokenizer, "messages", messages=turns)
         turns[4]["weight"] = 1
-    for only, kind, row in (
-        (False, "messages", {"messages": turns}),
-        (True, "prompt-completion", {"prompt": turns[:2], "completion": turns[2:]}),
-    ):
-        assert "turn 3: weight 0 is heeded" in learned(tokenizer, kind, only, **row)
+    row = {"prompt": turns[:2], "completion": turns[2:]}
+    assert "turn 3: weight is false, which" in learned(tokenizer, "prompt-completion", **row)
     turns[2]["weight"] = 0.5
     assert "weight must be 0 or 1" in learned(tokenizer, "messages", messages=turns)
 
@@ -387,14 +354,14 @@ def test_a_template_that_does_not_render_a_row_breaks_it(
 def test_a_tokenizer_without_a_template_is_refused_for_chats_alone(tokenizer: Any) -> None:
     tokenizer.chat_template = None
     with pytest.raises(RowsError, match="has no chat template, which these texts need"):
-        Encoder(tokenizer, "messages", completions_only=False)
+        Encoder(tokenizer, layout_of("messages"), completions_only=False)
     assert encode(tokenizer, "text", [{"text": "a"}], None)
 
 
 def test_what_cannot_be_tokenized_is_broken(
     tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rows, "CHARACTERS_MAX", 20)
+    monkeypatch.setattr(encoding, "CHARACTERS_MAX", 20)
     tokenizer.eos_token = None
     found = encode(
         tokenizer, "text", [{"text": text} for text in ("ab \ud83d", "x" * 21, "a", "fine")], None
@@ -463,21 +430,15 @@ def pair(kind: str, index: int) -> dict[str, Any]:
 @pytest.mark.parametrize("kind", ["texts", "implicit texts", "turns", "implicit turns"])
 @pytest.mark.filterwarnings("ignore")
 def test_pairs_are_trls(tokenizer: Any, kind: str) -> None:
-    trl = pytest.importorskip("trl")
     from datasets import Dataset
 
     given = [pair(kind, index) for index in range(1, 9)]
-    trainer = object.__new__(trl.DPOTrainer)
-    trainer._tokenizer = tokenizer
-    arguments = trl.DPOConfig(max_length=None, bf16=False, use_cpu=True)
-    asked = trainer._prepare_dataset(Dataset.from_list(given), tokenizer, arguments, "train")
-    found = encode(tokenizer, "preference", given, None)
-    for pair_of_tokens, row in zip(found, asked, strict=True):
-        for tokens, name in zip(
-            pair_of_tokens.members, ("chosen_ids", "rejected_ids"), strict=True
-        ):
-            assert list(tokens.ids) == row["prompt_ids"] + row[name]
-            assert list(tokens.mask) == [0] * len(row["prompt_ids"]) + [1] * len(row[name])
+    found = [
+        labelled(row.ids.tolist(), row.mask.tolist())
+        for pair_of_rows in encode(tokenizer, "preference", given, None)
+        for row in pair_of_rows.members
+    ]
+    assert found == preference_rows(tokenizer, Dataset.from_list(given))
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import pytest
 
 from search_spaces.models import ModelSpec
 from storage.definition import StudySnapshot
-from tests.sweep.export.studies import export, imported
+from tests.sweep.export.studies import export, imported, rows_module
 from tests.sweep.export.weights import saved_model
 
 
@@ -27,11 +27,10 @@ def script_of(
     """Return a study's script as a module, on one thread; a process has its neighbours once."""
     import torch
 
-    from sweep.data import rows
     from sweep.training import eight_bit
 
     monkeypatch.setitem(__import__("sys").modules, "eight_bit", eight_bit)
-    monkeypatch.setitem(__import__("sys").modules, "rows", rows)
+    monkeypatch.setitem(__import__("sys").modules, "rows", rows_module())
     # The script says how memory is allocated; other tests shall not find it.
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", "")
     before = torch.get_num_threads()

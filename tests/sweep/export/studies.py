@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+from functools import cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -15,8 +16,7 @@ from search_spaces.space import SearchSpace
 from search_spaces.texts import TextsKind, TextsSummary
 from storage.definition import StudyDefinition, StudySnapshot, Target
 from storage.records import Measured, Measurement
-from sweep.data import rows
-from sweep.export.formats import exported
+from sweep.export.formats import exported, joined_rows
 from tests.storage import builders
 from tests.sweep.prepared_texts import a_summary
 
@@ -88,6 +88,15 @@ def a_study(
     )
 
 
+@cache
+def rows_module() -> ModuleType:
+    """Return the file that lies beside scripts as a module."""
+    module = ModuleType("rows")
+    sys.modules["rows"] = module
+    exec(compile(joined_rows(), "rows.py", "exec"), vars(module))
+    return module
+
+
 def imported(script: str, path: Path) -> ModuleType:
     """Write an exported script and return it as a module; importing it does nothing."""
     path.write_text(script, encoding="utf-8")
@@ -96,7 +105,7 @@ def imported(script: str, path: Path) -> ModuleType:
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     # As the file that lies beside it.
-    sys.modules["rows"] = rows
+    sys.modules["rows"] = rows_module()
     spec.loader.exec_module(module)
     return module
 

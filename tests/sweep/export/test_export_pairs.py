@@ -114,7 +114,8 @@ def test_a_script_trains_on_the_pairs_of_our_own_training(
     source.write_text("".join(f"{json.dumps(row)}\n" for row in rows), encoding="utf-8")
     study = on_pairs(model, source, micro_batch_size=4)
     script, config = script_of(study), study.records[0].config
-    question = Question(str(source), "preference", None, True, place, place, "", str(tmp_path), "x")
+    asked = {"format": "preference"}
+    question = Question(str(source), asked, True, place, place, "", str(tmp_path), "x")
     read = script.read(str(source), AutoTokenizer.from_pretrained(place))
     trained, held_out = script.split(len(read), 0.1, 0, 2)
     assert len(trained) + len(held_out) == 2 * (len(PAIRS) + 1), "one is no pair"

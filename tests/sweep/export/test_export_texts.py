@@ -44,11 +44,14 @@ def script_of(
 @pytest.mark.parametrize("texts", [None, some_texts("text")])
 def test_what_makes_rows_of_a_dataset_is_beside_the_script(texts: Any) -> None:
     found = exported(a_study(texts=texts), format="script")
-    own = Path(rows.__file__).read_text(encoding="utf-8")
-    assert found.beside["rows.py"].partition("\n")[2] == own
-    imports = [node for node in ast.walk(ast.parse(own)) if isinstance(node, ast.ImportFrom)]
+    module = ast.parse(found.beside["rows.py"])
+    imports = [node for node in ast.walk(module) if isinstance(node, ast.ImportFrom)]
     ours = ("search_spaces", "storage", "sweep", "reports")
     assert not any(str(node.module).startswith(ours) for node in imports)
+    defined = [node.name for node in module.body if hasattr(node, "name")]
+    targets = [t for node in module.body if isinstance(node, ast.Assign) for t in node.targets]
+    defined += [target.id for target in targets if isinstance(target, ast.Name)]
+    assert len({*defined}) == len(defined), "modules that are joined share no name"
 
 
 @pytest.mark.parametrize(
@@ -72,7 +75,9 @@ def test_the_script_trains_on_the_micro_batches_of_our_own_training(
     odd = [{"prompt": "p" * 300, "completion": "cut off"}, {"text": "a"}, a_row(kind, 4)]
     plain = [a_row(kind, index) for index in range(40)]
     source.write_text("".join(f"{json.dumps(row)}\n" for row in (*plain, *odd, *plain)))
-    question = Question(str(source), kind, None, only, place, place, "", str(tmp_path / "p"), "x")
+    question = Question(
+        str(source), {"format": kind}, only, place, place, "", str(tmp_path / "p"), "x"
+    )
     directory = prepare(question, on_progress=lambda *_: None)
     count = len(open_prepared(directory).lengths())
     read = script.read(str(source), AutoTokenizer.from_pretrained(place))
@@ -197,12 +202,77 @@ def test_what_a_trainer_does_not_read_is_said(
     assert any(told in each for each in of_files) if told else of_files == []
 
 
-@pytest.mark.parametrize("columns", [(), ("instruction", "output", "system", "history")])
+@pytest.mark.parametrize(
+    "columns", [("instruction", "input", "output"), ("instruction", "output", "system", "history")]
+)
 def test_llama_factory_is_told_of_alpacas_further_columns(columns: tuple[str, ...]) -> None:
     texts = some_texts("instruction").model_copy(update={"columns": columns})
     found = dataset_info(export(a_study(texts=texts), format="llama-factory"))["texts"]["columns"]
-    assert found.get("system") == ("system" if columns else None)
-    assert ("query" in found) == (not columns)
+    assert found.get("system") == ("system" if "system" in columns else None)
+    assert ("query" in found) == ("input" in columns)
+
+
+READ = {
+    "prompt-completion": {"prompt": "question", "completion": "answer"},
+    "instruction": {"instruction": "instruction", "output": "response", "input": "context"},
+    "messages": {"messages": "conversation"},
+    "preference": {"prompt": "question", "chosen": "chosen", "rejected": "rejected"},
+}
+
+
+@pytest.mark.parametrize("kind", READ)
+def test_a_trainer_is_told_of_columns_or_how_to_rename_them(kind: Any) -> None:
+    read = READ[kind]
+    changes = {"columns": tuple(read.values()), "columns_read": read}
+    study = a_study(texts=some_texts(kind).model_copy(update=changes))
+    info = dataset_info(export(study, format="llama-factory"))["texts"]["columns"]
+    assert set(info.values()) == set(read.values())
+    assert not any("Rename" in lost for lost in exported(study, format="llama-factory").lost)
+    (axolotl,) = yaml.safe_load(export(study, format="axolotl"))["datasets"]
+    if kind == "prompt-completion":
+        told = (axolotl["type"]["field_instruction"], axolotl["type"]["field_output"])
+        assert told == ("question", "answer")
+    elif kind == "messages":
+        assert axolotl["field_messages"] == "conversation"
+    else:
+        assert any("Rename" in lost for lost in exported(study, format="axolotl").lost)
+    renamed = [f"{column} to {name}" for name, column in read.items() if name != column]
+    if kind != "instruction":
+        sentence = f"Rename {', '.join(renamed)}."
+        assert any(sentence in lost for lost in exported(study, format="trl").lost)
+
+
+def test_turns_of_inputs_and_outputs_are_told_to_be_ours_alone() -> None:
+    changes = {"columns": ("conversation",), "columns_read": {"messages": "conversation"}}
+    study = a_study(texts=some_texts("prompt-completion").model_copy(update=changes))
+    for format in ("trl", "axolotl", "llama-factory"):
+        assert any(
+            "Turns of input and output" in lost for lost in exported(study, format=format).lost
+        )
+
+
+@pytest.mark.parametrize("format", ["trl", "axolotl", "llama-factory", "unsloth"])
+def test_turns_that_carry_no_loss_are_told_where_they_are_not_heeded(format: str) -> None:
+    for count in (0, 7):
+        texts = some_texts("messages").model_copy(update={"silenced": count})
+        lost = exported(a_study(texts=texts), format=format).lost
+        assert any("7 examples have such turns" in each for each in lost) == bool(count)
+
+
+def test_a_script_reads_the_columns_that_were_named(model: ModelSpec, tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    named = {"prompt_column": "frage", "completion_column": "antwort"}
+    texts = some_texts("prompt-completion", completions_only=True).model_copy(update=named)
+    script = export(a_study(tiny_config(), model=model, texts=texts), format="script")
+    module = imported(script, tmp_path / "exported_named.py")
+    rows = [{"frage": "Wo? ", "antwort": "Da.", "text": "x"}] * 3
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    tokenizer = AutoTokenizer.from_pretrained(str(model.path))
+    found = module.read(str(path), tokenizer)
+    assert len(found) == 3
+    assert "Wo? Da." in tokenizer.decode(found[0]["input_ids"])
 
 
 # datasets 4.7 leaves CSV files open.

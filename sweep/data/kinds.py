@@ -1,0 +1,570 @@
+"""What a row of a dataset is: recognised by its columns, and read as an example.
+
+A `Layout` says which kind rows are of and which columns hold it; `example_of` and `pair_of` read a
+row by one.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from sweep.data.files import Broken, Place, Read, RowsError, is_nothing, quoted
+
+PREFERENCE = "preference"
+CHATS = ("messages", "conversations")
+"""Kinds whose rows are turns of a chat, in a column that may hold them as JSON."""
+KINDS: dict[str, tuple[str, ...]] = {
+    "messages": ("messages",),
+    "conversations": ("conversations",),
+    "prompt-completion": ("prompt", "completion"),
+    "instruction": ("instruction", "output"),
+    PREFERENCE: ("chosen", "rejected"),
+    "text": ("text",),
+}
+"""Fields of each kind, the most telling kind first; each has a column of its name, as a rule."""
+_FOR_TEMPLATE = ("tools", "chat_template_kwargs")
+_OPTIONAL: dict[str, tuple[str, ...]] = {
+    "messages": ("system", *_FOR_TEMPLATE),
+    "conversations": ("system", *_FOR_TEMPLATE),
+    "prompt-completion": _FOR_TEMPLATE,
+    "instruction": ("input", "system", "history"),
+    PREFERENCE: ("prompt", *_FOR_TEMPLATE),
+    "text": (),
+}
+"""Fields that a row may have beside those."""
+_PROMPTS = ("prompt", "question", "query", "instruction", "problem", "input")
+_COMPLETIONS = ("completion", "response", "answer", "output", "solution")
+"""Columns of published datasets that hold what is asked and what is answered."""
+_ALSO_NAMED = {"input": ("input", "context"), "system": ("system", "system_prompt")}
+"""Of an instruction's fields."""
+ROLES = ("system", "developer", "user", "assistant", "tool")
+ROLES_OF_OTHERS = {"human": "user", "gpt": "assistant", "observation": "tool"}
+"""As ShareGPT names them."""
+LOSS_KEYS = ("weight", "loss", "train")
+"""Of a turn, whether it carries loss: as OpenAI, ms-swift and axolotl name it."""
+_ALPACA = (
+    "Below is an instruction that describes a task{also}. "
+    "Write a response that appropriately completes the request."
+)
+"""How the prompt begins that the Alpaca data were published with, where no system is given."""
+_ALPACA_ALSO = ", paired with an input that provides further context"
+_SPEAKERS = re.compile(
+    r"(user|human|instruction|question)\b.*(assistant|response|answer)", re.I | re.S
+)
+"""A text in which both sides speak."""
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """How a person wants rows read; what is not said is recognised."""
+
+    format: str = "auto"
+    text_column: str | None = None
+    prompt_column: str | None = None
+    completion_column: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How rows are read."""
+
+    kind: str
+    columns: Mapping[str, str]
+    """Of each field that rows may have, by its name in `KINDS`."""
+    are_named: bool = False
+    """Whether a person named them."""
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Which columns are read as something that they are not called."""
+        renamed = [f"{column} as {name}" for name, column in self.columns.items() if name != column]
+        if self.are_named or not renamed:
+            return ()
+        joined = ", joined as they are" if {"prompt", "completion"} <= self.columns.keys() else ""
+        return (f"read as {self.kind}: {', '.join(renamed)}{joined}",)
+
+
+def on_completions(kind: str, asked: bool | None = None) -> bool:
+    """Return whether loss is on completions alone. Where nobody says, as TRL has it: where a row is
+    a prompt and its completion, which Alpaca's fields are too.
+
+    Raises:
+        RowsError: rows are texts, and have none.
+    """
+    if kind == PREFERENCE:
+        if asked is False:
+            why = "pairs carry loss on their completions alone"
+            raise RowsError(f"{why}: leave data.completions_only out")
+        return True
+    if kind == "text" and asked:
+        raise RowsError(
+            "rows of one text have no completions of their own: leave data.completions_only out, "
+            "or name another data.format"
+        )
+    return kind in ("prompt-completion", "instruction") if asked is None else asked
+
+
+# Recognised
+
+
+def first_rows(
+    rows: Iterable[Read], name: str, asked: Asked | None = None
+) -> tuple[list[Read], tuple[str, ...], Layout]:
+    """Return as many rows as tell their kind, their columns, and how they are read.
+
+    Args:
+        rows: of the dataset, which go on behind those that are returned.
+        name: of the dataset.
+        asked: how they are to be read.
+
+    Raises:
+        RowsError: there are none, none of them can be read, or they are of no known kind.
+    """
+    seen: list[Read] = []
+    samples: dict[str, Any] = {}
+    readable = 0
+    for place, fields in rows:
+        seen.append((place, fields))
+        if isinstance(fields, dict):
+            readable += 1
+            for column, value in fields.items():
+                if column not in samples or is_nothing(samples[column]):
+                    samples[str(column)] = value
+        if (samples and readable >= 100) or len(seen) == 10_000:
+            break
+    if not seen:
+        raise RowsError(f"{name}: no rows in it")
+    if not samples:
+        place, fields = seen[0]
+        why = fields if isinstance(fields, Broken) else Broken("an empty object")
+        raise RowsError(all_broken(place, why, len(seen), name))
+    try:
+        layout = recognised(name, samples, asked)
+    except RowsError:
+        if len(seen) == 1:
+            _refuse_wrapped(name, samples)
+        raise
+    return seen, tuple(samples), layout
+
+
+def all_broken(place: Place, broken: Broken, count: int, name: str) -> str:
+    """Return why there is nothing to train on, with the first row that shows it."""
+    which = f"all {count:,} rows are broken, the first" if count > 1 else "its one row is broken"
+    return f"{name}: {which}: {place.file}: line {place.line}: {broken.reason}"
+
+
+def _refuse_wrapped(name: str, row: Mapping[str, Any]) -> None:
+    """Refuse a file of one object under a key of which stand the rows."""
+    lists = {column: value for column, value in row.items() if _are_objects(value)}
+    if lists:
+        longest = max(lists, key=lambda column: len(lists[column]))
+        raise RowsError(
+            f"{name}: it is one object, and its rows stand under {json.dumps(longest)}, where "
+            f"datasets reads them with field={json.dumps(longest)}: write that list alone to a file"
+        )
+
+
+def _are_objects(value: Any) -> bool:
+    return isinstance(value, list) and value != [] and all(isinstance(x, Mapping) for x in value)
+
+
+def recognised(name: str, samples: Mapping[str, Any], asked: Asked | None = None) -> Layout:
+    """Return how rows are read.
+
+    Args:
+        name: of the dataset.
+        samples: by column, a value of it, which says something where any does.
+        asked: how they are to be read.
+
+    Raises:
+        RowsError: a column that is not there, or rows of no known kind.
+    """
+    asked = asked or Asked()
+    if asked.text_column is not None or asked.prompt_column or asked.completion_column:
+        return _of_named_columns(name, samples, asked)
+    for kind, fields in KINDS.items():
+        if asked.format in ("auto", kind) and set(fields) <= set(samples):
+            return _layout(kind, samples)
+    usual = _usual_layout(samples)
+    if usual is not None and asked.format in ("auto", usual.kind):
+        return usual
+    if asked.format != "auto":
+        missing = next(field for field in KINDS[asked.format] if field not in samples)
+        raise RowsError(
+            _no_column(name, missing, samples, f", which data.format {asked.format} needs")
+        )
+    raise RowsError(_unknown(name, samples))
+
+
+def _of_named_columns(name: str, samples: Mapping[str, Any], asked: Asked) -> Layout:
+    """Return how rows are read whose columns were named."""
+    named = {
+        "text": asked.text_column,
+        "prompt": asked.prompt_column,
+        "completion": asked.completion_column,
+    }
+    given = {field: column for field, column in named.items() if column is not None}
+    words = [f"data.{field}_column {column}" for field, column in given.items()]
+    kind = "text" if "text" in given else "prompt-completion"
+    is_pair = list(given) == ["prompt"] and {*KINDS[PREFERENCE]} <= {*samples}
+    if is_pair:
+        kind = PREFERENCE
+    if kind == "text" and len(given) > 1:
+        raise RowsError(f"{' and '.join(words)} are both given: keep one")
+    if asked.format not in ("auto", kind):
+        raise RowsError(
+            f"{' and '.join(words)} and data.format {asked.format} are both given: keep one"
+        )
+    if kind == "prompt-completion" and len(given) == 1:
+        other = "completion" if "prompt" in given else "prompt"
+        raise RowsError(f"{words[0]}: name the {other}'s too, with --set data.{other}_column=NAME")
+    if len({*given.values()}) < len(given):
+        raise RowsError(f"{' and '.join(words)} are the same column")
+    for column in given.values():
+        if column not in samples:
+            raise RowsError(_no_column(name, column, samples))
+    return Layout(kind, {**_layout(kind, samples).columns, **given}, are_named=True)
+
+
+def _layout(kind: str, samples: Mapping[str, Any]) -> Layout:
+    """Return how rows of a kind are read whose columns have its fields' names."""
+    fields = [*KINDS[kind], *_OPTIONAL[kind]]
+    columns = {field: field for field in fields if field in samples}
+    if kind == "instruction":
+        columns |= _instruction_columns(samples, without=columns.values())
+    if kind == PREFERENCE and "prompt" not in columns and isinstance(samples["chosen"], str):
+        prompts = _named(_PROMPTS, samples)
+        # What the completions begin with is their prompt already.
+        if len(prompts) == 1 and str(samples[prompts[0]]).strip() not in samples["chosen"]:
+            columns["prompt"] = prompts[0]
+    return Layout(kind, columns)
+
+
+def _named(names: Iterable[str], samples: Mapping[str, Any]) -> list[str]:
+    """Return the columns that have one of some names, in the names' order, however written."""
+    written = {column.lower(): column for column in samples}
+    return [written[name] for name in names if name in written]
+
+
+def _instruction_columns(samples: Mapping[str, Any], *, without: Iterable[str]) -> dict[str, str]:
+    """Return the columns of an instruction's further fields."""
+    found = {}
+    for name in _OPTIONAL["instruction"]:
+        named = _named(_ALSO_NAMED.get(name, (name,)), samples)
+        left = [column for column in named if column not in without]
+        if left:
+            found[name] = left[0]
+    return found
+
+
+def _usual_layout(samples: Mapping[str, Any]) -> Layout | None:
+    """Return how rows are read whose columns are called as in published datasets; None where that
+    is not known."""
+    chats = [column for column, value in samples.items() if _is_chat(turns_in(value))]
+    if len(chats) == 1:
+        turns = turns_in(samples[chats[0]])
+        kind = "conversations" if all("from" in turn for turn in turns) else "messages"
+        optional = {field: field for field in _OPTIONAL[kind] if field in samples}
+        return Layout(kind, {kind: chats[0], **optional})
+    if _are_inputs(samples.get("conversation")):
+        return Layout("prompt-completion", {"messages": "conversation"})
+    prompts, completions = _named(_PROMPTS, samples), _named(_COMPLETIONS, samples)
+    if len(prompts) > 1:
+        # Beside a question it is what the question is about.
+        prompts = [column for column in prompts if column.lower() != "input"]
+    if len(prompts) != 1 or len(completions) != 1:
+        return None
+    prompt, completion = prompts[0], completions[0]
+    more = _instruction_columns(samples, without=(prompt, completion))
+    if prompt.lower() != "instruction":
+        more = {name: column for name, column in more.items() if not is_nothing(samples[column])}
+        if not more:
+            return Layout("prompt-completion", {"prompt": prompt, "completion": completion})
+    return Layout("instruction", {"instruction": prompt, "output": completion, **more})
+
+
+def _no_column(name: str, column: str, samples: Mapping[str, Any], why: str = "") -> str:
+    near = difflib.get_close_matches(column, samples, n=1)
+    meant = f"did you mean {near[0]!r}?" if near else f"known are {_shown(samples)}"
+    return f"{name}: no column {column!r}{why}; {meant}"
+
+
+def _shown(samples: Mapping[str, Any]) -> str:
+    columns = list(samples)
+    return ", ".join(columns[:12]) + (f" and {len(columns) - 12} more" if columns[12:] else "")
+
+
+def _unknown(name: str, samples: Mapping[str, Any]) -> str:
+    """Return that the columns are of no known kind, and which settings say how they are read."""
+    known = "none of " + ", ".join(" with ".join(names) for names in KINDS.values())
+    if len(missing := {*KINDS[PREFERENCE]} - {*samples}) == 1:
+        known = f"no {missing.pop()!r}, which pairs need"
+    texts = {column: value for column, value in samples.items() if isinstance(value, str)}
+    told = [column for column, value in texts.items() if _SPEAKERS.search(value)]
+    has_parts = any(isinstance(value, list | dict) for value in samples.values())
+    if len(texts) == 1 and not has_parts:
+        cure = "name the one with the texts with --set data.text_column=NAME"
+    elif len(told) == 1:
+        cure = f"if {told[0]} is all of an example, --set data.text_column={told[0]} says so"
+    else:
+        cure = (
+            "name what is asked and what is answered, both texts, with "
+            "--set data.prompt_column=NAME --set data.completion_column=NAME"
+        )
+    return f"{name}: its columns are {_shown(samples)}, and {known}: {cure}"
+
+
+# Read
+
+
+@dataclass(frozen=True, slots=True)
+class Example:
+    """What a row holds: a prompt and its completion, as texts or as turns that a chat template
+    takes. A text has the prompt "", a chat []."""
+
+    prompt: str | list[dict[str, Any]]
+    completion: str | list[dict[str, Any]]
+    tools: list[Any] | None = None
+    options: dict[str, Any] = field(default_factory=dict)
+    """For the template, ``chat_template_kwargs`` of the row."""
+
+
+def example_of(fields: Mapping[str, Any], layout: Layout) -> Example:
+    """Return what a row holds. Raises Broken where it cannot be trained on."""
+    kind, columns = layout.kind, layout.columns
+    if kind == "text":
+        return Example("", _text(fields, columns["text"]))
+    if kind == "instruction":
+        return _instruction(fields, columns)
+    prompt: list[dict[str, Any]] = []
+    if "messages" in columns and kind == "prompt-completion":
+        completion = _turns(fields, columns["messages"])
+        answers = [index for index, turn in enumerate(completion) if turn["role"] == "assistant"]
+        if answers == [len(completion) - 1]:
+            prompt, completion = completion[:-1], completion[-1:]
+    elif kind == "prompt-completion":
+        asked, answered = (fields.get(columns[name]) for name in KINDS[kind])
+        if not isinstance(asked, list) and not isinstance(answered, list):
+            return Example(_text(fields, columns["prompt"]), _text(fields, columns["completion"]))
+        completion = _turns(fields, columns["completion"])
+        if isinstance(asked, str) and not turns_in(asked):
+            count = _turns_of_prompt(completion, asked, columns["completion"])
+            prompt, completion = completion[:count], completion[count:]
+        else:
+            prompt = _turns(fields, columns["prompt"])
+    else:
+        completion = _turns(fields, columns[kind])
+        if system := _optional_text(fields, columns.get("system")):
+            turn = {"role": "system", "content": system}
+            if completion[0]["role"] != "system":
+                completion.insert(0, turn)
+            elif completion[0] != turn:
+                raise Broken(f"system is a column and another turn of {columns[kind]}")
+    if not any(turn["role"] == "assistant" for turn in completion):
+        name = columns.get("completion") or columns.get(kind, "conversation")
+        raise Broken(f"{name}: no turn of the assistant")
+    return Example(prompt, completion, *_for_template(fields))
+
+
+def _turns_of_prompt(turns: Sequence[Mapping[str, Any]], prompt: str, column: str) -> int:
+    """Return how many turns a prompt is that is given as the text of the first of the user's."""
+    for index, turn in enumerate(turns):
+        if turn["role"] == "user" and turn["content"] == prompt:
+            return index + 1
+        if turn["role"] == "user":
+            break
+    raise Broken(f"prompt is text, and {column} are turns that do not begin with it")
+
+
+def _for_template(fields: Mapping[str, Any]) -> tuple[list[Any] | None, dict[str, Any]]:
+    """Return what a row has for its chat template: tools, and options."""
+    tools, options = (_decoded(fields.get(name)) for name in _FOR_TEMPLATE)
+    if not isinstance(tools, list | None):
+        raise Broken(f"tools must be a list, got {quoted(tools)}")
+    if not isinstance(options, dict | None):
+        raise Broken(f"chat_template_kwargs must map keys to values, got {quoted(options)}")
+    return tools or None, options or {}
+
+
+def pair_of(fields: Mapping[str, Any], layout: Layout) -> tuple[Example, Example]:
+    """Return what a row of a pair holds: its chosen and its rejected example, of one prompt, which
+    is what both begin with where it is not given, as in TRL. Raises Broken.
+    """
+    are_turns = any(isinstance(fields.get(name), list) for name in KINDS[PREFERENCE])
+    read: Callable[..., Any] = _turns if are_turns else _text
+    chosen, rejected = (read(fields, name) for name in KINDS[PREFERENCE])
+    column = layout.columns.get("prompt", "prompt")
+    prompt: Any = fields.get(column)
+    if isinstance(prompt, str) and not prompt.strip():
+        prompt = None
+    if are_turns and isinstance(prompt, str) and not turns_in(prompt):
+        _turns_of_prompt(chosen, prompt, "chosen")
+        prompt = None
+    if prompt is None:
+        shared = common_length(chosen, rejected)
+        end = min(shared, len(chosen) - 1, len(rejected) - 1)
+        if end == shared and not are_turns and chosen[:end].endswith(" "):
+            end -= 1
+        prompt, chosen, rejected = chosen[:end], chosen[end:], rejected[end:]
+    else:
+        prompt = read(fields, column)
+    if chosen == rejected:
+        raise Broken("chosen and rejected are the same")
+    if are_turns and not prompt:
+        raise Broken("chosen and rejected have no turn in common, and there is no prompt")
+    told = _for_template(fields)
+    return Example(prompt, chosen, *told), Example(prompt, rejected, *told)
+
+
+def common_length(left: Any, right: Any) -> int:
+    """Return how much two texts, the tokens or the turns of two, have in common from their
+    beginning."""
+    shorter = min(len(left), len(right))
+    if isinstance(left, str | list):
+        left = np.array([*left])
+        right = np.array([*right])
+    others = np.flatnonzero(left[:shorter] != right[:shorter])
+    return int(others[0]) if len(others) else shorter
+
+
+def _text(fields: Mapping[str, Any], column: str) -> str:
+    value = fields.get(column)
+    if value is None:
+        raise Broken(f"{column} is {'null' if column in fields else 'missing'}")
+    if not isinstance(value, str):
+        raise Broken(f"{column} must be text, got {quoted(value)}")
+    if not value.strip():
+        raise Broken(f"{column} is empty")
+    return value
+
+
+def _optional_text(fields: Mapping[str, Any], column: str | None) -> str:
+    """Return a text, or "" where there is none or but blanks."""
+    value = None if column is None else fields.get(column)
+    if column is None or value is None or (isinstance(value, str) and not value.strip()):
+        return ""
+    return _text(fields, column)
+
+
+def _instruction(fields: Mapping[str, Any], columns: Mapping[str, str]) -> Example:
+    """Return Alpaca's fields as its prompt; what comes before, in ``history``, in the same form."""
+    instruction = _text(fields, columns["instruction"])
+    output = _text(fields, columns["output"])
+    context = _optional_text(fields, columns.get("input"))
+    system = _optional_text(fields, columns.get("system"))
+    history = _decoded(fields.get(columns.get("history", "history"))) or []
+    is_paired = isinstance(history, list) and all(
+        isinstance(pair, list) and len(pair) == 2 and all(isinstance(one, str) for one in pair)
+        for pair in history
+    )
+    if not is_paired:
+        raise Broken(f"history must be a list of pairs of texts, got {quoted(history)}")
+    opening = system or _ALPACA.format(also=_ALPACA_ALSO if context else "")
+    before = "".join(f"### Instruction:\n{a}\n\n### Response:\n{b}\n\n" for a, b in history)
+    given = f"### Input:\n{context}\n\n" if context else ""
+    asked = f"### Instruction:\n{instruction}\n\n{given}### Response:\n"
+    return Example(f"{opening}\n\n{before}{asked}", output)
+
+
+def _decoded(value: Any) -> Any:
+    """Return what a text of JSON holds in a column that never has texts; else the value."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value) if value.strip() else None
+    except (ValueError, RecursionError):
+        return value
+
+
+def turns_in(value: Any) -> list[Any]:
+    """Return the turns of a list of them, which may be kept as JSON; [] of anything else.
+
+    JSON is a list of turns where each item has a role: other JSON is text.
+    """
+    if isinstance(value, list):
+        return value
+    is_like = isinstance(value, str) and value.lstrip().startswith("[")
+    found = _decoded(value) if is_like else None
+    return found if isinstance(found, list) and _is_chat(found) else []
+
+
+def _is_chat(value: Any) -> bool:
+    return _are_objects(value) and all("role" in turn or "from" in turn for turn in value)
+
+
+def _are_inputs(value: Any) -> bool:
+    """Return whether a value is turns as xtuner has them: each an input and its output."""
+    return _are_objects(value) and all("output" in turn for turn in value)
+
+
+def _turns(fields: Mapping[str, Any], column: str) -> list[dict[str, Any]]:
+    """Return a row's turns with role and content, whoever named them."""
+    value = fields.get(column)
+    if value is None:
+        raise Broken(f"{column} is {'null' if column in fields else 'missing'}")
+    given = turns_in(value)
+    if not given:
+        if is_nothing(value):
+            raise Broken(f"{column} is empty")
+        raise Broken(f"{column} must be a list of turns, got {quoted(value)}")
+    if all(isinstance(turn, str) for turn in given):
+        # As in LIMA: the user and the assistant by turns.
+        sides = ("user", "assistant")
+        given = [{"role": sides[n % 2], "content": text} for n, text in enumerate(given)]
+    elif _are_inputs(given) and not _is_chat(given):
+        given = [turn for each in given for turn in _turns_of_input(each)]
+    try:
+        return [_turn(number, turn) for number, turn in enumerate(given, start=1)]
+    except Broken as broken:
+        raise Broken(f"{column}: {broken.reason}") from None
+
+
+def _turns_of_input(given: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the turns of an input with its output, as xtuner has them."""
+    names = (("system", "system"), ("user", "input"), ("assistant", "output"))
+    turns = [{"role": role, "content": given.get(name)} for role, name in names]
+    return [turn for turn in turns if turn["role"] == "assistant" or turn["content"]]
+
+
+def _turn(number: int, given: Any) -> dict[str, Any]:
+    where = f"turn {number}"
+    if not isinstance(given, Mapping):
+        raise Broken(f"{where}: must map role and content, got {quoted(given)}")
+    # Parquet gives each turn all keys that any turn has.
+    turn = {key: value for key, value in given.items() if value is not None}
+    for own, others in (("role", "from"), ("content", "value")):
+        if own not in turn and others in turn:
+            turn[own] = turn.pop(others)
+    role, content = turn.get("role"), turn.get("content")
+    if role is None:
+        raise Broken(f"{where}: role is missing")
+    turn["role"] = role = ROLES_OF_OTHERS.get(role, role) if isinstance(role, str) else role
+    if role not in ROLES:
+        known = f"known are {', '.join((*ROLES, *ROLES_OF_OTHERS))}"
+        if role in ("function_call", "tool_call"):
+            known = "write the call as tool_calls of a turn of the assistant"
+        raise Broken(f"{where}: unknown role {quoted(role)}; {known}")
+    if isinstance(content, list):
+        texts = [part.get("text") if isinstance(part, Mapping) else None for part in content]
+        if not all(isinstance(text, str) for text in texts):
+            raise Broken(f"{where}: content has parts that are no text")
+        turn["content"] = content = "".join(map(str, texts))
+    calls = turn.get("tool_calls")
+    if content is None and not calls:
+        raise Broken(f"{where}: content is missing")
+    if not isinstance(content, str | None):
+        raise Broken(f"{where}: content must be text, got {quoted(content)}")
+    may_be_empty = calls or role in ("system", "developer", "tool")
+    if not may_be_empty and not str(content).strip():
+        raise Broken(f"{where}: content is empty")
+    for key in LOSS_KEYS:
+        if turn.get(key, 1) not in (0, 1):
+            raise Broken(f"{where}: {key} must be 0 or 1, got {quoted(turn[key])}")
+    return turn
