@@ -30,11 +30,19 @@ from sweep.export.rows import DATA_FILE, TEMPLATE_FILE, dataset_options
 
 SURFACE = "surface"
 """The format of all of a study's trials; the others are of one."""
-_ROWS, _KERNELS, _PAIRS = "rows.py", "eight_bit.py", "preference.py"
-"""What lies beside a script: it reads examples, stores and computes in 8 bits, trains on pairs."""
+_ROWS = "rows.py"
+"""What lies beside a script and reads examples; the same of the others."""
+_KERNELS = "eight_bit.py"
+"""Stores and computes in 8 bits."""
+_FITTING = "fitting.py"
+"""Fits 8-bit products to the weights, and keeps some in 16 bits."""
+_PAIRS = "preference.py"
+"""Trains on pairs."""
 _ALONE = {
     "from search_spaces.config import LOGITS_AT_ONCE": f"LOGITS_AT_ONCE = {LOGITS_AT_ONCE}",
     "from sweep.data.rows import": "from rows import",
+    "from sweep.training import eight_bit": "import eight_bit",
+    "from sweep.training.eight_bit import": "from eight_bit import",
 }
 """What is said otherwise in a file that lies there."""
 _ANY_PAIRS = {
@@ -177,6 +185,8 @@ def _script(record: Record) -> Export:
     copied = {_ROWS: "sweep.data"}
     if {config.compute_dtype, config.quantization} & set(EIGHT_BIT):
         copied[_KERNELS] = "sweep.training"
+    if config.is_8bit_compute:
+        copied[_FITTING] = "sweep.training"
     told_of_rows = {key: getattr(config, key) for key in ("packing", "attention", "compile")}
     if config.is_on_pairs:
         copied[_PAIRS] = "sweep.training"

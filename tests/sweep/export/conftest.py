@@ -28,9 +28,10 @@ def script_of(
     import torch
 
     from sweep.data import rows
-    from sweep.training import eight_bit
+    from sweep.training import eight_bit, fitting
 
     monkeypatch.setitem(__import__("sys").modules, "eight_bit", eight_bit)
+    monkeypatch.setitem(__import__("sys").modules, "fitting", fitting)
     monkeypatch.setitem(__import__("sys").modules, "rows", rows)
     # The script says how memory is allocated; other tests shall not find it.
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", "")

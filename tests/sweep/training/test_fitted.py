@@ -22,7 +22,7 @@ from tests.sweep.training.tiny import (
 
 torch = lazily("torch")
 eight_bit = lazily("sweep.training.eight_bit")
-faithfulness = lazily("sweep.training.faithfulness")
+fitting = lazily("sweep.training.fitting")
 KINDS = [("fp8", "fp8"), ("int8", "int8"), ("nf4", "fp8"), ("nf4", "int8")]
 
 
@@ -72,7 +72,7 @@ def test_a_fitted_product_is_nearer_and_its_weight_the_same(base: str, kind: str
     assert after < 0.75 * before
     torch.testing.assert_close(layer[0].dequantized().float(), weight, rtol=0.05, atol=0.002)
     # In 16 bits it is the product by its weight, as before.
-    with faithfulness.multiplying_in(layer, None):
+    with fitting.multiplying_in(layer, None):
         fitted = layer[0].dequantized().float()
         assert torch.linalg.norm(layer(x).float() - x.float() @ fitted.t()) < 0.02 * before + 1
 
@@ -133,9 +133,9 @@ def test_what_is_too_far_off_stays_in_16_bits(
     usual = measured(outcome(pretrained, **int8)).eight_bit
     assert usual is not None
     worst = sorted(one.forward_worst for one in usual.errors)
-    monkeypatch.setattr("sweep.training.faithfulness.MOST_ERROR", (worst[-1] + worst[-2]) / 2)
+    monkeypatch.setattr("sweep.training.fitting.MOST_ERROR", (worst[-1] + worst[-2]) / 2)
     # Two layers of seven projections: the widest is a quarter of the weights.
-    monkeypatch.setattr("sweep.training.faithfulness.MOST_SHARE", 0.5)
+    monkeypatch.setattr("sweep.training.fitting.MOST_SHARE", 0.5)
     config = tiny_config(upcast_fp32=False, **int8)
     with tiny_base(config, spec=pretrained, weights="pretrained") as base:
         found = measured(trial_on(base, config, steps=BRIEF).run()).eight_bit
@@ -151,7 +151,7 @@ def test_what_is_too_far_off_stays_in_16_bits(
 def test_too_many_in_16_bits_are_no_8_bit_training(
     pretrained: ModelSpec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("sweep.training.faithfulness.MOST_ERROR", 1e-6)
+    monkeypatch.setattr("sweep.training.fitting.MOST_ERROR", 1e-6)
     found = outcome(pretrained, compute_dtype="fp8", quantization="fp8")
     assert isinstance(found, Ineffective)
     assert found.knob == "compute_dtype"
