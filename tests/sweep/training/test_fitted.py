@@ -156,3 +156,51 @@ def test_too_many_in_16_bits_are_no_8_bit_training(
     assert isinstance(found, Ineffective)
     assert found.knob == "compute_dtype"
     assert "compute_dtype=bf16" in found.detail
+
+
+def test_fitting_leaves_recomputation_as_it_was(pretrained: ModelSpec) -> None:
+    from sweep.training.adapters import attached
+    from sweep.training.step import TrainingLoop
+
+    config = tiny_config(compute_dtype="int8", quantization="int8", checkpoint_fraction=0.5)
+    with (
+        tiny_base(config, spec=pretrained, weights="pretrained") as base,
+        attached(base, config) as attachment,
+    ):
+        loop = TrainingLoop(attachment, config, seed=0)
+        loop.fit_8_bits()
+        assert [layer.gradient_checkpointing for layer in attachment.layers] == [True, False]
+        assert not attachment.recomputed, "what fitting recomputed is no proof of a step"
+        loop.step()
+        assert attachment.recomputed == {0}
+
+
+def _rows(*lengths: int) -> list[Any]:
+    return [torch.arange(2, length + 2) for length in lengths]
+
+
+def _padded(rows: list[Any]) -> Any:
+    tokens = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+    return {"input_ids": tokens, "labels": tokens.masked_fill(tokens == 0, -100)}
+
+
+def test_the_first_examples_are_as_many_as_a_micro_batch_has_tokens() -> None:
+    rows = _rows(8, 9, 10, 20, 30, 30, 30, 30)
+    for tokens, expected in ((8, (1, 8)), (80, (4, 20)), (10_000, (8, 30))):
+        batch = fitting.first_examples(rows, _padded, tokens=tokens)
+        assert tuple(batch["input_ids"].shape) == expected
+    assert fitting.first_examples(_rows(700) * 10, _padded)["input_ids"].shape == (4, 700)
+
+
+@pytest.mark.parametrize("kinds", [1, 2])
+def test_of_a_long_example_the_beginning_is_shown(kinds: int) -> None:
+    rows = _rows(*(100_000,) * (2 * kinds))
+    batch = _padded(rows)
+    batch["labels"][:, :50_000] = -100
+    shown = fitting.beginning(batch, kinds)
+    assert shown["input_ids"].shape == (kinds, 4096 // kinds)
+    assert bool((shown["labels"] != -100).any()), "none of the beginning is supervised"
+    batch = {key: value[:, :300] for key, value in _padded(rows).items()}
+    batch["reference"] = torch.arange(2 * kinds)
+    whole = fitting.beginning(batch, kinds)
+    assert all(whole[key].equal(batch[key]) for key in batch)
