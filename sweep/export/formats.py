@@ -144,18 +144,19 @@ def _peft(record: Record) -> Export:
     saved, and is not looked at where a task type is given: what is known of the trial is in there.
     """
     told = record.model_dump(mode="json")
-    more = {key: told[key] for key in ("config", "learning_rate", "measurement", "texts")}
+    kept = ("config", "learning_rate", "measurement", "texts", "is_predicted")
+    more = {key: told[key] for key in kept}
     values = {
         "peft_type": "LORA",
         # Of a shipped architecture nobody knows where the weights are; PEFT notes it when it loads.
         "base_model_name_or_path": record.model.weights,
         "inference_mode": False,
         **lora_options(record),
-        "auto_mapping": {"provenance": told["provenance"] | more},
+        "auto_mapping": {"provenance": (told["provenance"] or {}) | more},
     }
     lost = (
         "adapter_config.json holds the adapters alone: rank, alpha, dropout and layers. What was "
-        "measured depends on the rest too, which formats json and script hold."
+        f"{record.basis} depends on the rest too, which formats json and script hold."
     )
     return Export(json.dumps(values, indent=2) + "\n", (lost,))
 
@@ -265,7 +266,9 @@ def _header(record: Record, trainer: Trainer, lost: Iterable[str]) -> str:
     """Return the comment over a trainer's file."""
     known = trainers.trainers()[trainer]
     name = known["name"]
-    edits = [] if record.model.weights else ["the model: its architecture alone was measured"]
+    edits = []
+    if not record.model.weights:
+        edits.append(f"the model: its architecture alone was {record.basis}")
     if trainer == "llama-factory":
         also = f" with your {DATA_FILE} and" if record.texts is None else " with"
         edits.append(f"dataset_dir, a directory{also} a dataset_info.json of what is below")
@@ -281,7 +284,7 @@ def _header(record: Record, trainer: Trainer, lost: Iterable[str]) -> str:
             + ("To fill in:" if edits else "Nothing is to be filled in."),
             *(f"- {edit}" for edit in edits),
             "",
-            f"Where {name} cannot do what was measured:",
+            f"Where {name} cannot do what was {record.basis}:",
             *(f"- {each}" for each in lost or ("nothing known: every setting is below",)),
         )
     )

@@ -112,6 +112,8 @@ def lost_rows(record: Record, trainer: Trainer) -> tuple[str, ...]:
     }
     of_kind = table("datasets")["kinds"][trainer].get(kind)
     sentences = [table("datasets")["files"][key] for key, is_told in told.items() if is_told]
+    if of_kind is not None:
+        sentences.insert(0, of_kind)
     values = {
         "name": path.name,
         "source": texts.source,
@@ -119,5 +121,6 @@ def lost_rows(record: Record, trainer: Trainer) -> tuple[str, ...]:
         "tokenizer": texts.tokenizer,
         "template": TEMPLATE_FILE,
         "broken": texts.summary.broken,
+        "basis": record.basis,
     }
-    return (*filter(None, [of_kind]), *(sentence.format(**values) for sentence in sentences))
+    return tuple(sentence.format(**values) for sentence in sentences)

@@ -23,9 +23,10 @@ from sweep.training.eight_bit import changed
 
 MOST_ERROR = 0.05
 """Of a product in 8 bits, relative to that in fp32; FP8's own rounding is 0.026 off. On
-SmolLM2-135M a layer with error e cost some 0.1 e² nats a token (INT8 without `eight_bit.adapt`: 56
-of 210 layers with errors of 0.025 to 0.03 cost 0.0054; one H200, 2026-11-28), so that one layer at
-this bound costs 0.00025, a twentieth of the 0.005 that 8-bit compute may cost."""
+SmolLM2-135M inputs off by e cost some 0.1 e² nats a token a layer (INT8 without `eight_bit.adapt`:
+56 of 210 layers with errors of 0.025 to 0.03 cost 0.0054; one H200, 2026-11-28). If a product off
+by e costs the same, one layer at this bound costs 0.00025, a twentieth of the 0.005 that 8-bit
+compute may cost: nothing has tested that."""
 MOST_GRADIENT_ERROR = 0.25
 """Of an input's gradient: its rounding is independent from token to token, and a step takes the
 mean of thousands. A guard against what is broken: no training has shown where it begins to cost."""
