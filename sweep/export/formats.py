@@ -31,13 +31,21 @@ from sweep.export.rows import DATA_FILE, TEMPLATE_FILE, dataset_options
 
 SURFACE = "surface"
 """The format of all of a study's trials; the others are of one."""
-_ROWS, _KERNELS, _PAIRS = "rows.py", "eight_bit.py", "preference.py"
+_ROWS = "rows.py"
+"""What lies beside a script and reads examples; the same of the others."""
 _OF_ROWS = ("files", "kinds", "rows", "encoding")
-"""Modules of `sweep.data` that are joined in the first of them, each behind those it imports."""
-"""What lies beside a script: it reads examples, stores and computes in 8 bits, trains on pairs."""
+"""Modules of `sweep.data` that are joined in that file, each behind those it imports."""
+_KERNELS = "eight_bit.py"
+"""Stores and computes in 8 bits."""
+_FITTING = "fitting.py"
+"""Fits 8-bit products to the weights, and keeps some in 16 bits."""
+_PAIRS = "preference.py"
+"""Trains on pairs."""
 _ALONE = {
     "from search_spaces.config import LOGITS_AT_ONCE": f"LOGITS_AT_ONCE = {LOGITS_AT_ONCE}",
     "from sweep.data.rows import": "from rows import",
+    "from sweep.training import eight_bit": "import eight_bit",
+    "from sweep.training.eight_bit import": "from eight_bit import",
 }
 """What is said otherwise in a file that lies there."""
 _ANY_PAIRS = {
@@ -145,18 +153,19 @@ def _peft(record: Record) -> Export:
     saved, and is not looked at where a task type is given: what is known of the trial is in there.
     """
     told = record.model_dump(mode="json")
-    more = {key: told[key] for key in ("config", "learning_rate", "measurement", "texts")}
+    kept = ("config", "learning_rate", "measurement", "texts", "is_predicted")
+    more = {key: told[key] for key in kept}
     values = {
         "peft_type": "LORA",
         # Of a shipped architecture nobody knows where the weights are; PEFT notes it when it loads.
         "base_model_name_or_path": record.model.weights,
         "inference_mode": False,
         **lora_options(record),
-        "auto_mapping": {"provenance": told["provenance"] | more},
+        "auto_mapping": {"provenance": (told["provenance"] or {}) | more},
     }
     lost = (
         "adapter_config.json holds the adapters alone: rank, alpha, dropout and layers. What was "
-        "measured depends on the rest too, which formats json and script hold."
+        f"{record.basis} depends on the rest too, which formats json and script hold."
     )
     return Export(json.dumps(values, indent=2) + "\n", (lost,))
 
@@ -186,6 +195,8 @@ def _script(record: Record) -> Export:
     copied = dict[str, str]()
     if {config.compute_dtype, config.quantization} & set(EIGHT_BIT):
         copied[_KERNELS] = "sweep.training"
+    if config.is_8bit_compute:
+        copied[_FITTING] = "sweep.training"
     told_of_rows = {key: getattr(config, key) for key in ("packing", "attention", "compile")}
     if config.is_on_pairs:
         copied[_PAIRS] = "sweep.training"
@@ -292,7 +303,9 @@ def _header(record: Record, trainer: Trainer, lost: Iterable[str]) -> str:
     """Return the comment over a trainer's file."""
     known = trainers.trainers()[trainer]
     name = known["name"]
-    edits = [] if record.model.weights else ["the model: its architecture alone was measured"]
+    edits = []
+    if not record.model.weights:
+        edits.append(f"the model: its architecture alone was {record.basis}")
     if trainer == "llama-factory":
         also = f" with your {DATA_FILE} and" if record.texts is None else " with"
         edits.append(f"dataset_dir, a directory{also} a dataset_info.json of what is below")
@@ -308,7 +321,7 @@ def _header(record: Record, trainer: Trainer, lost: Iterable[str]) -> str:
             + ("To fill in:" if edits else "Nothing is to be filled in."),
             *(f"- {edit}" for edit in edits),
             "",
-            f"Where {name} cannot do what was measured:",
+            f"Where {name} cannot do what was {record.basis}:",
             *(f"- {each}" for each in lost or ("nothing known: every setting is below",)),
         )
     )

@@ -212,6 +212,11 @@ class Record(_Part):
         return kinds.get(self.format, "training")
 
     @property
+    def basis(self) -> Literal["measured", "predicted"]:
+        """How its speed and memory are known, in a word."""
+        return "predicted" if self.is_predicted else "measured"
+
+    @property
     def label(self) -> str:
         """The trial in words: ``trial 12 of study 'a10'``."""
         return f"trial {self.number} of study {quote(self.study)}"
@@ -546,6 +551,7 @@ def _predicted_facts(record: Record) -> tuple[str, ...]:
         f"Model: {record.model.name}, {record.config.quantization} base, "
         f"{record.config.compute_dtype} compute.",
         examples_words(record),
+        f"Learning rate: {record.learning_rate.words}.",
     )
 
 

@@ -135,6 +135,8 @@ def lost_rows(record: Record, trainer: Trainer) -> tuple[str, ...]:
     }
     of_kind = table("datasets")["kinds"][trainer].get(kind)
     sentences = [table("datasets")["files"][key] for key, is_told in told.items() if is_told]
+    if of_kind is not None:
+        sentences.insert(0, of_kind)
     values = {
         "name": path.name,
         "source": texts.source,
@@ -144,5 +146,6 @@ def lost_rows(record: Record, trainer: Trainer) -> tuple[str, ...]:
         "broken": texts.summary.broken,
         "renamed": _renamed(texts.summary),
         "silenced": texts.summary.silenced,
+        "basis": record.basis,
     }
-    return (*filter(None, [of_kind]), *(sentence.format(**values) for sentence in sentences))
+    return tuple(sentence.format(**values) for sentence in sentences)

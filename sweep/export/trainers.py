@@ -188,5 +188,7 @@ def unsupported(
             continue
         sentences = known.get(cases[key], {})
         if sentence := sentences.get(trainer, sentences.get("others")):
-            found[key] = sentence.format(config=record.config, whole_alpha=_whole_alpha(record))
+            found[key] = sentence.format(
+                config=record.config, whole_alpha=_whole_alpha(record), basis=record.basis
+            )
     return found

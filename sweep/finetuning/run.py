@@ -45,7 +45,8 @@ from sweep.training import team
 from sweep.training.adapters import Attached, attached
 from sweep.training.device import Device, open_device
 from sweep.training.exceptions import knob_at_fault, out_of_memory
-from sweep.training.faithfulness import fit_to, keep_in_16_bits, too_many
+from sweep.training.faithfulness import products_of
+from sweep.training.fitting import first_examples, fit, too_many
 from sweep.training.in_trl import trained
 from sweep.training.model import Unavailable, build_base, compute_type, name_quantizer
 from sweep.training.preference import REFERENCE, Preference
@@ -363,14 +364,25 @@ class Training(TrainerCallback):
         Raises:
             InputError: too few of them are close to 16 bits.
         """
-        config, training = self._job.config, self._rows.training
-        first = [training[index] for index in range(min(config.micro_batch_size, len(training)))]
-        batch = self._rows.collate(first)
+        config = self._job.config
+        collate = self._rows.collate
+        if self._job.texts is None:
+            # Its own counts the micro-batches of the training.
+            collate = rows_of(self._job, attachment.model).collate
+        # In the dataset's order, which an exported script has too.
+        batch = first_examples(
+            self._rows.training.rows, collate, tokens=config.tokens_per_micro_batch
+        )
         batch = {name: value.to(self._device.torch_device) for name, value in batch.items()}
         with self._trainer.accelerator.autocast():
-            found = fit_to(attachment, whole, batch, config)
-        found = team.gathered(found)[0]
-        keep_in_16_bits(attachment.model, found.kept_in_16_bits, kind=config.compute_dtype)
+            fitted = fit(
+                attachment.model,
+                whole,
+                batch,
+                kind=config.compute_dtype,
+                rows_per_sample=config.rows_per_sample,
+            )
+        found = products_of(fitted)
         # What that needed is not what a step needs.
         self._device.release()
         self._device.reset_peak()

@@ -13,7 +13,7 @@ import contextlib
 import hashlib
 import inspect
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -29,6 +29,7 @@ from search_spaces.config import TrialConfig
 from search_spaces.errors import InputError, did_you_mean
 from search_spaces.linears import resolve_targets
 from sweep.training import eight_bit
+from sweep.training.eight_bit import changed
 from sweep.training.model import DTYPES, LINEAR, BaseModel, decoder_layers
 from sweep.training.team import Gathered, build_shares
 
@@ -310,20 +311,6 @@ def _operators_digest() -> str:
 def eager(layers: Sequence[torch.nn.Module]) -> contextlib.AbstractContextManager[None]:
     """Run layers as they are without the compiler, which would take seconds for each new shape."""
     return changed((layer, "_compiled_call_impl", None) for layer in layers)
-
-
-@contextlib.contextmanager
-def changed(changes: Iterable[tuple[Any, str, Any]]) -> Iterator[None]:
-    """Set attributes of objects; on exit they are as they were.
-
-    Args:
-        changes: objects, names of attributes that they have, and values.
-    """
-    with contextlib.ExitStack() as undo:
-        for thing, name, value in list(changes):
-            undo.callback(setattr, thing, name, getattr(thing, name))
-            setattr(thing, name, value)
-        yield
 
 
 def forget_compiled() -> None:

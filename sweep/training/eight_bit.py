@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import math
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from types import MethodType
 from typing import Any
 
@@ -201,14 +201,10 @@ def _gated(self: Any, x: torch.Tensor) -> torch.Tensor:
     return self.down_proj(_Gate.apply(self.gate_proj(x), self.up_proj(x), self.products))
 
 
-class EightBitLinear(torch.nn.Linear):
-    """A frozen linear layer whose weight is held in 8 bits, with a scale an output feature.
+class RoundedInputs:
+    """How a frozen layer rounds what goes in, once that was looked at (`adapt`); before, as it is.
 
     Attributes:
-        kind: ``fp8`` or ``int8``: what the weight's bytes are.
-        products: what it multiplies in: the same, or None for the input's 16-bit type.
-        compute_dtype: of what goes in and comes out.
-        row_scales: of the weight's rows (out,).
         input_scales: by which an input's features (in,) are divided and the weight's columns
             multiplied before both are rounded; None for 1.
         input_mean: of an input's features (in,), which is not rounded; None for 0.
@@ -218,6 +214,17 @@ class EightBitLinear(torch.nn.Linear):
     input_scales: torch.Tensor | None = None
     input_mean: torch.Tensor | None = None
     mean_product: torch.Tensor | None = None
+
+
+class EightBitLinear(RoundedInputs, torch.nn.Linear):
+    """A frozen linear layer whose weight is held in 8 bits, with a scale an output feature.
+
+    Attributes:
+        kind: ``fp8`` or ``int8``: what the weight's bytes are.
+        products: what it multiplies in: the same, or None for the input's 16-bit type.
+        compute_dtype: of what goes in and comes out.
+        row_scales: of the weight's rows (out,).
+    """
 
     def __init__(self, wide: torch.nn.Linear, kind: str) -> None:
         torch.nn.Module.__init__(self)
@@ -259,13 +266,9 @@ class EightBitLinear(torch.nn.Linear):
         return _widened(weight, self.row_scales, self.compute_dtype, self.input_scales)
 
 
-class FourBitLinear(bnb.nn.Linear4bit):
-    """bitsandbytes' layer that multiplies in 8 bits, with the attributes of `EightBitLinear`.
-    Layers become one, none is made."""
-
-    input_scales: torch.Tensor | None = None
-    input_mean: torch.Tensor | None = None
-    mean_product: torch.Tensor | None = None
+class FourBitLinear(RoundedInputs, bnb.nn.Linear4bit):
+    """bitsandbytes' layer that multiplies in 8 bits, with `products`, `compute_dtype` and
+    `row_scales` as `EightBitLinear` has them. Layers become one, none is made."""
 
     def scale_inputs(self, input_scales: torch.Tensor) -> None:
         """Divide the input's features by scales (in,) before they are rounded, and multiply the
@@ -442,17 +445,27 @@ def _observed(layers: list[Any]) -> Iterator[dict[Any, tuple[int, torch.Tensor, 
         count, total, squares = seen.get(layer, (0, 0.0, 0.0))
         seen[layer] = (count + len(x), total + x.sum(0), squares + x.square().sum(0))
 
-    kinds = [layer.products for layer in layers]
     hooks = [layer.register_forward_pre_hook(note) for layer in layers]
     try:
-        for layer in layers:
-            layer.products = None
-        yield seen
+        with changed((layer, "products", None) for layer in layers):
+            yield seen
     finally:
         for hook in hooks:
             hook.remove()
-        for layer, kind in zip(layers, kinds, strict=True):
-            layer.products = kind
+
+
+@contextlib.contextmanager
+def changed(changes: Iterable[tuple[Any, str, Any]]) -> Iterator[None]:
+    """Set attributes of objects; on exit they are as they were.
+
+    Args:
+        changes: objects, names of attributes that they have, and values.
+    """
+    with contextlib.ExitStack() as undo:
+        for thing, name, value in list(changes):
+            undo.callback(setattr, thing, name, getattr(thing, name))
+            setattr(thing, name, value)
+        yield
 
 
 def _check_finite(scales: torch.Tensor, name: str) -> None:

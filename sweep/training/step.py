@@ -39,7 +39,8 @@ from storage.records import EightBitProducts, Stage
 from sweep.data.batches import WEIGHT, Batch
 from sweep.data.rows import IGNORED
 from sweep.training.adapters import Attached, local
-from sweep.training.faithfulness import fit_to
+from sweep.training.faithfulness import products_of
+from sweep.training.fitting import fit
 from sweep.training.in_trl import trained
 from sweep.training.model import compute_type
 from sweep.training.preference import REFERENCE
@@ -240,8 +241,18 @@ class TrainingLoop:
         """Fit 8-bit products to the model's real weights, on one of the largest micro-batches."""
         batch = self.largest_batch()
         batch.pop(WEIGHT, None)
+        config = self._config
         with self.as_trained():
-            return fit_to(self.attached, self.trained, batch, self._config)
+            found = fit(
+                self.attached.model,
+                self.trained,
+                batch,
+                kind=config.compute_dtype,
+                rows_per_sample=config.rows_per_sample,
+            )
+        # What a look recomputed says nothing of a step.
+        self.attached.recomputed.clear()
+        return products_of(found)
 
     def save(self, directory: Path) -> None:
         """Write a checkpoint as Trainer does: the adapter, the optimizer's and the schedule's

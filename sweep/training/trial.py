@@ -40,7 +40,8 @@ from sweep.data.probing import are_apart, check_is_causal, takes_positions
 from sweep.training.adapters import attached, held_share, local
 from sweep.training.device import Device, Mark, Memory
 from sweep.training.exceptions import DETAIL_LENGTH, knob_at_fault, out_of_memory
-from sweep.training.faithfulness import compared, too_many, unfaithful
+from sweep.training.faithfulness import compared, unfaithful
+from sweep.training.fitting import too_many
 from sweep.training.messages import Progress
 from sweep.training.meter import (
     CardReader,

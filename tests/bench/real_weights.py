@@ -34,7 +34,8 @@ from search_spaces.config import MAX_GRAD_NORM, WEIGHT_DECAY, TrialConfig, parse
 from search_spaces.models import load_model_spec
 from storage.records import EightBitProducts
 from sweep.training.adapters import Attached, attached
-from sweep.training.faithfulness import fit_to, multiplying_in
+from sweep.training.faithfulness import products_of
+from sweep.training.fitting import fit, multiplying_in
 from sweep.training.model import build_base, compute_type
 from sweep.training.step import evaluating
 from tests.bench.harness import stamp
@@ -246,7 +247,8 @@ def fitted(attachment: Attached, config: TrialConfig, rows: np.ndarray) -> Eight
     tokens = torch.from_numpy(rows[: config.micro_batch_size]).to(device)
     with autocast(config, device):
         batch = {"input_ids": tokens, "labels": tokens}
-        return fit_to(attachment, attachment.model, batch, config)
+        model = attachment.model
+        return products_of(fit(model, model, batch, kind=config.compute_dtype))
 
 
 def trained(

@@ -18,6 +18,7 @@ from sweep.predict.memory.profile_store import TracingChildren
 from tests.golden.frozen import Frozen
 from tests.golden.stored_studies import MODEL, store, the_studies
 from tests.reports.test_page import Page
+from tests.sweep.shared_tracing import asked_of
 
 pytestmark = pytest.mark.timeout(600)
 NAMES = ("speed", "front", "texts", "cards", "memory")
@@ -27,7 +28,7 @@ NAMES = ("speed", "front", "texts", "cards", "memory")
 def home(tmp_path_factory: pytest.TempPathFactory, tracer: TracingChildren) -> Iterator[Path]:
     """A directory of the studies, with a cache of their own: reports show what is traced there."""
     home = tmp_path_factory.mktemp("golden")
-    with pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch, asked_of(tracer):
         patch.setenv("SWEEP_HOME", str(home))
         patch.setenv("XDG_CACHE_HOME", str(home / "cache"))
         predictor = TracingPredictor(MODEL, cache_dir=cache_directory() / "memory", tracer=tracer)

@@ -11,13 +11,23 @@ import pytest
 from search_spaces.models import ModelSpec
 from storage.definition import StudySnapshot
 from tests.sweep.export.studies import export, imported, rows_module
-from tests.sweep.export.weights import saved_model
+from tests.sweep.export.weights import saved_model, with_tokenizer
+from tests.sweep.training.tiny import saved_with_outliers
 
 
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> ModelSpec:
     """The tiny model with random weights and a tokenizer that knows chats."""
     return saved_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="session")
+def outliers(tmp_path_factory: pytest.TempPathFactory) -> ModelSpec:
+    """A model of which INT8 suits all layers but one, with the same tokenizer."""
+    directory = tmp_path_factory.mktemp("outliers")
+    spec = saved_with_outliers(directory, has_unsuited=True)
+    with_tokenizer(directory)
+    return spec
 
 
 @pytest.fixture
@@ -27,9 +37,10 @@ def script_of(
     """Return a study's script as a module, on one thread; a process has its neighbours once."""
     import torch
 
-    from sweep.training import eight_bit
+    from sweep.training import eight_bit, fitting
 
     monkeypatch.setitem(__import__("sys").modules, "eight_bit", eight_bit)
+    monkeypatch.setitem(__import__("sys").modules, "fitting", fitting)
     monkeypatch.setitem(__import__("sys").modules, "rows", rows_module())
     # The script says how memory is allocated; other tests shall not find it.
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", "")

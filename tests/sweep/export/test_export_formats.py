@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import json
+import re
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
@@ -18,7 +19,7 @@ from search_spaces.config import CONFIG_KEYS, TrialConfig
 from search_spaces.errors import InputError
 from search_spaces.learning_rates import in_words, learning_rate_of
 from search_spaces.models import PART_OF, ModelSpec
-from sweep.export.formats import exported, format_names
+from sweep.export.formats import exported, format_names, written
 from sweep.export.record import record_of
 from sweep.export.trainers import cases_of, trainers, unsupported
 from tests.storage.builders import confirmed
@@ -220,7 +221,7 @@ def test_a_rate_that_nobody_named_is_the_rules_and_its_range_is_said(
         ("unsloth", {"quantization": "fp8"}, "use_exact_model_name", False),
         ("unsloth", {"quantization": "none"}, "load_in_16bit", True),
         ("script", {"effective_batch_size": 16}, "ACCUMULATION_STEPS", 4),
-        ("script", {}, "MEASURED_TOKENS_PER_SECOND", 16_800.0),
+        ("script", {}, "EXPECTED_TOKENS_PER_SECOND", 16_800.0),
     ],
 )
 def test_a_setting_is_what_was_measured_or_the_nearest_that_a_trainer_has(
@@ -231,6 +232,21 @@ def test_a_setting_is_what_was_measured_or_the_nearest_that_a_trainer_has(
     assert (found.get("every_n_layers") if isinstance(found, dict) else found) == value
     # A step waits for the GPU no more than the measured one.
     assert format not in FILES or values["accelerator_config"] == {"non_blocking": True}
+
+
+@pytest.mark.parametrize("texts", [None, some_texts("instruction", source="data.csv")], ids=str)
+@pytest.mark.parametrize("change", [{}, EIGHT_BITS | {"compile": True, "packing": "packed"}])
+@pytest.mark.parametrize("format", format_names())
+def test_what_is_predicted_is_nowhere_said_to_be_measured(
+    format: str, change: dict[str, Any], texts: Any
+) -> None:
+    study = a_study(BASE.model_copy(update=change), texts=texts)
+    record = record_of(study).model_copy(update={"is_predicted": True, "provenance": None})
+    found = written(record, format=format)
+    for text in (found.text, found.record or "", *found.lost):
+        assert re.findall(r"(?<!not )\bmeasured\b", text, re.IGNORECASE) == []
+    if format not in ("json", "peft"):
+        assert f"Learning rate: {record.learning_rate.words}" in said(found.text)
 
 
 @pytest.mark.parametrize(

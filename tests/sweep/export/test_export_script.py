@@ -22,7 +22,7 @@ from storage.records import Measured
 from sweep.export.formats import exported
 from tests.sweep.export.studies import a_study, some_texts
 from tests.sweep.export.weights import written_texts
-from tests.sweep.training.tiny import TINY, tiny_base, tiny_config, trial_on
+from tests.sweep.training.tiny import TINY, UNSUITED, tiny_base, tiny_config, trial_on
 
 Script = Callable[[StudySnapshot], ModuleType]
 
@@ -215,13 +215,13 @@ def test_data_that_cannot_be_trained_on_is_refused(
 
 @pytest.mark.slow
 def test_the_script_runs_as_it_is_written_and_its_numbers_are_the_measured_ones(
-    model: ModelSpec, tmp_path: Path
+    outliers: ModelSpec, tmp_path: Path
 ) -> None:
-    config = tiny_config(effective_batch_size=4, quantization="fp8", compute_dtype="fp8")
+    config = tiny_config(effective_batch_size=4, quantization="int8", compute_dtype="int8")
     with tiny_base(config) as base:
         outcome = trial_on(base, config).run()
     assert isinstance(outcome, Measured)
-    study = a_study(config, measurement=outcome.measurement, model=model)
+    study = a_study(config, measurement=outcome.measurement, model=outliers)
     for path, text in exported(study, format="script").files(tmp_path / "train.py").items():
         path.write_text(text, encoding="utf-8")
     written_texts(tmp_path / "texts.jsonl", "text")
@@ -244,5 +244,7 @@ def test_the_script_runs_as_it_is_written_and_its_numbers_are_the_measured_ones(
     tokens = reached["tokens_per_second"] * reached["step_seconds"]
     assert tokens == pytest.approx(config.tokens_per_step)
     assert sum(tensor.numel() for tensor in adapter(tmp_path / "adapter").values()) == count
-    trained_on = json.loads((tmp_path / "adapter" / "training.json").read_text())["config"]
-    assert trained_on["quantization"] == config.quantization
+    about = json.loads((tmp_path / "adapter" / "training.json").read_text())
+    assert about["config"]["quantization"] == config.quantization
+    assert about["eight_bit"]["kept_in_16_bits"] == [UNSUITED]
+    assert UNSUITED in done.stdout

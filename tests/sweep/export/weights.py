@@ -16,13 +16,20 @@ WORDS = ("the", "quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog")
 def saved_model(directory: Path) -> ModelSpec:
     """Write weights and tokenizer, and return the model that is there."""
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(AutoConfig.for_model(**TINY.config)).save_pretrained(directory)
+    with_tokenizer(directory)
+    return dataclasses.replace(TINY, source="directory", path=directory)
+
+
+def with_tokenizer(directory: Path) -> None:
+    """Write the demo's tokenizer beside a model."""
+    from transformers import AutoTokenizer
+
     tokenizer = load_model_spec("demo").tokenizer_path
     AutoTokenizer.from_pretrained(tokenizer).save_pretrained(directory)
-    return dataclasses.replace(TINY, source="directory", path=directory)
 
 
 def a_row(kind: str, index: int) -> dict[str, Any]:

@@ -360,7 +360,7 @@ def test_weights_that_8_bits_do_not_suit_are_not_trained_in_8_bits(
     tmp_path: Path, texts: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spec = saved_with_outliers(tmp_path / "model")
-    monkeypatch.setattr("sweep.training.faithfulness.MOST_ERROR", 1e-6)
+    monkeypatch.setattr("sweep.training.fitting.MOST_ERROR", 1e-6)
     eight_bit = {"quantization": "fp8", "compute_dtype": "fp8", "upcast_fp32": False}
     asked = job(tmp_path / "out", texts, model=spec.to_json(), weights="pretrained", **eight_bit)
     end, _ = run(asked)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import random
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,18 @@ fixed: {{seq_len: 512, lora_rank: 8}}
 """
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Nobody's studies, prices and caches, on a machine that shows no GPU, for all tests here."""
+    home = tmp_path_factory.mktemp("home")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SWEEP_HOME", str(home))
+        patch.setenv("XDG_CACHE_HOME", str(home / "cache"))
+        patch.setenv("CUDA_VISIBLE_DEVICES", "")
+        yield home
+
+
+@pytest.fixture(scope="module")
 def texts(home: Path) -> Path:
     """A dataset whose examples are far shorter than the sequences are allowed to be."""
     path, draw = home / "mine.jsonl", random.Random(0)
@@ -57,7 +69,7 @@ def answer(config: TrialConfig) -> Outcome:
     return at_speed(config, 100.0 * config.micro_batch_size)
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def url(home: Path, texts: Path) -> str:
     """Where a study on that dataset is, which an H200 ran for an A10."""
     url = f"sqlite:///{home}/runs/sweep.db"
@@ -95,11 +107,22 @@ def test_the_report_and_the_driver_say_the_plans_memory(
         assert record.prediction.peak_allocated_bytes == plan["peak_allocated_bytes"]
 
 
+@pytest.fixture
+def gone(url: str) -> Iterator[None]:
+    """Have the study's dataset away for a while."""
+    away = texts_directory().with_name("away")
+    texts_directory().rename(away)
+    building._shapes_in.cache_clear()
+    yield
+    shutil.rmtree(texts_directory(), ignore_errors=True)
+    away.rename(texts_directory())
+    building._shapes_in.cache_clear()
+
+
+@pytest.mark.usefixtures("gone")
 def test_where_the_dataset_is_gone_nothing_is_said_and_nothing_wrong(
     url: str, sweep: Sweep
 ) -> None:
-    shutil.rmtree(texts_directory())
-    building._shapes_in.cache_clear()
     definition = read(url, "own").definition
     with pytest.raises(EnvironmentFault):
         shapes_of_study(definition)

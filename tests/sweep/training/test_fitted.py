@@ -22,7 +22,7 @@ from tests.sweep.training.tiny import (
 
 torch = lazily("torch")
 eight_bit = lazily("sweep.training.eight_bit")
-faithfulness = lazily("sweep.training.faithfulness")
+fitting = lazily("sweep.training.fitting")
 KINDS = [("fp8", "fp8"), ("int8", "int8"), ("nf4", "fp8"), ("nf4", "int8")]
 
 
@@ -72,7 +72,7 @@ def test_a_fitted_product_is_nearer_and_its_weight_the_same(base: str, kind: str
     assert after < 0.75 * before
     torch.testing.assert_close(layer[0].dequantized().float(), weight, rtol=0.05, atol=0.002)
     # In 16 bits it is the product by its weight, as before.
-    with faithfulness.multiplying_in(layer, None):
+    with fitting.multiplying_in(layer, None):
         fitted = layer[0].dequantized().float()
         assert torch.linalg.norm(layer(x).float() - x.float() @ fitted.t()) < 0.02 * before + 1
 
@@ -133,9 +133,9 @@ def test_what_is_too_far_off_stays_in_16_bits(
     usual = measured(outcome(pretrained, **int8)).eight_bit
     assert usual is not None
     worst = sorted(one.forward_worst for one in usual.errors)
-    monkeypatch.setattr("sweep.training.faithfulness.MOST_ERROR", (worst[-1] + worst[-2]) / 2)
+    monkeypatch.setattr("sweep.training.fitting.MOST_ERROR", (worst[-1] + worst[-2]) / 2)
     # Two layers of seven projections: the widest is a quarter of the weights.
-    monkeypatch.setattr("sweep.training.faithfulness.MOST_SHARE", 0.5)
+    monkeypatch.setattr("sweep.training.fitting.MOST_SHARE", 0.5)
     config = tiny_config(upcast_fp32=False, **int8)
     with tiny_base(config, spec=pretrained, weights="pretrained") as base:
         found = measured(trial_on(base, config, steps=BRIEF).run()).eight_bit
@@ -151,8 +151,56 @@ def test_what_is_too_far_off_stays_in_16_bits(
 def test_too_many_in_16_bits_are_no_8_bit_training(
     pretrained: ModelSpec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("sweep.training.faithfulness.MOST_ERROR", 1e-6)
+    monkeypatch.setattr("sweep.training.fitting.MOST_ERROR", 1e-6)
     found = outcome(pretrained, compute_dtype="fp8", quantization="fp8")
     assert isinstance(found, Ineffective)
     assert found.knob == "compute_dtype"
     assert "compute_dtype=bf16" in found.detail
+
+
+def test_fitting_leaves_recomputation_as_it_was(pretrained: ModelSpec) -> None:
+    from sweep.training.adapters import attached
+    from sweep.training.step import TrainingLoop
+
+    config = tiny_config(compute_dtype="int8", quantization="int8", checkpoint_fraction=0.5)
+    with (
+        tiny_base(config, spec=pretrained, weights="pretrained") as base,
+        attached(base, config) as attachment,
+    ):
+        loop = TrainingLoop(attachment, config, seed=0)
+        loop.fit_8_bits()
+        assert [layer.gradient_checkpointing for layer in attachment.layers] == [True, False]
+        assert not attachment.recomputed, "what fitting recomputed is no proof of a step"
+        loop.step()
+        assert attachment.recomputed == {0}
+
+
+def _rows(*lengths: int) -> list[Any]:
+    return [torch.arange(2, length + 2) for length in lengths]
+
+
+def _padded(rows: list[Any]) -> Any:
+    tokens = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+    return {"input_ids": tokens, "labels": tokens.masked_fill(tokens == 0, -100)}
+
+
+def test_the_first_examples_are_as_many_as_a_micro_batch_has_tokens() -> None:
+    rows = _rows(8, 9, 10, 20, 30, 30, 30, 30)
+    for tokens, expected in ((8, (1, 8)), (80, (4, 20)), (10_000, (8, 30))):
+        batch = fitting.first_examples(rows, _padded, tokens=tokens)
+        assert tuple(batch["input_ids"].shape) == expected
+    assert fitting.first_examples(_rows(700) * 10, _padded)["input_ids"].shape == (4, 700)
+
+
+@pytest.mark.parametrize("kinds", [1, 2])
+def test_of_a_long_example_the_beginning_is_shown(kinds: int) -> None:
+    rows = _rows(*(100_000,) * (2 * kinds))
+    batch = _padded(rows)
+    batch["labels"][:, :50_000] = -100
+    shown = fitting.beginning(batch, kinds)
+    assert shown["input_ids"].shape == (kinds, 4096 // kinds)
+    assert bool((shown["labels"] != -100).any()), "none of the beginning is supervised"
+    batch = {key: value[:, :300] for key, value in _padded(rows).items()}
+    batch["reference"] = torch.arange(2 * kinds)
+    whole = fitting.beginning(batch, kinds)
+    assert all(whole[key].equal(batch[key]) for key in batch)

@@ -50,8 +50,18 @@ def tiny_config(**knobs: Any) -> TrialConfig:
     return TrialConfig(**{"micro_batch_size": 2, "seq_len": 32, **knobs})
 
 
-def saved_with_outliers(directory: Path) -> ModelSpec:
-    """Write a model that has what training leaves: a feature that is large, and hardly varies."""
+UNSUITED = "base_model.model.model.layers.1.mlp.down_proj"
+"""The layer that `saved_with_outliers` can make unfit for INT8."""
+
+
+def saved_with_outliers(directory: Path, *, has_unsuited: bool = False) -> ModelSpec:
+    """Write a model that has what training leaves: a feature that is large, and hardly varies.
+
+    Args:
+        directory: gets weights and configuration.
+        has_unsuited: whether a feature of one layer's input is large, varies, and has no part in
+            the product: INT8 rounds all others as coarsely as that one.
+    """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -64,6 +74,9 @@ def saved_with_outliers(directory: Path) -> ModelSpec:
         embeddings[:, 7] = 20 * embeddings.std()
         for layer in model.model.layers:
             layer.mlp.up_proj.weight[3] *= 30
+        if has_unsuited:
+            layer.mlp.up_proj.weight[3] *= 100
+            layer.mlp.down_proj.weight[:, 3] = 0
     model.to(torch.bfloat16).save_pretrained(directory)
     return load_model_spec(str(directory))
 

@@ -32,8 +32,7 @@ import torch
 import torch.nn.functional as functional
 
 from sweep.training import eight_bit
-from sweep.training.adapters import changed
-from sweep.training.eight_bit import TYPES, Parts
+from sweep.training.eight_bit import TYPES, Parts, changed
 
 _NORM_WRITES_ANEW = frozenset(
     ["exaone4", "gemma2", "gemma3_text", "gemma4_text", "glm4", "olmo2", "olmo3", "qwen3_next"]

@@ -60,7 +60,7 @@ from sweep.predict.memory.profiles import (
 )
 from sweep.predict.memory.tracing.stand_ins import Cuda
 from sweep.training import preference
-from sweep.training.adapters import changed
+from sweep.training.eight_bit import changed
 from sweep.training.model import compute_type
 
 Event = tuple[int, bool]

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from search_spaces.config import parse_config
+from search_spaces.config import TrialConfig, parse_config
 from search_spaces.gpus import find_gpu
 from search_spaces.models import load_model_spec
 from sweep.predict.memory import prediction as memory
@@ -45,6 +45,7 @@ from tests.sweep.predict.rows import (
     model_of,
     read_rows,
 )
+from tests.sweep.training.tiny import BRIEF, measured, outcome_of
 
 ROUNDING = 0.005
 """Statements are made in half percents."""
@@ -285,6 +286,17 @@ def test_peaks_on_a_cpu_are_within_what_is_stated_and_decide_alone_what_fits(
     assert known.peak_reserved_bytes == peak
     verdicts = [known.fits(int(times * peak)) for times in (1.3, 1.0, 0.75)]
     assert verdicts == [Fit.YES, Fit.UNCERTAIN, Fit.NO]
+
+
+def test_trls_head_on_a_cpu_takes_what_is_stated(
+    tracing_child: TracingChildren, profile_cache: Path
+) -> None:
+    spec = load_model_spec("demo")
+    cpu = CpuMemory(spec, cache_dir=profile_cache, tracer=tracing_child)
+    config = TrialConfig(trainer="trl", upcast_fp32=False, micro_batch_size=4, seq_len=256)
+    known = cpu.predict(config)
+    found = measured(outcome_of(config, spec=spec, steps=BRIEF)).peak_allocated_bytes
+    assert known.peak_allocated_bytes < found < known.peak_allocated_bytes * (1 + known.uncertainty)
 
 
 # Two studies on an H100, a GPU that no rate, efficiency or memory profile was fitted to

@@ -1,0 +1,102 @@
+"""A script in 8 bits trains in the products that `sweep train` chooses on the same examples."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from search_spaces.models import ModelSpec
+from storage.definition import StudySnapshot
+from tests.sweep.export.studies import a_study, some_texts
+from tests.sweep.export.test_export_pairs import PAIRS
+from tests.sweep.export.weights import written_texts
+from tests.sweep.finetuning.trainings import job, run
+from tests.sweep.training.tiny import UNSUITED, tiny_config
+
+INT8: dict[str, Any] = {"quantization": "int8", "compute_dtype": "int8", "upcast_fp32": False}
+Script = Callable[[StudySnapshot], ModuleType]
+
+
+def trained_by_sweep(source: Path, kind: Any, config: Any, model: ModelSpec) -> Any:
+    """Return what `sweep train` records of 8-bit products on a file's examples."""
+    from sweep.data.preparing import prepare
+    from sweep.data.texts import Question
+
+    place, beside = str(model.path), source.with_name("ours")
+    only = kind == "preference"
+    question = Question(str(source), kind, None, only, place, place, "", str(beside), "x")
+    directory = prepare(question, on_progress=lambda *_: None)
+    ours = job(
+        source.with_name("out"),
+        directory,
+        config=config,
+        model=model.to_json(),
+        weights="pretrained",
+        eval_fraction=0.1,
+        max_steps=1,
+    )
+    end, _ = run(ours)
+    return end.eight_bit  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("kind", "knobs"),
+    [
+        ("text", {"packing": "packed"}),
+        ("prompt-completion", {"checkpoint_fraction": 0.5}),
+        ("preference", {"method": "dpo"}),
+    ],
+)
+def test_a_script_keeps_the_layers_in_16_bits_that_sweep_train_keeps(
+    kind: Any,
+    knobs: dict[str, Any],
+    outliers: ModelSpec,
+    script_of: Script,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    from sweep.training import preference
+
+    monkeypatch.setitem(sys.modules, "preference", preference)
+    source = tmp_path / "data.jsonl"
+    said: dict[str, Any] = {"source": str(source)}
+    if kind == "preference":
+        said |= {"columns": ("prompt", "chosen", "rejected"), "completions_only": True}
+        source.write_text("".join(f"{json.dumps(row)}\n" for row in PAIRS), encoding="utf-8")
+    else:
+        written_texts(source, kind)
+    config = tiny_config(**INT8, seq_len=64, lora_dropout=0.1, **knobs)
+    ours = trained_by_sweep(source, kind, config, outliers)
+    assert ours.kept_in_16_bits == (UNSUITED,)
+
+    study = a_study(config, model=outliers, texts=some_texts(kind, **said))
+    typed = ["--output", str(tmp_path / "adapter"), "--max-steps", "2"]
+    monkeypatch.setattr("sys.argv", ["train.py", *typed])
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    script_of(study).main()
+    assert UNSUITED in capsys.readouterr().out
+    about = json.loads((tmp_path / "adapter" / "training.json").read_text())["eight_bit"]
+    assert about.pop("kept_in_16_bits") == list(ours.kept_in_16_bits)
+    for name, value in about.items():
+        assert value == pytest.approx(getattr(ours, name), rel=1e-3), name
+
+
+def test_a_script_refuses_weights_that_8_bits_do_not_suit(
+    outliers: ModelSpec, script_of: Script, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sweep.training.fitting.MOST_SHARE", 0.05)
+    written_texts(tmp_path / "data.jsonl", "text")
+    typed = ["--data", str(tmp_path / "data.jsonl"), "--output", str(tmp_path / "adapter")]
+    monkeypatch.setattr("sys.argv", ["train.py", *typed])
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    script = script_of(a_study(tiny_config(**INT8), model=outliers))
+    with pytest.raises(SystemExit, match="compute_dtype=bf16"):
+        script.main()
+    assert not list(tmp_path.glob("adapter/adapter_model*"))
