@@ -63,6 +63,8 @@ class StudyAttributes(BaseModel):
     """Of the study, which another one of the same name has not."""
     driver: str
     """What tells the process that drives it from those that drove it before."""
+    mark: str = ""
+    """Of the newest transaction: an older copy of the database has that of an earlier one."""
     format: Annotated[int, Field(ge=0, le=FORMAT_WRITTEN, strict=True)]
     runs: list[Run]
     wall_seconds: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0

@@ -153,16 +153,19 @@ class Confirmations:
 
     def soak(self, config: TrialConfig, *, series: int) -> TrialRecord | None:
         """Return the longest soak of a configuration that it stood, in one series."""
+        return next(iter(self.soaks(config, series=series)), None)
+
+    def soaks(self, config: TrialConfig, *, series: int) -> Sequence[TrialRecord]:
+        """Return the soaks of a configuration that it stood in one series, the longest first."""
         stood = [
-            (record.measurement.soak.seconds if record.measurement.soak else 0.0, record)
+            record
             for record in self.records
             if record.series == series
             and record.purpose == "soak"
             and record.verdict is Verdict.FITS
-            and record.measurement is not None
             and canonical(record.config) == canonical(config)
         ]
-        return max(stood, key=lambda pair: pair[0], default=(0.0, None))[1]
+        return sorted(stood, key=_soak_seconds, reverse=True)
 
     def repeat_seconds(self, *, series: int, besides: Collection[TrialConfig] = ()) -> float:
         """Return what the runs of a series took so far; not its soaks, nor the worker's start, nor
@@ -360,6 +363,11 @@ def _residual(blocks: Sequence[Sequence[float]], noises: Sequence[float]) -> Spr
         # A round's own is a share of every step: in units, so much the more where steps are even.
         away -= (away / units).sum(axis=0) / (units**-2.0).sum() / units
     return Spread(math.sqrt((away**2).sum() / degrees), degrees)
+
+
+def _soak_seconds(record: TrialRecord) -> float:
+    measured = record.measurement
+    return 0.0 if measured is None or measured.soak is None else measured.soak.seconds
 
 
 def soaked_long_enough(record: TrialRecord, *, seconds: float, steps: int) -> bool:

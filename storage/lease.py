@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import hashlib
 import os
 import re
 import secrets
 import socket
 import time
-import zlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -31,15 +31,15 @@ from storage.urls import DatabaseUrl, PostgresUrl, SqliteUrl
 _GRACE_SECONDS = 1.0
 """A reader that looks who holds a lock holds it for an instant, and a session that was closed
 takes a moment to end: a driver waits that out."""
-_APPLICATION = 1903980641
-"""The first half of each study's key: other applications may take such locks, too."""
 _NAMED = re.compile(r"sweep (\S+) ([0-9a-f]{8})[0-9a-f]{6}")
 """A session's name: who drives, the second in which it began, and what tells it from others."""
 _NAME_BYTES = 63
-_HELD = f"""SELECT CAST(l.objid AS bigint) AS key, a.application_name AS name, a.pid
+_KEY = "((CAST(l.classid AS bigint) << 32) | CAST(l.objid AS bigint))"
+"""Of a lock whose key is one number: PostgreSQL shows its halves."""
+_HELD = f"""SELECT {_KEY} AS key, a.application_name AS name, a.pid
 FROM pg_locks l JOIN pg_stat_activity a ON a.pid = l.pid
-WHERE l.locktype = 'advisory' AND l.granted AND l.classid = {_APPLICATION}
-AND l.objsubid = 2 AND l.database = (SELECT oid FROM pg_database WHERE datname = current_database())
+WHERE l.locktype = 'advisory' AND l.granted AND l.objsubid = 1
+AND l.database = (SELECT oid FROM pg_database WHERE datname = current_database())
 """
 
 
@@ -208,17 +208,15 @@ def _lock(connection: Any, url: PostgresUrl, study: str, name: str) -> None:
         return connection.execute(query, values).fetchone()
 
     def holder() -> Holder | None:
-        held = ask(f"{_HELD} AND l.objid = {key}")
+        held = ask(f"{_HELD} AND {_KEY} = {key}")
         return held and _holder_of(held[1])
 
     def attempt() -> bool:
-        held = ask(f"{_HELD} AND l.objid = {key}")
+        held = ask(f"{_HELD} AND {_KEY} = {key}")
         if held is not None and held[1] == name:
             # A connection of our own that broke, which the server has not noticed.
             ask("SELECT pg_terminate_backend(%s)", held[2])
-        return held is None and bool(
-            ask("SELECT pg_try_advisory_lock(%s, %s)", _APPLICATION, key)[0]
-        )
+        return held is None and bool(ask("SELECT pg_try_advisory_lock(%s::bigint)", key)[0])
 
     process, info = ask("SELECT pg_backend_pid()"), connection.info
     if not is_direct(connection):
@@ -241,4 +239,6 @@ def _iso(seconds: float) -> str:
 
 
 def _key(study: str) -> int:
-    return zlib.crc32(study.encode()) & 0x7FFFFFFF
+    """Return a study's key, in 63 bits; other applications take such locks, too."""
+    digest = hashlib.sha256(f"qlora-sweep {study}".encode()).digest()
+    return int.from_bytes(digest[:8], "big") >> 1

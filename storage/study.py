@@ -89,7 +89,9 @@ def open_study(
             raise InputError(words)
     started_at = datetime.now(UTC).isoformat(timespec="milliseconds")
     run = codec.Run(started_at=started_at, environment=dict(environment))
-    driver, new_identity = uuid.uuid4().hex, uuid.uuid4().hex
+    driver = uuid.uuid4().hex
+    mark = uuid.uuid4().hex
+    new_identity = uuid.uuid4().hex
     named, directions = f"study '{name}' in {where}", codec.directions(definition.space.objectives)
     with ExitStack() as closing:
         storage = open_leased(where, name, closing.callback)
@@ -109,6 +111,7 @@ def open_study(
                     "definition": definition,
                     "identity": identity,
                     "driver": driver,
+                    "mark": mark,
                     "format": codec.FORMAT_WRITTEN,
                     "runs": [*(earlier for earlier in runs if earlier != run), run],
                 }
@@ -148,6 +151,7 @@ def open_study(
             known=known,
             spool=directory.Spool(folder / directory.SPOOL, known.identity),
             _storage=storage,
+            _marks={mark},
             _url=where,
             _closing=closing.pop_all(),
             _warn=warn,
@@ -180,6 +184,11 @@ def _checked(
     return stored
 
 
+def _cards_of(record: TrialRecord) -> int:
+    """Return how many GPUs a trial took while it ran."""
+    return record.config.data_parallel or 1
+
+
 @dataclass(eq=False)
 class OpenStudy(AbstractContextManager["OpenStudy"]):
     """A study that this process alone drives.
@@ -199,6 +208,9 @@ class OpenStudy(AbstractContextManager["OpenStudy"]):
     spool: directory.Spool
     """What is kept on disk alone, where the database stays away: a resume tells it."""
     _storage: Storage
+    _marks: set[str]
+    """Of which the database has one: that of the newest transaction, and those of failed ones,
+    which may have gone through unheard."""
     _url: DatabaseUrl
     _closing: ExitStack
     _warn: Callable[[str], None]
@@ -266,7 +278,8 @@ class OpenStudy(AbstractContextManager["OpenStudy"]):
         for record in lost.values():
             known = ended.get(record.attempt_id, record)
             record = known if known.config == record.config else record
-            if self._has_stored(record):
+            # What nobody could tell any more was paid for, too.
+            if self._has_stored(record, spent_seconds=record.wall_seconds, cards=_cards_of(record)):
                 self.ledger.add(record)
         for words in spooled.problems:
             self._warn(words)
@@ -402,8 +415,13 @@ class OpenStudy(AbstractContextManager["OpenStudy"]):
             self._write(lambda: put(self._id(trial.number), codec.RECORD, values))
         return begun
 
-    def tell(self, trial: Trial, record: TrialRecord) -> TrialRecord:
+    def tell(self, trial: Trial, record: TrialRecord, *, spent_seconds: float = 0.0) -> TrialRecord:
         """Keep a result of a trial that `ask` returned: spooled and fsynced first, then told.
+
+        Args:
+            trial: that it is of.
+            record: the result.
+            spent_seconds: of the driver, since what was told before; see `add_wall_seconds`.
 
         Returns:
             What the study has of the trial now: the record, or one that says that the result is in
@@ -422,7 +440,9 @@ class OpenStudy(AbstractContextManager["OpenStudy"]):
             # A healthy database outweighs what is in the way of that.
             unspooled = str(fault)
         try:
-            is_told = self._has_stored(record)
+            is_told = self._has_stored(record, spent_seconds=spent_seconds, cards=self.cards)
+            if not is_told:
+                self.add_wall_seconds(spent_seconds)
             if unspooled and not is_told:
                 raise EnvironmentFault(f"somebody closed trial {record.number} in {self._url}")
         except EnvironmentFault as fault:
@@ -473,9 +493,15 @@ class OpenStudy(AbstractContextManager["OpenStudy"]):
             del self._open[number]
 
     def add_wall_seconds(self, seconds: float) -> None:
-        """Add to the driver's time over all runs of the study."""
-        wall, card = self.known.wall_seconds + seconds, self.known.card_seconds
-        self.note(wall_seconds=wall, card_seconds=card + seconds * self.cards)
+        """Add to the driver's time over all runs of the study, and to what is paid for."""
+        self.note(**self._with_seconds(seconds, cards=self.cards))
+
+    def _with_seconds(self, seconds: float, *, cards: int) -> dict[str, float]:
+        """Return the study's times with so many more seconds on so many GPUs."""
+        return {
+            "wall_seconds": self.known.wall_seconds + seconds,
+            "card_seconds": self.known.card_seconds + seconds * cards,
+        }
 
     def note(self, **attributes: Any) -> None:
         """Keep attributes of the study in plain JSON values, all in one transaction."""
@@ -504,39 +530,67 @@ class OpenStudy(AbstractContextManager["OpenStudy"]):
             action: may be repeated, also where it went through and nobody was told.
         """
 
+        mark = uuid.uuid4().hex
+
         def attempt() -> T:
-            with self._ours():
+            with self._ours(mark):
                 return action()
 
         with faults(self._url):
-            return retried(attempt, more_seconds=database.RESTART_SECONDS)
+            done = retried(attempt, more_seconds=database.RESTART_SECONDS)
+        self._marks = {mark}
+        return done
 
     @contextmanager
-    def _ours(self) -> Iterator[None]:
-        """Make one transaction that fails where the study is gone, or somebody else drove it."""
+    def _ours(self, mark: str) -> Iterator[None]:
+        """Make one transaction that fails where the study is gone, somebody else drove it, or an
+        older copy was put in its place.
+
+        Args:
+            mark: of the transaction, which may be repeated.
+        """
         with self._storage.together():
             named = f"study '{self.name}'"
             try:
                 number = self._storage.get_study_id_from_name(self.name)
-                driver = self._storage.get_study_user_attrs(number).get("driver")
+                attributes = self._storage.get_study_user_attrs(number)
             except KeyError:
                 raise EnvironmentFault(f"{named} was deleted from {self._url}") from None
-            if driver != self.known.driver:
+            why = ""
+            if attributes.get("driver") != self.known.driver:
                 why = "another driver took it over, or a copy was put in its place"
+            elif attributes.get("mark") not in self._marks:
+                why = "an older copy of the database was put in its place"
+            if why:
                 lost = f"{named} in {self._url} is no longer driven from here"
                 raise EnvironmentFault(f"{lost}: {why}; the same command resumes it")
             if self._is_stale:
                 self.study = _load(self.name, self._storage, self.study.sampler)
             self._is_stale = True
+            self._marks.add(mark)
             yield
+            self._storage.set_study_user_attr(number, "mark", mark)
         self._is_stale = False
 
-    def _has_stored(self, record: TrialRecord) -> bool:
-        """Write a result; return whether the database has it."""
+    def _has_stored(self, record: TrialRecord, *, spent_seconds: float, cards: int) -> bool:
+        """Write a result, and the seconds that it took; return whether the database has it."""
+        spent = self._with_seconds(spent_seconds, cards=cards)
+
+        def store() -> bool:
+            is_stored = self._store(record, attempt=record.attempt_id)
+            if is_stored:
+                # In the same transaction: a driver may be killed behind each.
+                for key, value in spent.items():
+                    self.study.set_user_attr(key, value)
+            return is_stored
+
         try:
-            return self._write(lambda: self._store(record, attempt=record.attempt_id))
+            is_stored = self._write(store)
         except KeyError:
             return False
+        if is_stored:
+            self.known = self.known.model_copy(update=spent)
+        return is_stored
 
     def _store(self, record: TrialRecord, *, attempt: str | None) -> bool:
         """Write a result, the state last, where its trial is open and was begun as an attempt;

@@ -8,8 +8,10 @@ can read. It imports nothing of ours, and nothing heavy; looking costs less than
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from importlib.util import find_spec
 
 DISTRIBUTION = "qlora-sweep"
@@ -19,6 +21,8 @@ EXIT_CODE = 3
 """The environment is at fault."""
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 """Where all of it is: site-packages, or a checkout."""
+_PACKAGES = {"yaml": "pyyaml"}
+"""Of modules whose package has another name."""
 _BEGINNING = f'"""{DISTRIBUTION}:'.encode()
 """How the first line of each of our packages begins, which no other package's does."""
 _OWN_ENVIRONMENT = "give sweep an environment of its own (python -m venv)"
@@ -63,6 +67,38 @@ def namesakes() -> Iterator[str]:
                 f"'{name}' is not ours any more: {owners or 'something else'} has replaced {own}\n"
                 f"  -> {_OWN_ENVIRONMENT}, or {removal} and: {_AGAIN}"
             )
+
+
+def missing_words(error: ImportError) -> str:
+    """Return what to say where something that we need cannot be imported, and what installs it."""
+    from importlib.metadata import PackageNotFoundError, packages_distributions, requires
+
+    module = (error.name or "").partition(".")[0]
+    words = str(error).splitlines()[0] if str(error) else "an import failed"
+    if "failed to map segment" in words or "allocate memory" in words:
+        return f"no memory is left to load a library ({words}): raise `ulimit -v`, or end some"
+    if module in NAMES:
+        return f"{DISTRIBUTION} is incomplete: {words}: {_AGAIN}"
+    if not module or not isinstance(error, ModuleNotFoundError):
+        broken = packages_distributions().get(module, [module])[0]
+        again = f"pip install --force-reinstall {broken}" if broken else _AGAIN
+        return f"a library of sweep's cannot be imported: {words}: {again}"
+    package = _PACKAGES.get(module, module)
+    needed = list[str]()
+    with suppress(PackageNotFoundError):
+        needed = requires(DISTRIBUTION) or []
+    for one in needed:
+        name, _, extra = one.partition("; extra == ")
+        if re.split(r"[^\w.-]", name)[0].lower().replace("_", "-") == package.replace("_", "-"):
+            cure = (
+                f"pip install '{DISTRIBUTION}[{extra[1:-1]}]'" if extra else f"pip install '{name}'"
+            )
+            return f"{package} is not installed, which sweep needs here: {cure}"
+    # What another package needs, whose installation was cut short.
+    return (
+        f"{package} is not installed, which a library of sweep's needs: pip install {package}, or "
+        f"all of it again with pip install --force-reinstall {DISTRIBUTION}"
+    )
 
 
 def _cure(found: str) -> str:

@@ -23,6 +23,7 @@ from search_spaces.gpus import find_gpu
 from search_spaces.loading import load_space, preset_name, with_fixed
 from search_spaces.models import load_model_spec
 from search_spaces.presets import preset_space
+from search_spaces.redaction import STARS, remember
 from search_spaces.space import ConfirmBudget, SearchSpace
 from search_spaces.texts import TextsChoice
 from search_spaces.trainer_spaces import for_trainer
@@ -71,6 +72,13 @@ class Where:
             InputError: no such place, or it has no such setting.
         """
         kind, sign, address = (on or "local").partition(":")
+        hidden = None if kind == "recorded" else without_password(on or "")
+        if hidden is not None:
+            raise InputError(
+                f"--on {hidden}: a password has no place there, and the list of processes and the "
+                "shell's history may have it now: let a key in with ssh-copy-id, leave the "
+                "password out, and change it"
+            )
         if kind not in PLACES:
             raise InputError(f"--on {on}: unknown place{did_you_mean(kind, PLACES)}")
         form, known = PLACES[kind]
@@ -86,6 +94,19 @@ class Where:
 
     def __str__(self) -> str:
         return f"{self.kind}:{self.address}" if self.address else self.kind
+
+
+def without_password(typed: str) -> str | None:
+    """Return an address like ``ssh:user:password@box`` with stars for the password, which no text
+    has from here on; None where it has none."""
+    place, at, host = typed.rpartition("@")
+    kind, sign, login = place.partition(":")
+    slashes = "//" if login.startswith("//") else ""
+    user, colon, password = login.removeprefix("//").partition(":")
+    if not at or not colon or not password:
+        return None
+    remember(password)
+    return f"{kind}{sign}{slashes}{user}:{STARS}@{host}"
 
 
 class RunRequest(BaseModel):

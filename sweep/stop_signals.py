@@ -59,8 +59,7 @@ def heard() -> Iterator[None]:
     """
     global _asked
     _asked = 0
-    free = (signal.SIG_DFL, signal.default_int_handler)
-    numbers = [number for number in STOP_SIGNALS if signal.getsignal(number) in free]
+    numbers = [number for number in STOP_SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
     # Where its end is ignored, none of a child can be told.
     handlers = {signal.SIGCHLD: signal.SIG_DFL, **dict.fromkeys(numbers, _interrupt)}
     with handled(handlers), _heard_in_finalizers():

@@ -17,6 +17,7 @@ from typing import IO, Any
 
 from search_spaces.errors import EnvironmentFault, InputError, words_of
 from search_spaces.redaction import shown
+from sweep.namesakes import missing_words
 from sweep.processes import Child, bind_to_parent, leave_a_guard
 
 _LAST_WORDS_BYTES = 16384
@@ -119,6 +120,8 @@ def serve_subprocess(work: Callable[[Mapping[str, Any], Say], Mapping[str, Any]]
             say({"answer": answer})
         except InputError as error:
             say({"input": str(error)})
+        except ImportError as error:
+            say({"environment": missing_words(error)})
         except (OSError, MemoryError, EnvironmentFault) as error:
             # Some libraries' errors of this kind are none of the system's.
             number, reason = getattr(error, "errno", None), getattr(error, "strerror", None)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import io
+import json
 import os
 import re
 import zipfile
@@ -21,11 +22,13 @@ from typing import Any
 
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+from packaging.version import Version
 
 from search_spaces.documents import exists, home_expanded
 from search_spaces.errors import InputError
 from search_spaces.loading import preset_name
 from search_spaces.models import load_model_spec
+from search_spaces.redaction import remember
 from storage.directory import SPOOL
 from storage.directory import STUDY as IDENTITY
 from storage.files import replace
@@ -81,12 +84,34 @@ def make_wheel() -> tuple[str, bytes]:
 
 
 def constraints() -> str:
-    """Return the versions that run here, as constraints of pip.
+    """Return the versions that run here, as constraints of pip: of what an index can have.
 
-    Torch is to be of the version here, in the build that the index has.
+    Torch is to be of the version here, in the build that the index has. What was built here, from a
+    directory or a repository, a nightly build, and an alpha of a vendor's are in no index: there
+    the newest release that sweep takes is installed, and `differences` tells of it.
     """
-    held = (f"{n}=={v}\n" for n, v in installed_versions().items() if not _LEFT_OUT.fullmatch(n))
-    return "".join(held)
+    lines = []
+    for one in metadata.distributions():
+        version = released_version(one)
+        name = canonicalize_name(one.name or "")
+        if name and version is not None and not _LEFT_OUT.fullmatch(name):
+            lines.append(f"{name}=={version}\n")
+    return "".join(sorted(set(lines)))
+
+
+def released_version(distribution: metadata.Distribution) -> str | None:
+    """Return the version of a distribution without what tells one build of it from another; None
+    where no index has it."""
+    try:
+        version = Version(distribution.version or "")
+        source = json.loads(distribution.read_text("direct_url.json") or "{}")
+    except ValueError:
+        return None
+    is_of_a_vendor = version.is_prerelease and version.local is not None
+    is_built_here = "vcs_info" in source or "dir_info" in source
+    if version.is_devrelease or is_of_a_vendor or is_built_here:
+        return None
+    return version.public
 
 
 def write(directory: Path) -> Path:
@@ -106,7 +131,7 @@ def installed_versions() -> dict[str, str]:
 
     Without what tells one build of it from another: ``2.11.0`` for ``2.11.0+cpu``.
     """
-    found = (one for one in metadata.distributions() if one.name)
+    found = (one for one in metadata.distributions() if one.name and one.version)
     return dict(sorted((canonicalize_name(d.name), d.version.partition("+")[0]) for d in found))
 
 
@@ -186,9 +211,20 @@ def packed(
 
 
 def hub_variables(request: RunRequest) -> dict[str, str]:
-    """Return the token for the hub, where a study fetches model, dataset or tokenizer there."""
+    """Return the token for the hub, where a study fetches model, dataset or tokenizer there: that
+    of the environment, else of `hf auth login`. From here on no text that is shown has it."""
     _, space = request.named()
-    data, token = space.data, os.environ.get(TOKEN)
-    named = [] if data is None else [data.texts, *([data.tokenizer] if data.tokenizer else [])]
-    is_fetched = load_model_spec(space.model).source == "hub" or any(map(is_on_hub, named))
-    return {TOKEN: token} if is_fetched and token else {}
+    named = [] if space.data is None else [space.data.texts, space.data.tokenizer]
+    is_fetched = load_model_spec(space.model).source == "hub"
+    if not (is_fetched or any(is_on_hub(one) for one in named if one)):
+        return {}
+    # It takes longer to import than all that is done here.
+    from huggingface_hub import constants, get_token
+
+    token = os.environ.get(TOKEN)
+    if not token and not constants.HF_HUB_DISABLE_IMPLICIT_TOKEN:
+        token = get_token()
+    if not token:
+        return {}
+    remember(token)
+    return {TOKEN: token}

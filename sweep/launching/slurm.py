@@ -12,14 +12,17 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
-from search_spaces.errors import EnvironmentFault, InputError, quote, words_of
+from search_spaces.errors import EnvironmentFault, InputError, SweepError, quote, words_of
 from storage.directory import SPOOL
 from storage.files import WRITTEN_BY, replace
 from sweep.launching.there import SWEEP, Supervisor, say
+from sweep.paths import storage_url
 
 WARNING_SECONDS = 300
 """Before the limit, at most, in which a running trial ends or is given up. A trial takes seconds;
@@ -163,7 +166,14 @@ def submit(script: str, path: Path) -> str:
     return done.stdout.strip().partition(";")[0]
 
 
-def run_allocation(command: list[str], files: Path, *, warning_seconds: float, job: str) -> int:
+def run_allocation(
+    command: list[str],
+    files: Path,
+    *,
+    warning_seconds: float,
+    job: str,
+    holder: Callable[[], str | None] = lambda: None,
+) -> int:
     """Run a study in one allocation of its job, and requeue the job where that is of use.
 
     Args:
@@ -171,6 +181,7 @@ def run_allocation(command: list[str], files: Path, *, warning_seconds: float, j
         files: the study's directory.
         warning_seconds: between the signal that tells of the limit, and the limit.
         job: its number.
+        holder: says who drives the study, once this allocation does not.
 
     Returns:
         The exit code for SLURM: the study's, or 0 where the job was requeued.
@@ -205,6 +216,10 @@ def run_allocation(command: list[str], files: Path, *, warning_seconds: float, j
     # Cancelled, which may reach the study alone; whoever preempted it requeues it.
     if is_told or (code in _STOPPED and warned_at is None):
         return code
+    if (other := holder()) is not None:
+        # What the spool has got meanwhile is the other's.
+        say(f"Exit code {code}, and the study is driven by {other}: not requeued.")
+        return code
     idle = 0
     if results() == before:
         idle = 1 + (int(idle_file.read_text()) if idle_file.exists() else 0)
@@ -236,7 +251,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
     replace(request, sys.stdin.buffer.read())
     os.environ["SWEEP_HOME"] = str(files.parents[1])
     command = [*(command or [sys.executable, "-P", "-c", SWEEP, "run"]), str(request)]
-    return run_allocation(command, files, warning_seconds=float(warning), job=job)
+    return run_allocation(
+        command,
+        files,
+        warning_seconds=float(warning),
+        job=job,
+        holder=partial(_holder, request, files),
+    )
+
+
+def _holder(request: Path, files: Path) -> str | None:
+    """Return who drives the study of a request; None where nobody does, or nobody can say."""
+    # What reads databases is not needed before.
+    from storage.reading import read_study
+    from sweep.request import RunRequest
+
+    with suppress(SweepError):
+        url = storage_url(RunRequest.read(str(request)).storage)
+        return read_study(files.name, url=url, home=files.parent).holder
+    return None
 
 
 if __name__ == "__main__":

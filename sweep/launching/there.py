@@ -24,7 +24,6 @@ import subprocess
 import sys
 import sysconfig
 import tarfile
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -53,6 +52,10 @@ STAMP = ".qlora-sweep-wheel"
 """In an environment that sweep was installed into from elsewhere: the digest of its wheel."""
 ALONE = ".qlora-sweep-lock"
 """In an environment that is made or installed into by sweep: one process does it at a time."""
+PARCEL = ".qlora-sweep-parcel"
+"""In such an environment: what is being installed. What a killed process left, the next removes."""
+PRINTED_BYTES_MAX = 16 * 1024 * 1024
+"""Of what a command printed, that is answered."""
 OUT, ERR, LOCK, END, PID = "stdout", "stderr", "lock", "end.json", "pid.json"
 _OTHERS = ("PYTHON", "SWEEP_", "VIRTUAL_ENV", "SSH_", "CONDA_PREFIX")
 """How variables begin that are of the login, or of another Python."""
@@ -139,10 +142,20 @@ def installed() -> dict[str, Any]:
         "sees_system": "include-system-site-packages = true" in config,
         "has_pip": importlib.util.find_spec("pip") is not None,
         "has_torch": importlib.util.find_spec("torch") is not None,
-        "versions": {d.name: d.version for d in importlib.metadata.distributions() if d.name},
+        "versions": _versions(),
         "sweep": ours[0] if ours else None,
         "stamp": _read(Path(sys.prefix, STAMP)),
     }
+
+
+def _versions() -> dict[str, str]:
+    """Return the version of each distribution; one whose metadata is broken is left out."""
+    found = {}
+    for one in importlib.metadata.distributions():
+        with contextlib.suppress(KeyError):
+            if one.name and one.version:
+                found[one.name] = one.version
+    return found
 
 
 def _installed_for(python: Path) -> dict[str, Any] | None:
@@ -169,10 +182,10 @@ def install(python: str, wheel: str, version: str, extra: str, studies: str) -> 
     target = Path(python).expanduser()
     environment = target.parents[1]
     environment.mkdir(mode=0o700, parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory() as scratch, _alone(environment):
+    with _alone(environment), _emptied(environment / PARCEL) as scratch:
         if wheel == "-":
-            _unpack(Path(scratch))
-            (wheel,) = map(str, Path(scratch).glob("*.whl"))
+            _unpack(scratch)
+            (wheel,) = map(str, scratch.glob("*.whl"))
         stamp = hashlib.sha256(Path(wheel).read_bytes()).hexdigest()
         if _read(environment / STAMP) == stamp:
             # Somebody else was first.
@@ -188,7 +201,7 @@ def install(python: str, wheel: str, version: str, extra: str, studies: str) -> 
         # A torch that is there fits its GPU and driver, and is kept.
         lines = Path(wheel).with_name("constraints.txt").read_text().splitlines()
         kept = [line for line in lines if not (seen["has_torch"] and line.startswith("torch=="))]
-        constraints = Path(scratch, "held.txt")
+        constraints = scratch / "held.txt"
         constraints.write_text("\n".join(kept))
         # A half-installed one must not be taken for a whole one.
         (environment / STAMP).unlink(missing_ok=True)
@@ -229,6 +242,17 @@ def _alone(environment: Path) -> Iterator[None]:
     with open(environment / ALONE, "a") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
+
+
+@contextlib.contextmanager
+def _emptied(directory: Path) -> Iterator[Path]:
+    """Yield an empty directory, and remove it afterwards; one that was left behind is emptied."""
+    shutil.rmtree(directory, ignore_errors=True)
+    directory.mkdir(mode=0o700)
+    try:
+        yield directory
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
 
 
 def _done(command: list[str]) -> None:
@@ -342,27 +366,32 @@ def end(directory: str) -> dict[str, Any]:
     """Return how the command ended, and what it printed; None for what nobody noted."""
     job = _job(directory)
     ended = json.loads(_read(job / END) or "{}")
-    return {"exit": ended.get("exit"), "stdout": _read(job / OUT) or ""}
+    printed = b""
+    with contextlib.suppress(FileNotFoundError), open(job / OUT, "rb") as file:
+        printed = file.read(PRINTED_BYTES_MAX)
+    return {"exit": ended.get("exit"), "stdout": printed.decode("utf-8", errors="replace")}
 
 
 def fetch(directory: str, study: str, bytes_max: str) -> None:
-    """Print an archive of a study's files, without the large ones, which are named, and of a
-    consistent copy of its database.
+    """Print an archive of a study's database, as of one moment, and of its files without the large
+    ones, which are named.
     """
     runs = _job(directory).parent / "runs"
-    with (
-        tempfile.TemporaryDirectory() as scratch,
-        tarfile.open(fileobj=sys.stdout.buffer, mode="w|") as archive,
-    ):
-        if (runs / "sweep.db").exists():
-            copy = str(Path(scratch, "host.db"))
-            with contextlib.closing(sqlite3.connect(str(runs / "sweep.db"), timeout=60)) as base:
-                base.execute("VACUUM INTO ?", (copy,))
-            archive.add(copy, "host.db")
+    # Of two names of one file the archive would hold a link.
+    with tarfile.open(fileobj=sys.stdout.buffer, mode="w|", dereference=True) as archive:
+        database = runs / "sweep.db"
+        if database.exists():
+            # Nothing is copied first: the disk may be full. While it is read nobody writes to it.
+            with contextlib.closing(sqlite3.connect(str(database), timeout=60)) as reader:
+                reader.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
+                reader.execute("BEGIN")
+                reader.execute("SELECT count(*) FROM sqlite_master").fetchone()
+                archive.add(str(database), "host.db")
         for file in sorted((runs / study).glob("*")):
-            if file.is_file() and not file.is_symlink() and not file.name.startswith("."):
+            is_plain = file.name.isprintable() and not file.name.startswith(".")
+            if is_plain and file.is_file() and not file.is_symlink():
                 if file.stat().st_size <= int(bytes_max):
-                    archive.add(file, f"files/{file.name}")
+                    archive.add(str(file), f"files/{file.name}")
                 else:
                     archive.addfile(tarfile.TarInfo(f"left/{file.name}"))
 
@@ -405,7 +434,7 @@ if __name__ == "__main__":
     try:
         (called,) = (verb for verb in VERBS if verb.__name__ == sys.argv[1])
         answer = called(*sys.argv[2:])
-    except OSError as error:
+    except (OSError, sqlite3.Error, tarfile.TarError) as error:
         raise SystemExit(str(error)) from error
     if answer is not None:
         print(json.dumps(answer))  # noqa: T201

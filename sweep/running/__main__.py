@@ -9,11 +9,15 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
+import os
 import resource
 import sys
+import traceback
 from importlib import import_module
 from typing import Any
 
+from sweep.namesakes import missing_words
 from sweep.processes import bind_to_parent, leave_a_guard
 
 
@@ -51,11 +55,23 @@ def main(module: str = "sweep.running.worker") -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
     from sweep.training.libraries import OPTIONAL, compiling_later, lean_imports
 
-    with lean_imports(*OPTIONAL):
-        with compiling_later():
-            import bitsandbytes  # noqa: F401
-        child = import_module(module)
+    try:
+        with lean_imports(*OPTIONAL):
+            with compiling_later():
+                import bitsandbytes  # noqa: F401
+            child = import_module(module)
+    except ImportError as error:
+        traceback.print_exc()
+        _refuse(int(sys.argv[1]), missing_words(error))
+        return
     child.main()
+
+
+def _refuse(messages: int, reason: str) -> None:
+    """Say that nothing can be done here, as `wire.Unusable` does, which may not be importable."""
+    # Whoever waits for it has told its settings by then.
+    sys.stdin.buffer.readline()
+    os.write(messages, json.dumps({"kind": "unusable", "reason": reason}).encode() + b"\n")
 
 
 if __name__ == "__main__":

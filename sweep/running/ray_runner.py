@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, cast
 
 from search_spaces.errors import CardLost, EnvironmentFault
-from storage.directory import OUTCOME
+from storage.directory import OUTCOME, beside_log
 from storage.records import INTERRUPTED, Crashed, Outcome, Phase
 from sweep.paths import cache_directory
 from sweep.running.child import AttentiveClock, shown, storable
@@ -84,6 +84,7 @@ class Host:
         card = read_card() if device == "cuda" else None
         cards = () if card is None or card.uuid is None else (card.uuid,)
         log_path = cache_directory() / "ray" / home / "worker.log"
+        self._outcomes = beside_log(log_path)
         self._runner = new_runner(log_path=log_path, cards=cards)
         self._trials = ThreadPoolExecutor(max_workers=1, thread_name_prefix="sweep-trials")
         self._stopped = threading.Event()
@@ -101,6 +102,11 @@ class Host:
         newest = sorted(files, key=lambda file: file.stat().st_mtime)[-_LEFT_MAX:]
         left = tuple(file.read_bytes() for file in newest)
         return Told(os.environ.get("CUDA_VISIBLE_DEVICES", ""), missing, left)
+
+    def left(self, request: TrialRequest) -> Outcome | None:
+        """Return what a worker of this place left as the outcome of a request's attempt."""
+        attempt = request.attempt
+        return None if attempt is None else self._outcomes.take(attempt.id, request.config)
 
     def start(self) -> None:
         """See `runner.Runner.start`."""
@@ -175,6 +181,8 @@ class RayRunner(Runner):
     _phase: Phase = "start"
     _is_cancelled: bool = False
     _lost: CardLost | None = None
+    _newest: Outcome | None = None
+    """What was returned last."""
 
     def __post_init__(self) -> None:
         needs = {"num_cpus": 1} if self.device == "cpu" else {"num_cpus": 0, "num_gpus": 1}
@@ -190,6 +198,14 @@ class RayRunner(Runner):
 
     def run(self, request: TrialRequest, *, observe: Observer = keep_going) -> Outcome:
         """See `runner.Runner.run`.
+
+        Raises what `_run` raises.
+        """
+        self._newest = self._run(request, observe)
+        return self._newest
+
+    def _run(self, request: TrialRequest, observe: Observer) -> Outcome:
+        """Run a trial.
 
         Raises:
             CardLost: the node is gone, or nothing is heard of it; the trial may run elsewhere.
@@ -218,6 +234,9 @@ class RayRunner(Runner):
             self._kill(no_restart=False)
             if not self._answers():
                 return INTERRUPTED
+            left = self._left_behind(request)
+            if left is not None:
+                return left
             # In one line, without what names the actor.
             lines = [line.strip() for line in str(error).splitlines() if not line.startswith("\t")]
             why = shown(" ".join(lines[1:] or lines)).rstrip(".")
@@ -227,6 +246,18 @@ class RayRunner(Runner):
             # Whoever watches failed, or was interrupted: nobody hears the rest of this trial.
             self._kill(no_restart=False)
             raise
+
+    def _left_behind(self, request: TrialRequest) -> Outcome | None:
+        """Return the outcome that the worker wrote before its actor ended; None where there is
+        none, or where it is that of the run before: one attempt may take several runs."""
+        reference = self._actor.left.options(concurrency_group=_CONTROL).remote(request)
+        if not self._await(reference):
+            return INTERRUPTED
+        with contextlib.suppress(self.ray.exceptions.RayError):
+            found = cast(Outcome | None, self.ray.get(reference))
+            left = None if found is None else storable(found)
+            return None if left == self._newest else left
+        return None
 
     def _follow(self, request: TrialRequest, observe: Observer) -> Outcome:
         """Have the actor run a trial, and observe it until it has ended."""

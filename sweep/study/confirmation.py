@@ -311,10 +311,12 @@ class Plan:
         budget, soaks = self.budget, self._of("soak")
         if not budget.soak_seconds or not self.ranking.is_measured_again(winner):
             return False
-        known = self.ranking.confirmations.soak(winner.config, series=self.series)
-        if known is not None and (
-            known.number >= self.since
-            or soaked_long_enough(known, seconds=budget.soak_seconds, steps=budget.soak_steps)
+        stood = self.ranking.confirmations.soaks(winner.config, series=self.series)
+        if any(record.number >= self.since for record in stood):
+            # However long it was: a longer one has no time in this run.
+            return False
+        if stood and soaked_long_enough(
+            stood[0], seconds=budget.soak_seconds, steps=budget.soak_steps
         ):
             return False
         others = (r for r in soaks if r.config != winner.config and not r.is_interrupted)

@@ -462,10 +462,8 @@ class Driver:
     def _tell(self, trial: Running, outcome: Outcome, source: Source) -> None:
         """Store how a trial ended, before anything else happens, and learn from it."""
         record = self._record(trial, outcome)
-        stored = self.study.tell(trial.handle, record)
         now = self.clock()
-        # Trial by trial, so that a crash loses one trial's at most.
-        self.study.add_wall_seconds(now - self._counted_seconds)
+        stored = self.study.tell(trial.handle, record, spent_seconds=now - self._counted_seconds)
         self._counted_seconds = now
         if record.purpose == "search" or isinstance(outcome, OutOfMemory):
             self.forecaster.learn(record)

@@ -64,6 +64,7 @@ from sweep.running.wire import TextsSettings
 from sweep.sampling.encoding import LISTED_MAX
 from sweep.sampling.guided import GuidedSampler, Outlook
 from sweep.sampling.samplers import make_sampler, quiet_optuna
+from sweep.scratch import remove_left
 from sweep.study.carrying import refuse_incomparable, take_over
 from sweep.study.driver import Driver, eval_seq_len
 from sweep.study.events import (
@@ -398,7 +399,10 @@ def drive(
         KeyboardInterrupt: somebody asked to stop before the study was open.
     """
     quiet_optuna()
-    forecaster, space = _forecaster(prepared, warn=warn), prepared.space
+    # What trials of a killed run were saving.
+    remove_left()
+    forecaster = _forecaster(prepared, warn=warn)
+    space = prepared.space
     start = start or CommandStart.now()
     opening_seconds = least_seconds = closing_seconds = 0.0
     if prepared.surface is None:

@@ -18,6 +18,7 @@ import typer
 from search_spaces import errors
 from search_spaces.redaction import learn_environment, shown
 from sweep import stop_signals
+from sweep.namesakes import missing_words
 from sweep.paths import crash_log_directory
 from sweep.stop_signals import INTERRUPTED
 from sweep.terminal.console import ReaderGoneError, note, note_folded
@@ -28,13 +29,22 @@ _EXPECTED = (errors.EnvironmentFault, errors.InputError, errors.NothingFits)
 WORST_FIRST = (INTERRUPTED, OUR_ERROR, *(error.exit_code for error in _EXPECTED), 0)
 """What a command ends with."""
 _FULL = "free some space, or set SWEEP_HOME to another disk"
+_MORE_PROCESSES = "raise the limit of processes, with `ulimit -u` say, or end some"
+_MORE_MEMORY = "end what takes it, or raise `ulimit -v`"
 _CURES = {
     errno.EMFILE: errors.MORE_DESCRIPTORS,
     errno.ENFILE: errors.MORE_DESCRIPTORS,
     errno.ENOSPC: _FULL,
     errno.EDQUOT: _FULL,
+    errno.EAGAIN: _MORE_PROCESSES,
+    errno.EFBIG: "raise the limit of a file's size, with `ulimit -f unlimited` say",
+    errno.ENOMEM: _MORE_MEMORY,
+    errno.EROFS: "mount it writable, or set SWEEP_HOME to another disk",
+    errno.ELOOP: "remove the links that lead in a circle",
 }
 """What to do where the system refuses something that is nobody's mistake."""
+_NO_THREAD = "can't start new thread"
+"""Python's own words."""
 
 
 def guarded(command: Callable[[], int | None]) -> int:
@@ -58,8 +68,14 @@ def guarded(command: Callable[[], int | None]) -> int:
         words = errors.words_of(error) + (f": {cure}" if cure else "")
         return _refuse(words, errors.EnvironmentFault.exit_code)
     except MemoryError:
-        return _refuse("this machine's memory is used up", errors.EnvironmentFault.exit_code)
+        words = f"this machine's memory is used up: {_MORE_MEMORY}"
+        return _refuse(words, errors.EnvironmentFault.exit_code)
+    except ImportError as error:
+        return _refuse(missing_words(error), errors.EnvironmentFault.exit_code)
     except Exception as error:  # noqa: BLE001 - the edge: what is left is a mistake of ours
+        if isinstance(error, RuntimeError) and str(error) == _NO_THREAD:
+            words = f"this machine has no room for another thread: {_MORE_PROCESSES}"
+            return _refuse(words, errors.EnvironmentFault.exit_code)
         note(_report_crash(error))
         return OUR_ERROR
 

@@ -3,26 +3,29 @@ to what is started there, said here and kept of it."""
 
 from __future__ import annotations
 
+import json
 import os
 import shlex
 import subprocess
 import sys
-import tempfile
 from collections.abc import Mapping
 from contextlib import closing, suppress
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 from reports import units
+from reports.view import view_of
 from search_spaces.costs import SECONDS_PER_HOUR
 from search_spaces.documents import home_expanded
-from search_spaces.errors import EnvironmentFault, InputError, quote
+from search_spaces.errors import EnvironmentFault, InputError, NothingFits, quote
 from search_spaces.gpus import find_gpu
 from search_spaces.models import load_model_spec
 from search_spaces.prices import PRICE_OPTION
 from search_spaces.redaction import redact
 from search_spaces.space import SearchSpace, parse_duration
 from storage.files import replace as put
+from storage.reading import identity_in, read_study
 from storage.transfer import refuse_local, take_in
 from storage.urls import SqliteUrl, parse_url
 from sweep.data.tokenizers import find_tokenizer
@@ -32,9 +35,10 @@ from sweep.planning.question import PlanRequest, Predictor, resolve_request
 from sweep.predict.memory.profile_store import TracingChildren
 from sweep.request import REQUEST, RunRequest, Where
 from sweep.running.device_info import check_spelling
+from sweep.scratch import scratch
 from sweep.stop_signals import INTERRUPTED
 from sweep.study.events import Interruption
-from sweep.terminal.console import confirmed, note, note_folded, say_as_is, say_result, working
+from sweep.terminal.console import confirmed, note, note_folded, say, say_json, say_result, working
 from sweep.terminal.dataset import prepared
 from sweep.terminal.edge import WORST_FIRST
 from sweep.terminal.plan import stored_study, tracing
@@ -67,58 +71,125 @@ def on_ssh(request: RunRequest, where: Where, *, is_dry: bool) -> int:
         document = {"study": sent.study, "on": str(where), "files": list(files)}
         say_result(document, "\n".join(lines), as_json=request.as_json)
         return 0
-    with remote.Connection(address) as connection, tempfile.TemporaryDirectory() as directory:
+    with remote.Connection(address) as connection, scratch("request") as directory:
         there = remote.RemoteStudy(connection, sent.study, python=where.settings.get("python"))
         # Before anything there is touched: what runs reads it.
         seen = there.look()
-        is_running = seen["runs"]
+        is_running = seen.runs
         if not is_running:
-            there.prepare(seen["target"], say=note_folded)
-        own = Path(directory) / REQUEST
+            there.prepare(seen.target, say=note_folded)
+        own = directory / REQUEST
         own.write_text(sent.model_dump_json(), encoding="utf-8")
         shipped = {f"{_INPUTS}/{name}": file for name, file in {REQUEST: own, **files}.items()}
         interruption = Interruption()
         with interruption.handling_signals():
-            command, variables = ("run", f"{_INPUTS}/{REQUEST}"), parcel.hub_variables(request)
+            command = ("run", f"{_INPUTS}/{REQUEST}")
+            variables = parcel.hub_variables(request)
             if is_running or there.start(command, shipped, variables):
                 note(f"Study {sent.study} runs on {address} already; it is followed from here.")
-            return _followed(there, sent.study, address, url=url, interruption=interruption)
+            followed = Followed(there, sent.study, address, url=url, as_json=request.as_json)
+            return followed.to_its_end(interruption)
 
 
-def _followed(
-    there: remote.RemoteStudy, name: str, address: str, *, url: str, interruption: Interruption
-) -> int:
-    """Follow a study to its end, keep it here, and return its exit code."""
-    try:
-        code, printed = there.follow(
-            hear=note, requests=lambda: int(interruption.is_requested()), say=note_folded
-        )
-    except remote.ConnectionLostError as lost:
-        note_folded(f"{lost}. The study goes on there; the same command follows and fetches it.")
-        return INTERRUPTED if interruption.is_requested() else EnvironmentFault.exit_code
-    try:
-        _keep(there, name, address, url=url)
-    finally:
-        # What came of it is worth knowing where it cannot be kept here, too.
-        if printed:
-            say_as_is(printed.removesuffix("\n"))
-    if code not in WORST_FIRST:
-        # Killed there, say.
-        how = "an unknown result" if code is None else f"exit code {code}"
-        note_folded(f"Study {name} ended on {address}, with {how}; the same command resumes it.")
-        return EnvironmentFault.exit_code
-    return code
+@dataclass(frozen=True)
+class Followed:
+    """A study on another machine, which is kept here once it has ended.
 
+    Attributes:
+        there: the study.
+        name: of it.
+        address: of the machine.
+        url: of the database here.
+        as_json: whether a document is printed.
+    """
 
-def _keep(there: remote.RemoteStudy, name: str, address: str, *, url: str) -> None:
-    home = runs_directory()
-    with tempfile.TemporaryDirectory(prefix="sweep-fetched-") as directory:
-        database, files, left_out = there.fetch(Path(directory))
-        if database.exists():
-            take_in(name, host=address, database=database, files=files, url=url, home=home)
-    if left_out:
-        place = f"left on {address} in {there.directory}/runs/{name}"
-        note_folded(f"Too large to be fetched, and {place}: {', '.join(left_out)}.")
+    there: remote.RemoteStudy
+    name: str
+    address: str
+    url: str
+    as_json: bool
+
+    def to_its_end(self, interruption: Interruption) -> int:
+        """Follow the study until it has ended, keep it here, and return its exit code.
+
+        Raises:
+            EnvironmentFault: what the machine says or sends is not what a study is.
+        """
+        try:
+            end = self.there.follow(
+                hear=note, requests=lambda: int(interruption.is_requested()), say=note_folded
+            )
+        except remote.ConnectionLostError as lost:
+            goes_on = "The study goes on there; the same command follows and fetches it."
+            note_folded(f"{lost}. {goes_on}")
+            return INTERRUPTED if interruption.is_requested() else EnvironmentFault.exit_code
+        is_kept = False
+        try:
+            is_kept = self._keep()
+        finally:
+            # What came of it is worth knowing where it cannot be kept here, too.
+            self._print(end.stdout, is_kept=is_kept)
+        if end.exit not in WORST_FIRST:
+            # Killed there, say.
+            how = "an unknown result" if end.exit is None else f"exit code {end.exit}"
+            ended = f"Study {self.name} ended on {self.address}, with {how}"
+            note_folded(f"{ended}; the same command resumes it.")
+            return EnvironmentFault.exit_code
+        if not is_kept and end.exit in (0, NothingFits.exit_code):
+            place = f"{self.there.directory}/runs on {self.address}"
+            raise EnvironmentFault(
+                f"study {self.name} ended as if it were done, and no results are in {place}: did "
+                "somebody remove them, or is another program started there as sweep? The same "
+                "command starts it again"
+            )
+        return end.exit
+
+    def _print(self, text: str, *, is_kept: bool) -> None:
+        """Print what the study printed there, as what another machine says may be shown."""
+        if not self.as_json:
+            if text:
+                say(text.removesuffix("\n"))
+            return
+        document = None
+        with suppress(ValueError, RecursionError):
+            document = json.loads(text)
+        if isinstance(document, dict):
+            say_json(document)
+        elif is_kept:
+            # Whoever started it asked for no document.
+            say_json(view_of(read_study(self.name, url=self.url, home=runs_directory())).document())
+
+    def _keep(self) -> bool:
+        """Fetch the study; return whether there was one.
+
+        Raises:
+            EnvironmentFault: it cannot be had, or what is sent is none.
+        """
+        with scratch("fetched") as directory:
+            try:
+                database, files, left_out = self.there.fetch(directory)
+            except remote.ConnectionLostError as lost:
+                raise EnvironmentFault(f"{lost}. The same command fetches the study") from lost
+            is_there = False
+            if database.exists():
+                try:
+                    is_there = identity_in(SqliteUrl(database.resolve()), self.name) is not None
+                except EnvironmentFault as fault:
+                    raise remote.not_understood(self.address, str(fault)) from fault
+            if is_there:
+                home = runs_directory()
+                take_in(
+                    self.name,
+                    host=self.address,
+                    database=database,
+                    files=files,
+                    url=self.url,
+                    home=home,
+                )
+        if left_out:
+            place = f"left on {self.address} in {self.there.directory}/runs/{self.name}"
+            note_folded(f"Too large to be fetched, and {place}: {', '.join(left_out)}.")
+        return is_there
 
 
 def on_slurm(request: RunRequest, where: Where, *, is_dry: bool) -> int:
@@ -269,7 +340,9 @@ def on_rented(
     cost = _cost(request, where.settings, machine, provider, typed=space, predictor=predictor)
     file = rented.job_directory(runs_directory() / study) / provider.template
     sent, files = parcel.packed(request, with_weights=True)
-    own, secrets = file.with_name(REQUEST), tuple(parcel.hub_variables(request))
+    own = file.with_name(REQUEST)
+    variables = parcel.hub_variables(request)
+    secrets = tuple(variables)
     with working("building the package"):
         wheel = parcel.write(file.parent)
     inputs = {REQUEST: own.absolute(), **files}
@@ -284,7 +357,10 @@ def on_rented(
         words = shlex.split(command)
         try:
             # What it prints is progress.
-            code = subprocess.run(words, stdout=sys.stderr.fileno(), check=False).returncode
+            done = subprocess.run(
+                words, stdout=sys.stderr.fileno(), env={**os.environ, **variables}, check=False
+            )
+            code = done.returncode
         except KeyboardInterrupt:
             note(f"It may go on at {provider.title}; what stops it: {rental.command('stop')}")
             raise
@@ -303,6 +379,8 @@ def on_rented(
     }
     wrote = f"Wrote {file}; nothing was started. What starts it, and resumes it:\n  "
     text = "" if is_started else f"{wrote}{command}\n"
+    if not is_started and variables.keys() - os.environ.keys():
+        note_folded(f"It hands on {parcel.TOKEN}, which is not set here: export it first.")
     text += f"What came of it, once it has begun:\n  {results}"
     say_result(document, text, as_json=request.as_json)
     return 0

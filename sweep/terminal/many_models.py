@@ -20,13 +20,13 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from search_spaces.errors import EnvironmentFault, InputError
 from storage.reading import list_studies
 from sweep.paths import runs_directory, storage_url
 from sweep.request import REQUEST, RunRequest
+from sweep.scratch import scratch
 from sweep.stop_signals import INTERRUPTED
 from sweep.study.events import Interruption
 from sweep.terminal.console import note, say, say_json, width_of
@@ -155,9 +155,9 @@ class _Drivers:
             update={"devices": place, "overrides": {**study.overrides, **self._time_budget()}}
         )
         # Not a pipe, which a long document would fill while the other is read.
-        with tempfile.TemporaryDirectory() as directory, tempfile.TemporaryFile() as answer:
+        with scratch("request") as directory, tempfile.TemporaryFile() as answer:
             # Read by nobody else: it may hold a password.
-            own = Path(directory) / REQUEST
+            own = directory / REQUEST
             own.write_text(request.model_dump_json(), encoding="utf-8")
             bound = [sys.executable, "-P", "-c", _BOUND, str(os.getpid())]
             with self._lock:

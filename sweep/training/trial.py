@@ -5,12 +5,10 @@ from __future__ import annotations
 import contextlib
 import math
 import statistics
-import tempfile
 import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -37,6 +35,7 @@ from storage.records import (
 )
 from sweep.data.batches import Texts, TrialBatches, trial_batches
 from sweep.data.probing import are_apart, check_is_causal, takes_positions
+from sweep.scratch import scratch
 from sweep.training.adapters import attached, held_share, local
 from sweep.training.device import Device, Mark, Memory
 from sweep.training.exceptions import DETAIL_LENGTH, knob_at_fault, out_of_memory
@@ -451,9 +450,9 @@ class Trial:
         evaluated = time.perf_counter()
         self._tell()
         self._doing, saving = "in saving a checkpoint: ", time.perf_counter()
-        with tempfile.TemporaryDirectory(prefix="sweep-soak-") as name:
-            loop.save(Path(name))
-            files = (path for path in Path(name).rglob("*") if path.is_file())
+        with scratch("soak") as directory:
+            loop.save(directory)
+            files = (path for path in directory.rglob("*") if path.is_file())
             size = sum(path.stat().st_size for path in files)
         self._soak = {
             "evaluation_loss": loss,

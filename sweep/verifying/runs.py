@@ -34,6 +34,7 @@ from sweep.finetuning.training import fault_of, follow
 from sweep.paths import runs_directory
 from sweep.processes import Child
 from sweep.running.device_info import environment_with, read_card
+from sweep.scratch import scratch
 from sweep.subprocess_jobs import last_words
 
 STEPS = 40
@@ -124,8 +125,7 @@ def verify(
         )
     spec = record.model.spec if model is None else load_model_spec(model)
     make_directory(runs_directory())
-    with tempfile.TemporaryDirectory(prefix=".verify-", dir=runs_directory()) as directory:
-        place = Path(directory)
+    with scratch("verify", parent=runs_directory()) as place:
         if record.kind == "training":
             weights = record.weights if model is None else "pretrained"
             reached = _train(record, spec, place, steps=steps, weights=weights, tell=tell)

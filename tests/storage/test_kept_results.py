@@ -214,11 +214,10 @@ def test_a_result_whose_trial_was_closed_from_outside_is_kept_and_said_and_the_l
 
 
 @pytest.mark.parametrize("is_in_place", [False, True], ids=["moved there", "written over it"])
-def test_a_copy_put_back_in_the_middle_of_a_run_loses_nothing_and_mixes_nothing_up(
+def test_a_copy_put_back_in_the_middle_of_a_run_is_noticed_at_once_and_loses_nothing(
     home: Path, url: str, is_in_place: bool
 ) -> None:
-    said: list[str] = []
-    with open_it(url, home, warn=said.append) as study:
+    with open_it(url, home) as study:
         run_one(study, batch=1)
         shutil.copy(home / "sweep.db", home / "copy.db")
         newer = run_one(study, fits(7777.0), batch=2)
@@ -227,18 +226,35 @@ def test_a_copy_put_back_in_the_middle_of_a_run_loses_nothing_and_mixes_nothing_
             shutil.copy(home / "copy.db", home / "sweep.db")
         else:
             (home / "copy.db").replace(home / "sweep.db")
-        assert study.tell(trial, record).verdict is Verdict.LOST
-        later = run_one(study, fits(1.0), batch=4)
-    assert any("trial 2 (fits)" in line for line in said)
+        for write in (lambda: study.note(ended=None), lambda: study.tell(trial, record)):
+            with pytest.raises(EnvironmentFault, match=r"an older copy .* the same command"):
+                write()
     snapshot = read_study("study", url=url, home=home)
-    assert [r.config.micro_batch_size for r in snapshot.records] == [1, 4]
-    assert snapshot.records[-1].attempt_id == later.attempt_id
+    assert [r.config.micro_batch_size for r in snapshot.records] == [1]
     (warning,) = snapshot.warnings
     assert "trials 1 (fits), 2 (fits) are kept" in warning
     with open_it(url, home) as study:
         study.recover()
         kept = study.lacking(study.spool.read().records)
         assert [r.attempt_id for r in kept] == [newer.attempt_id, record.attempt_id]
+
+
+def test_what_a_killed_driver_spent_is_counted_with_the_result_that_it_left(
+    home: Path, url: str
+) -> None:
+    with open_it(url, home) as study:
+        study.cards = 2
+        trial, record = begin(study, batch=1)
+        study.tell(trial, record, spent_seconds=10.0)
+        trial, record = begin(study, batch=2)
+        record = record.model_copy(update={"wall_seconds": 7.0})
+        study.spool.append(record)
+    for _ in range(2):
+        with open_it(url, home) as study:
+            study.recover()
+            assert (study.known.wall_seconds, study.known.card_seconds) == (17.0, 27.0)
+    with open_it(url, home) as study:
+        assert (study.known.wall_seconds, study.known.card_seconds) == (17.0, 27.0)
 
 
 def test_a_disk_that_takes_no_spool_does_not_keep_a_result_from_a_healthy_database(

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -293,6 +294,22 @@ def test_a_driver_holds_one_connection(cluster: postgres.Cluster, direct: str, h
         study.tell(trial, record)
         assert (asked, running, held()) == (1, 1, 1)
     assert held() == 0
+
+
+def test_studies_whose_names_are_alike_in_31_bits_are_driven_at_a_time(
+    direct: str, home: Path
+) -> None:
+    found = dict[int, str]()
+    for number in itertools.count():
+        name = f"study-{number}"
+        other = found.setdefault(zlib.crc32(name.encode()) & 0x7FFFFFFF, name)
+        if other != name:
+            break
+    with open_it(direct, home, name=name), open_it(direct, home, name=other):
+        driven = {s.name: s.holder is not None for s in list_studies(direct, home)}
+        assert {key: driven[key] for key in (name, other)} == {name: True, other: True}
+        with pytest.raises(EnvironmentFault, match=f"'{other}' is driven by"):
+            open_it(direct, home, name=other)
 
 
 def test_the_list_says_who_drives_what_and_asks_once_for_all(direct: str, home: Path) -> None:

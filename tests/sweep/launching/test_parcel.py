@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 import zipfile
+from importlib.metadata import Distribution
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from search_spaces.errors import InputError
 from search_spaces.models import load_model_spec
 from sweep.cli import main
-from sweep.launching.parcel import constraints, packed, write
+from sweep.launching.parcel import constraints, packed, released_version, write
 from sweep.request import REQUEST, RunRequest
 
 SPACE = """
@@ -164,3 +166,31 @@ def test_a_parcel_has_this_very_package_and_the_versions_beside_it(here: Path) -
     assert "qlora-sweep" not in held
     # A build for the CPU is none that a GPU can use.
     assert "+" not in held["torch"]
+
+
+@pytest.mark.parametrize(
+    ("version", "source", "pinned"),
+    [
+        ("2.13.0", None, "2.13.0"),
+        ("2.13.0+cpu", None, "2.13.0"),
+        ("2.8.3+cu12torch2.4", None, "2.8.3"),
+        ("5.0.0rc1", None, "5.0.0rc1"),
+        ("1.2.post1", {"url": "file:///x.whl", "archive_info": {}}, "1.2.post1"),
+        # In no index.
+        ("2.14.0.dev20261101", None, None),
+        ("2.14.0.dev20261101+cu130", None, None),
+        ("2.8.0a0+5228986c39.nv25.05", None, None),
+        ("5.1.0", {"url": "https://x/y", "vcs_info": {"vcs": "git", "commit_id": "1"}}, None),
+        ("0.1.0", {"url": "file:///mine", "dir_info": {"editable": True}}, None),
+        ("unknown", None, None),
+    ],
+)
+def test_what_no_index_has_is_not_pinned(
+    version: str, source: dict[str, Any] | None, pinned: str | None, tmp_path: Path
+) -> None:
+    info = tmp_path / "torch-1.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: torch\nVersion: {version}\n")
+    if source is not None:
+        (info / "direct_url.json").write_text(json.dumps(source))
+    assert released_version(Distribution.at(info)) == pinned

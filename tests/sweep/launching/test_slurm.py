@@ -12,14 +12,17 @@ import stat
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import optuna
 import pytest
 
 from search_spaces.errors import EnvironmentFault, InputError
 from storage.reading import read_study
 from storage.records import Verdict
+from storage.study import open_study
 from sweep.cli import main
 from sweep.launching.slurm import (
     IDLE_ALLOCATIONS_MAX,
@@ -29,6 +32,7 @@ from sweep.launching.slurm import (
     submit,
 )
 from sweep.request import RunRequest
+from tests.storage.builders import a_definition
 from tests.sweep.launching.rentals import a_program
 
 ROOT = Path(__file__).parents[3]
@@ -49,10 +53,16 @@ class Queue:
         self.script, self.files = home / "script", home / "runs" / "study"
         self._requeued = home / "requeued"
 
-    def submit(self, program: str, *, warning: float = 3) -> None:
+    def submit(
+        self, program: str, *, warning: float = 3, request: RunRequest | None = None
+    ) -> None:
         """Submit a job that runs a shell program in place of a study."""
         script = job_script(
-            "study", Allocation(), python=sys.executable, request='{"it is": 1}', files=self.files
+            "study",
+            Allocation(),
+            python=sys.executable,
+            request='{"it is": 1}' if request is None else request.model_dump_json(),
+            files=self.files,
         )
         command = shlex.join(["bash", "-c", f"cd '{self.files}'; {program}"])
         script = script.replace(f" {WARNING_SECONDS} <<", f" {warning} {command} <<")
@@ -92,6 +102,21 @@ class Queue:
     @property
     def log(self) -> str:
         return (self.files / "slurm-17.log").read_text()
+
+
+@contextlib.contextmanager
+def driven_elsewhere(study: str, *, home: Path) -> Iterator[None]:
+    """Let another driver have a study."""
+    opened = open_study(
+        study,
+        url=f"sqlite:///{home}/sweep.db",
+        definition=a_definition(),
+        sampler=optuna.samplers.RandomSampler(),
+        environment={},
+        home=home,
+    )
+    with opened:
+        yield
 
 
 @pytest.fixture
@@ -147,6 +172,16 @@ def test_allocations_without_a_result_end(queue: Queue) -> None:
     requeued = [queue.allocation(WARNED)[1] for _ in range(IDLE_ALLOCATIONS_MAX)]
     assert requeued == [True] * (IDLE_ALLOCATIONS_MAX - 1) + [False]
     assert "not requeued" in queue.log
+
+
+def test_a_second_job_of_a_study_that_is_driven_is_not_requeued(queue: Queue) -> None:
+    home = queue.files.parent
+    with driven_elsewhere("study", home=home):
+        # The spool grows meanwhile, by the results of the other.
+        queue.submit(f"{RESULT}; exit 3", request=RunRequest(space="cpu-demo", study="study"))
+        assert queue.allocation() == (3, False)
+    assert "is driven by" in queue.log
+    assert queue.allocation() == (0, True)
 
 
 def test_a_script_and_its_request_are_their_owners_alone_and_no_link_is_followed(

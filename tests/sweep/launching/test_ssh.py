@@ -117,7 +117,8 @@ class Study(RemoteStudy):
             if line == "beat 10" and not requests():
                 (self.place / "end").touch()
 
-        return self.follow(hear=hear, requests=requests, say=self.said.append, pauses=pauses)
+        end = self.follow(hear=hear, requests=requests, say=self.said.append, pauses=pauses)
+        return end.exit, end.stdout
 
     def has_heard_all(self) -> bool:
         return self.heard[1:-1] == [f"beat {n}" for n in range(1, len(self.heard) - 1)]
@@ -146,7 +147,7 @@ def refused(address: str, python: str | None = None) -> str:
     def prepare() -> None:
         with Connection(address) as connection:
             study = RemoteStudy(connection, "any", python=python)
-            study.prepare(study.look()["target"], say=lambda _: None)
+            study.prepare(study.look().target, say=lambda _: None)
 
     with pytest.raises(EnvironmentFault) as caught:
         prepare()
@@ -234,14 +235,14 @@ def test_a_machine_that_stays_away_is_told_of(study: Study, server: Server) -> N
 
 
 def test_a_study_that_runs_already_is_followed_and_what_it_reads_stays(study: Study) -> None:
-    assert not study.look()["runs"]
+    assert not study.look().runs
     assert study.run("first") is False
     assert study.run("second", seconds=1) is True
-    assert study.look()["runs"]
+    assert study.look().runs
     assert (study.place / "inputs" / "seconds").read_text() == "60 1"
     study.watch()
     assert study.heard[0] == "words run first"
-    assert not study.look()["runs"]
+    assert not study.look().runs
 
 
 @contextlib.contextmanager
@@ -257,7 +258,7 @@ def test_nothing_is_installed_beneath_a_study_that_runs(study: Study, pretending
     with stamped(pretending):
         study.run()
         with pytest.raises(EnvironmentFault, match=r"study study-.* would be installed beneath it"):
-            study.prepare(study.look()["target"], say=study.said.append)
+            study.prepare(study.look().target, say=study.said.append)
         study.watch()
 
 
@@ -267,7 +268,8 @@ def test_whoever_follows_a_study_leaves_everything_there_as_it_is(
     study.run("first", seconds=3)
     with stamped(pretending) as stamp:
         words = ["--study", study.place.name, "--with", f"python={pretending}"]
-        assert main(["run", "cpu-demo", "--on", f"ssh:{server.address}", *words]) == 0
+        # It leaves no results.
+        assert main(["run", "cpu-demo", "--on", f"ssh:{server.address}", *words]) == 3
         assert stamp.exists()
     said = " ".join(capsys.readouterr().err.split())
     assert "runs on" in said
@@ -290,7 +292,7 @@ def test_a_study_that_nobody_could_follow_is_not_left_running(study: Study) -> N
         (study.place / "job" / name).mkdir(parents=True)
     with pytest.raises(EnvironmentFault, match="Is a directory"):
         study.run()
-    assert not study.look()["runs"]
+    assert not study.look().runs
 
 
 def test_an_installation_that_cannot_be_imported_fails_and_says_why(

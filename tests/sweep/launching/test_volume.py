@@ -123,7 +123,7 @@ def test_the_provider_is_told_of_no_failure_where_another_attempt_would_do_no_mo
 
 def test_an_installation_that_cannot_be_imported_fails_and_says_why(rented: Rented) -> None:
     hidden = f"import sys; sys.modules['sweep.cli'] = None; exec({SWEEP!r})"
-    said = "cannot be imported: ModuleNotFoundError: import of sweep.cli"
+    said = "import of sweep.cli"
     assert rented.start(program=hidden).ends(3, said)
 
 

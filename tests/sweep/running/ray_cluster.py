@@ -36,6 +36,7 @@ class LocalCluster:
     """
 
     def __init__(self, *nodes: dict[str, Any], home: Path) -> None:
+        self.home = home
         environment = {
             **os.environ,
             "PYTHONPATH": PATH,

@@ -22,7 +22,7 @@ import pytest
 from search_spaces.errors import CardLost, EnvironmentFault
 from search_spaces.space import StepBudget
 from storage.definition import Target
-from storage.directory import StudyFile, keep_outcomes, left_outcomes, note_identity
+from storage.directory import Left, StudyFile, keep_outcomes, left_outcomes, note_identity
 from storage.records import Attempt, Crashed, Measured, Outcome
 from sweep.running.device_info import Card
 from sweep.running.ray_nodes import Cluster, Node, joined
@@ -154,6 +154,31 @@ def test_a_killed_worker_or_actor_is_a_crash_and_the_next_trial_has_another(
         last = processes_of(study)
     assert len(last) == 2
     assert until(lambda: all(map(is_gone, last.values())))
+
+
+def test_what_an_actor_measured_before_it_was_killed_is_not_measured_again(
+    ray: Any, nodes: list[Node], local: LocalCluster
+) -> None:
+    study = "measured"
+    brief = TrialRequest(config=SMALL, steps=STEPS, attempt=an_attempt(study))
+    left = local.home / "qlora-sweep" / "ray" / study / "0" / "outcome.json"
+
+    def stop_it_until_it_is_measured(progress: Progress) -> bool:
+        if progress.phase == "measure" and not left.exists():
+            actor = processes_of(study)["actor"]
+            # It hears nothing of its worker, which goes on.
+            os.kill(actor, signal.SIGSTOP)
+            assert until(left.exists)
+            os.kill(actor, signal.SIGKILL)
+        return False
+
+    with on(ray, nodes[STEADY], study) as runner:
+        outcome = runner.run(brief, observe=stop_it_until_it_is_measured)
+        assert isinstance(outcome, Measured), outcome
+        assert outcome == Left.model_validate_json(left.read_bytes()).outcome
+        # Another attempt has an outcome of its own.
+        second = an_attempt(study).model_copy(update={"id": "2"})
+        assert runner.run(brief.model_copy(update={"attempt": second})) != outcome
 
 
 def test_an_observer_that_fails_ends_its_trial_and_an_actor_that_says_nothing_is_given_up(

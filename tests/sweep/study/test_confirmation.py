@@ -358,6 +358,20 @@ def test_a_soak_that_keeps_crashing_is_given_up_until_the_next_run(tmp_path: Pat
     assert len(runner.ran) == 1
 
 
+def test_a_soak_that_was_too_short_is_repeated_once_by_each_run_that_resumes(
+    tmp_path: Path,
+) -> None:
+    short = SOAK.model_copy(update={"seconds": 1.0, "steps": 4})
+
+    def cut_short(config: TrialConfig) -> Outcome:
+        return Measured(measurement=a_measurement(config, soak=short))
+
+    for soaks in (1, 2, 3):
+        with a_grid(tmp_path, **SPACE) as study:
+            drive(study, a_runner(soak=cut_short))
+            assert len(batches(study.confirmations(), "soak")) == soaks
+
+
 def test_every_run_of_a_confirmation_crashing_is_an_end_and_no_loop(tmp_path: Path) -> None:
     ran = itertools.count()
     crash = Crashed(phase="attach")
