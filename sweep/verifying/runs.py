@@ -26,7 +26,7 @@ from search_spaces.models import ModelSpec, load_model_spec
 from search_spaces.space import Weights
 from storage.files import make_directory
 from sweep.child_environment import child_environment
-from sweep.data.rows import on_completions
+from sweep.data.kinds import on_completions
 from sweep.export.record import Record, RecordedTexts
 from sweep.finetuning.protocol import Event, TrainingJob, TrainingProgress, TrainingResult
 from sweep.finetuning.results import Comparison, compared
