@@ -467,9 +467,7 @@ def _check_sizes(config: dict[str, Any], *, label: str) -> None:
     cap = config.get(SCORE_CAP)
     is_number = isinstance(cap, int | float) and not isinstance(cap, bool)
     if cap is not None and not (is_number and cap > 0):
-        raise InputError(
-            f"{label}: {SCORE_CAP} must be a number above 0 or null, got {quote(cap)}"
-        )
+        raise InputError(f"{label}: {SCORE_CAP} must be a number above 0 or null, got {quote(cap)}")
     hidden, heads = config["hidden_size"], config["num_attention_heads"]
     if config.get("head_dim") is None and hidden % heads:
         of = f"num_attention_heads {heads}, and there is no head_dim"

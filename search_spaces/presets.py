@@ -310,6 +310,10 @@ def _baseline_for(spec: GpuSpec, model: ModelSpec, overlay: str) -> str:
         lines.append(f"  seq_len: {model.max_positions}")
     if spec.compute_capability < AMPERE:
         lines.append("  compute_dtype: fp16")
+    for key, (value, _) in own_settings(model).items():
+        if key != "attention":
+            # Searched in every preset, so that the baseline does not inherit it.
+            lines.append(f"  {key}: {as_typed(value)}")
     return "\n".join(lines) if len(lines) > 1 else ""
 
 

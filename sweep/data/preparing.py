@@ -45,6 +45,7 @@ from sweep.data.rows import (
     on_completions,
 )
 from sweep.data.texts import BROKEN_KEPT, BrokenRow, Progress, Question, is_whole, translated
+from sweep.data.tokenizers import why_unreadable
 
 _ROWS_AT_ONCE = 1000
 _WRITING = "tokens.arrow"
@@ -108,6 +109,9 @@ def load_tokenizer(directory: Path, *, name: str) -> Any:
         )
     except Exception as error:
         # Each tokenizer's code, and the tokenizers library, raise errors of their own.
+        why = why_unreadable(directory)
+        if why is not None:
+            raise InputError(f"tokenizer '{name}': {why}") from error
         raise InputError(
             f"tokenizer '{name}': transformers cannot read it: {words_of(error)}"
         ) from error

@@ -198,6 +198,7 @@ def _script(record: Record) -> Export:
         dtype=TORCH_DTYPES[record.dtype],
         adapter_dtype=TORCH_DTYPES[config.adapter_dtype],
         quantized_whole=is_whole,
+        stored=record.model.spec.stored is not None,
         partly_quantized=config.is_quantized and not is_whole,
         environment=allocator_settings(config.expandable_segments),
         needs=("" if config.kernels == "hf" else ", liger-kernel") + (", trl" if texts else ""),

@@ -152,6 +152,7 @@ def cases_of(record: Record) -> dict[str, str]:
         "loss_type": "sigmoid" if canonical(config).loss_type == "sigmoid" else "not sigmoid",
         "reference": config.reference,
         "lora_dropout": "of pairs" if config.is_on_pairs and config.lora_dropout else "",
+        "stored": _stored_case(record),
         "kernels": kernels,
         "attention": config.attention,
         "compile": str(config.compile),
@@ -159,6 +160,15 @@ def cases_of(record: Record) -> dict[str, str]:
         "packing": packing,
         "sharding": config.sharding,
     }
+
+
+def _stored_case(record: Record) -> str:
+    """Return whether a stored base computes in another type than was measured, where nobody sets
+    that."""
+    stored = record.model.spec.stored
+    if stored is None or stored.compute_dtype == TORCH_DTYPES[record.dtype]:
+        return "as measured"
+    return "in another type"
 
 
 def _whole_alpha(record: Record) -> int:
@@ -169,7 +179,7 @@ def _differs_all_the_same(key: str, record: Record) -> bool:
     """Whether a trainer may do something else of a setting than what was measured, or predicted,
     for that trainer: scales are whole numbers, and rows are filled by a rule of its own."""
     is_packed = record.config.packing == "packed" and record.config.trainer != "trl"
-    return key == "lora_alpha" or (key == "packing" and is_packed)
+    return key in ("lora_alpha", "stored") or (key == "packing" and is_packed)
 
 
 def lost(record: Record, trainer: Trainer) -> tuple[str, ...]:
@@ -188,5 +198,10 @@ def unsupported(
             continue
         sentences = known.get(cases[key], {})
         if sentence := sentences.get(trainer, sentences.get("others")):
-            found[key] = sentence.format(config=record.config, whole_alpha=_whole_alpha(record))
+            found[key] = sentence.format(
+                config=record.config,
+                whole_alpha=_whole_alpha(record),
+                stored=record.model.spec.stored,
+                dtype=TORCH_DTYPES[record.dtype],
+            )
     return found

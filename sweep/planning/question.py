@@ -234,7 +234,9 @@ class Question:
         """Return what the texts make of a GPU's space, for a person."""
         if not self.request.is_exact:
             return self._offered(gpu).notes
-        reasons = [why for key, (_, why) in own_settings(self.model).items() if key not in self.held]
+        reasons = [
+            why for key, (_, why) in own_settings(self.model).items() if key not in self.held
+        ]
         return tuple(f"{why}." for why in dict.fromkeys(reasons))
 
     def _offered(self, gpu: GpuSpec) -> Offered:

@@ -27,9 +27,9 @@ from transformers import (
 )
 from transformers import __version__ as transformers_version
 from transformers.integrations.bitsandbytes import replace_with_bnb_linear
+from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.pytorch_utils import Conv1D
 from transformers.quantizers import AutoHfQuantizer
 from transformers.quantizers.base import HfQuantizer, get_keys_to_not_convert
