@@ -20,6 +20,7 @@ from search_spaces.config import (
     liger_kernels,
 )
 from search_spaces.models import PART_OF
+from search_spaces.quantized import stored_quantization
 from search_spaces.trainers import every_nth
 from sweep.export.record import Record, Trainer
 from sweep.export.rows import dataset_options, filled, lost_rows, table
@@ -165,7 +166,7 @@ def cases_of(record: Record) -> dict[str, str]:
 def _stored_case(record: Record) -> str:
     """Return whether a stored base computes in another type than was measured, where nobody sets
     that."""
-    stored = record.model.spec.stored
+    stored = stored_quantization(record.model.config)
     if stored is None or stored.compute_dtype == TORCH_DTYPES[record.dtype]:
         return "as measured"
     return "in another type"
@@ -201,7 +202,7 @@ def unsupported(
             found[key] = sentence.format(
                 config=record.config,
                 whole_alpha=_whole_alpha(record),
-                stored=record.model.spec.stored,
+                stored=stored_quantization(record.model.config),
                 dtype=TORCH_DTYPES[record.dtype],
             )
     return found
