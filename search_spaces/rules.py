@@ -345,10 +345,16 @@ def _of_model(config: TrialConfig, setting: Setting) -> Asked:
 
 def _attention_not_in(model: ModelSpec, attention: Attention) -> str | None:
     """Return why a model does not run with an attention, or not as it is."""
-    has_flash = model.model_type not in WITHOUT_FLASH
-    if attention == "flash_attention_2" and not has_flash:
-        why = f"transformers has no FlashAttention-2 for model type '{model.model_type}'"
-        return f"{why}: use attention {attention_of(model)}"
+    if attention == "flash_attention_2":
+        why = None
+        if model.model_type in WITHOUT_FLASH:
+            why = f"transformers has no FlashAttention-2 for model type '{model.model_type}'"
+        elif model.config.get("alibi"):
+            why = f"{model.name} has position biases (alibi), which FlashAttention-2 does not add"
+        return why and f"{why}: use attention {attention_of(model)}"
+    if attention == "eager" and model.model_type == "falcon" and model.config.get("alibi"):
+        twice = "transformers' eager attention of Falcon adds position biases (alibi) twice"
+        return f"{twice}: use attention sdpa"
     why_not = without_sdpa(model)
     if attention != "sdpa" or why_not is None:
         return None
@@ -363,8 +369,8 @@ def not_as_stored(config: TrialConfig, model: ModelSpec) -> str | None:
     if stored is None:
         return None
     where = f"the weights of {model.name} are stored quantized ({stored.words})"
-    base = "" if model.unquantized_base is None else f", {model.unquantized_base}"
-    instead = f"the 16-bit model that they were made of{base}"
+    base = "" if model.unquantized_base is None else f" ({model.unquantized_base})"
+    instead = f"the same model in 16 bits{base}"
     if stored.kind is None:
         return f"{where}, which is not trained here: name {instead}"
     others = [

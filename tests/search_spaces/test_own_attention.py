@@ -81,6 +81,20 @@ def test_attention_sinks_are_never_left_to_flash_attention() -> None:
         assert rule(model(kind), "flash_attention_2") == "attention-not-in-model"
 
 
+def test_falcons_position_biases_are_left_to_torchs_attention() -> None:
+    """The eager one of transformers 5.17 adds them to the mask, and to the scores again."""
+    spec = model("falcon", alibi=True)
+    assert attention_of(spec) == "sdpa"
+    assert rule(spec, "eager") == "attention-not-in-model"
+    assert rule(model("falcon", alibi=False), "eager") is None
+
+
+def test_position_biases_are_never_left_to_flash_attention() -> None:
+    for kind in ("falcon", "bloom", "mpt"):
+        spec = model(kind, alibi=True)
+        assert rule(spec, "flash_attention_2") == "attention-not-in-model"
+
+
 def test_the_tables_are_what_transformers_has() -> None:
     """Of every type whose class is there: classes are read, none is built."""
     transformers = pytest.importorskip("transformers")
