@@ -26,12 +26,14 @@ _CUT_IN_HEADER = ("header too small", "invalid header length")
 
 
 def check_weights(spec: ModelSpec) -> None:
-    """Check that the weights of ``spec`` are complete where they are in a directory.
+    """Check that the weights of ``spec`` are complete where they are in a directory, and stored as
+    its config says.
 
     A hub model's weights are checked by the download itself.
 
     Raises:
-        InputError: no weights, a shard that is missing or cut short, or a tensor that is in none.
+        InputError: no weights, a shard that is missing or cut short, a tensor that is in none, or
+            weights that are stored as others than the config says.
         EnvironmentFault: a file is there and cannot be read.
     """
     if spec.source == "shipped":
@@ -40,20 +42,65 @@ def check_weights(spec: ModelSpec) -> None:
             "a directory or hub id"
         )
     if spec.source == "directory" and spec.path is not None:
-        _check_directory(spec.path, label=Path(spec.name))
+        label = Path(spec.name)
+        _check_stored(_check_directory(spec.path, label=label), spec, label=label)
 
 
-def _check_directory(directory: Path, *, label: Path) -> None:
+def _check_directory(directory: Path, *, label: Path) -> set[str]:
+    """Return the names of all tensors in a directory's weights."""
     if exists(directory / INDEX, label=str(label / INDEX)):
+        found: set[str] = set()
         for name, tensors in _shards(directory / INDEX, label=str(label / INDEX)).items():
-            for missing in sorted(tensors - tensors_of(directory / name, label=str(label / name))):
+            here = tensors_of(directory / name, label=str(label / name))
+            for missing in sorted(tensors - here):
                 raise InputError(f"{label / name}: tensor '{missing}' of {INDEX} is not in it")
-    elif exists(directory / SINGLE, label=str(label / SINGLE)):
-        tensors_of(directory / SINGLE, label=str(label / SINGLE))
-    else:
-        pickled = any(directory.glob("*.bin"))
-        hint = "; weights in .bin files are pickles and are not loaded" if pickled else ""
-        raise InputError(f"{label}: no weights, neither {SINGLE} nor {INDEX}{hint}")
+            found |= tensors
+        return found
+    if exists(directory / SINGLE, label=str(label / SINGLE)):
+        return tensors_of(directory / SINGLE, label=str(label / SINGLE))
+    pickled = any(directory.glob("*.bin"))
+    hint = "; weights in .bin files are pickles and are not loaded" if pickled else ""
+    raise InputError(f"{label}: no weights, neither {SINGLE} nor {INDEX}{hint}")
+
+
+def _check_stored(tensors: set[str], spec: ModelSpec, *, label: Path) -> None:
+    """Refuse weights that are stored in something else than the config says, which would be trained
+    as what they are and recorded as what it says."""
+    kinds = {_quantized_as(name) for name in tensors} - {""}
+    said = spec.stored
+    if said is None and kinds:
+        raise InputError(
+            f"{label}: the weights are stored quantized ({', '.join(sorted(kinds))}), and its "
+            "config.json has no quantization_config that says so: take both from one model"
+        )
+    if said is not None and said.kind is not None and kinds != {f"bitsandbytes {said.kind}"}:
+        found = ", ".join(sorted(kinds)) or "16 bits"
+        raise InputError(
+            f"{label}: its config.json says that the weights are stored in {said.words}, and they "
+            f"are in {found}: take both from one model"
+        )
+
+
+_QUANTIZED_ENDINGS = {
+    ".quant_state.bitsandbytes__nf4": "bitsandbytes nf4",
+    ".quant_state.bitsandbytes__fp4": "bitsandbytes fp4",
+    ".SCB": "bitsandbytes int8",
+    ".qweight": "gptq or awq",
+    ".weight_scale_inv": "fp8",
+    ".weight_scale": "fp8 or int8",
+    ".weight_packed": "compressed-tensors",
+    "_proj_blocks": "mxfp4",
+    ".W_q": "hqq",
+}
+"""How the names of tensors end that only quantized weights have, and in what those are."""
+
+
+def _quantized_as(tensor: str) -> str:
+    """Return in what a tensor's weights are stored, by its name; nothing where that tells none."""
+    for ending, kind in _QUANTIZED_ENDINGS.items():
+        if tensor.endswith(ending):
+            return kind
+    return ""
 
 
 def _shards(index: Path, *, label: str) -> dict[str, set[str]]:

@@ -10,7 +10,15 @@ from typing import Any
 from search_spaces.config import TrialConfig
 from search_spaces.dimensions import FloatRange
 from search_spaces.errors import InputError, quote
-from search_spaces.rules import MISNAMED, Setting, Violation, broken_rules, misnamed_targets
+from search_spaces.rules import (
+    MISNAMED,
+    STORED,
+    Setting,
+    Violation,
+    broken_rules,
+    misnamed_targets,
+    not_as_stored,
+)
 from search_spaces.space import SearchSpace
 
 TRIED_MAX = 5_000
@@ -21,7 +29,8 @@ HOW_TO_NAME_TEXTS = "name one with --data DATASET, or under data in a space file
 
 
 def refuse_impossible(asked: SearchSpace | TrialConfig, setting: Setting) -> None:
-    """Refuse a space in which nothing can be valid, and a configuration that names no real module.
+    """Refuse a space in which nothing can be valid, and a configuration that names no real module
+    or asks for other weights than the model's are stored as.
 
     Any other configuration that a rule forbids is one that does not fit: that is an answer. Without
     a compute capability only what no GPU could run is refused.
@@ -34,10 +43,15 @@ def refuse_impossible(asked: SearchSpace | TrialConfig, setting: Setting) -> Non
         what = f"space '{asked.name}': no configuration is valid"
     else:
         reason = misnamed_targets(asked, setting.model)
-        broken = () if reason is None else (Violation(MISNAMED, reason),)
         what = "target_modules"
+        rule = MISNAMED
+        if reason is None:
+            reason = not_as_stored(asked, setting.model)
+            what = "quantization"
+            rule = STORED
+        broken = () if reason is None else (Violation(rule, reason),)
     if broken:
-        raise InputError(f"{what}: {'; '.join(f'{rule.rule}: {rule.reason}' for rule in broken)}")
+        raise InputError(f"{what}: {'; '.join(f'{each.rule}: {each.reason}' for each in broken)}")
 
 
 def obstacles(space: SearchSpace, setting: Setting) -> tuple[Violation, ...]:

@@ -26,7 +26,7 @@ from search_spaces.gpus import find_gpu, match_product
 from search_spaces.learning_rates import learning_rate_of
 from search_spaces.models import ModelSpec, located
 from search_spaces.presets import preset_space, preset_texts
-from search_spaces.rules import attention_of, attention_words
+from search_spaces.rules import own_settings
 from search_spaces.space import SearchSpace, largest_whole
 from search_spaces.texts import TextsChoice
 
@@ -198,21 +198,38 @@ class Offered:
     """For a person, a sentence each."""
 
 
-def with_own_attention(space: SearchSpace, model: ModelSpec, *, is_preset: bool) -> Offered:
-    """Return a space with the attention that the model takes, where the person named none.
+def with_own_settings(
+    space: SearchSpace,
+    model: ModelSpec,
+    *,
+    is_preset: bool,
+    held: Collection[str] = (),
+) -> Offered:
+    """Return a space with the settings that the model decides (`own_settings`), where the person
+    named none.
 
     Args:
         space: as it was named.
         model: what is trained.
-        is_preset: whether what the space says of attention is ours.
+        is_preset: whether what the space says of them is ours.
+        held: settings that were typed.
     """
-    words = attention_words(model)
-    is_named = "attention" in {*space.dimensions, *space.fixed} and not is_preset
-    if words is None or is_named:
+    free = dict(space.dimensions)
+    fixed = dict(space.fixed)
+    baseline = dict(space.baseline)
+    reasons = []
+    for key, (value, why) in own_settings(model).items():
+        is_named = key in {*space.dimensions, *space.fixed} and not is_preset
+        if is_named or key in held:
+            continue
+        free.pop(key, None)
+        baseline.pop(key, None)
+        fixed[key] = value
+        reasons.append(f"{why}.")
+    if not reasons:
         return Offered(space)
-    free = {key: of for key, of in space.dimensions.items() if key != "attention"}
-    changes = {"dimensions": free, "fixed": {**space.fixed, "attention": attention_of(model)}}
-    return Offered(space.changed(changes), (f"{words}.",))
+    changes = {"dimensions": free, "fixed": fixed, "baseline": baseline}
+    return Offered(space.changed(changes), tuple(dict.fromkeys(reasons)))
 
 
 def with_learning_rate(space: SearchSpace, model: ModelSpec) -> Offered:

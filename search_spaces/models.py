@@ -26,19 +26,37 @@ from search_spaces.errors import (
     quote,
     words_of,
 )
+from search_spaces.quantized import (
+    StoredQuantization,
+    name_of_base,
+    of_decoder,
+    stored_quantization,
+)
+from search_spaces.ropes import check_ropes, longest_length
 
-SIZE_MAX = 10**7
-"""No size of a decoder model reaches this; a larger one is a lie or a slip."""
+SIZE_MAX = 2**24
+"""No size of a decoder model reaches this; a larger one is a lie or a slip. Llama 4 Scout has the
+most, 10,485,760 positions."""
 LAYERS_MAX = 2_000
 """The deepest published decoders have some 130 layers; each is predicted and checked."""
 SECONDS_MAX = 10.0
 """How long the hub may take to answer."""
 
+OWN_CODE = (
+    "the model brings code of its own (auto_map), and such code is never run here: name a model of "
+    "a type that transformers has"
+)
+"""Why a config that transformers' own classes cannot read is not read."""
+SCORE_CAP = "attn_logit_softcapping"
+"""Key of a config that says beyond which number no attention score goes."""
 PART_OF = "part_of"
 """Key of a decoder's config that names the type of the model that it is stored with."""
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _NUMBER = re.compile(r"(\d+(?:\.\d+)?)")
+_BASE_OF_CARD = re.compile(r"^base_model:\s*(?:\[|-\s*)?[\"']?([\w./-]+)", re.MULTILINE)
+_CARD_CHARACTERS = 4096
+"""Of a model card, in which its header is."""
 _REQUIRED = ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size")
 _OPTIONAL = ("num_key_value_heads", "head_dim", "intermediate_size", "max_position_embeddings")
 SIZES = (*_REQUIRED, *_OPTIONAL)
@@ -135,11 +153,26 @@ class ModelSpec:
         """Rows of the embedding."""
         return int(self.config["vocab_size"])
 
-    @property
+    @cached_property
     def max_positions(self) -> int | None:
-        """Longest sequence the model's positions allow; None where the config does not say."""
-        value = self.config.get("max_position_embeddings")
-        return None if value is None else int(value)
+        """Longest sequence the model's positions allow, as its rotary embeddings are scaled; None
+        where the config does not say."""
+        return longest_length(self.config)
+
+    @cached_property
+    def stored(self) -> StoredQuantization | None:
+        """What its weights are stored in; None where that is 16 bits."""
+        return stored_quantization(self.config)
+
+    @cached_property
+    def unquantized_base(self) -> str | None:
+        """What a quantized checkpoint was made of, as its config, its model card or its name say;
+        None where none of them does."""
+        origin = self.config.get("_name_or_path")
+        if isinstance(origin, str) and is_hub_id(origin) and name_of_base(origin) is None:
+            return origin
+        card = None if self.path is None else _base_of_card(self.path / "README.md")
+        return card or name_of_base(self.name)
 
     @property
     def tokenizer_path(self) -> Path | None:
@@ -171,6 +204,17 @@ class ModelSpec:
         """Read what `to_json` wrote."""
         path = None if values.get("path") is None else Path(values["path"])
         return cls(values["name"], values["source"], values["config"], path)
+
+
+def _base_of_card(path: Path) -> str | None:
+    """Return the base model that a model card names; None where there is none."""
+    try:
+        with path.open(encoding="utf-8", errors="replace") as file:
+            header = file.read(_CARD_CHARACTERS)
+    except OSError:
+        return None
+    named = _BASE_OF_CARD.search(header)
+    return None if named is None or not is_hub_id(named[1]) else named[1]
 
 
 # The hub. Only hub ids need its libraries, which take longer to import than most commands to run.
@@ -355,14 +399,27 @@ def checked_config(config: dict[str, Any], *, label: str) -> dict[str, Any]:
         InputError: it is no text decoder's, or a size is missing or contradicts another; the
             message begins with ``label``.
     """
+    has_own_code = bool(config.get("auto_map"))
     config = _decoder(config)
-    _check_kind(config, label=label)
+    try:
+        _check_kind(config, label=label)
+        config = _in_usual_words(config)
+        _check_sizes(config, label=label)
+    except InputError as error:
+        if has_own_code:
+            raise InputError(f"{error}; {OWN_CODE}") from error
+        raise
+    check_ropes(config, label=label, most=SIZE_MAX)
+    stored_quantization(config, label=label)
+    return {key: value for key, value in config.items() if key != "auto_map"}
+
+
+def _in_usual_words(config: dict[str, Any]) -> dict[str, Any]:
     for key, words in _OTHER_WORDS.items():
         own = next((word for word in words if word in config), None)
         if own is not None:
             config = {key: config[own], **config}
-    _check_sizes(config, label=label)
-    return {key: value for key, value in config.items() if key != "auto_map"}
+    return config
 
 
 def _decoder(config: dict[str, Any]) -> dict[str, Any]:
@@ -372,6 +429,7 @@ def _decoder(config: dict[str, Any]) -> dict[str, Any]:
     own = text.get("model_type") or _MULTIMODAL.get(str(kind))
     if text and own and (kind in _MULTIMODAL or "num_hidden_layers" not in config):
         shared = {key: config[key] for key in ("tie_word_embeddings",) if key in config}
+        shared |= of_decoder(config)
         config = {**_LEFT_OUT.get(str(own), {}), **text, **shared, "model_type": own, PART_OF: kind}
     if (own := _ON_TEXTS.get(str(config.get("model_type")))) is None:
         return config
@@ -415,6 +473,10 @@ def _check_sizes(config: dict[str, Any], *, label: str) -> None:
             raise InputError(
                 f"{label}: {key} must be a whole number from 1 to {most:,}, got {quote(value)}"
             )
+    cap = config.get(SCORE_CAP)
+    is_number = isinstance(cap, int | float) and not isinstance(cap, bool)
+    if cap is not None and not (is_number and cap > 0):
+        raise InputError(f"{label}: {SCORE_CAP} must be a number above 0 or null, got {quote(cap)}")
     hidden, heads = config["hidden_size"], config["num_attention_heads"]
     if config.get("head_dim") is None and hidden % heads:
         of = f"num_attention_heads {heads}, and there is no head_dim"
@@ -423,6 +485,3 @@ def _check_sizes(config: dict[str, Any], *, label: str) -> None:
     if heads % keys:
         of = f"num_key_value_heads {keys}"
         raise InputError(f"{label}: num_attention_heads {heads} is not a multiple of {of}")
-    for key in ("rope_parameters", "rope_scaling", "quantization_config"):
-        if not isinstance(config.get(key), dict | None):
-            raise InputError(f"{label}: {key} must be an object or null, got {quote(config[key])}")

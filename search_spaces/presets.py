@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from importlib.resources import files
@@ -16,7 +16,7 @@ from typing import Any
 
 import yaml
 
-from search_spaces.config import TrialConfig
+from search_spaces.config import TrialConfig, as_typed
 from search_spaces.documents import parse_yaml, validate
 from search_spaces.gpus import GIB, GpuSpec, find_gpu
 from search_spaces.linears import parameters, unquantized
@@ -27,8 +27,7 @@ from search_spaces.rules import (
     LIGER_MODEL_TYPES,
     OVERFLOWS_FP16,
     WITHOUT_CHECKPOINTING,
-    attention_of,
-    attention_words,
+    own_settings,
 )
 from search_spaces.sizes import offered_batches, offered_lengths
 from search_spaces.space import DEFAULT_MODEL, SearchSpace
@@ -223,7 +222,7 @@ def starting_text(gpu: str, model: str | None) -> str:
     if spec is not None:
         parts.append(_baseline_for(spec, trained, overlay))
     elif trained.name != _said(overlay, "model"):
-        parts += [_room_on_cpu(trained), "\n".join(_attention(trained))]
+        parts += [_room_on_cpu(trained), "\n".join(_fixed(own_settings(trained)))]
     words = "a CPU" if spec is None else spec.name
     title = f"# A search space for {words}, to be changed: `sweep run THIS-FILE`."
     return _composed(schema_path(), title, parts, without=("name", "description"))
@@ -280,19 +279,26 @@ def _searched(spec: GpuSpec, model: ModelSpec) -> str:
         f"  compute_dtype: {_flow(types)}",
         f"  quantization: {_flow(bases)}",
     ]
+    own = dict(own_settings(model))
+    attention = {key: own.pop(key) for key in ("attention",) if key in own}
+    if own:
+        # They are dimensions of every preset, and here each has one value.
+        lines = [line for line in lines if not line.startswith("  quantization:")]
+        lines += [f"  {key}: {_flow([value])}" for key, (value, _) in own.items()]
     if model.model_type not in LIGER_MODEL_TYPES:
         lines.append("  kernels: [hf]")
     if model.model_type in WITHOUT_CHECKPOINTING:
         lines.append("  checkpoint_fraction: [0.0]")
-    return "\n".join([*lines, *_attention(model)])
+    return "\n".join([*lines, *_fixed(attention)])
 
 
-def _attention(model: ModelSpec) -> list[str]:
-    """Return what is said of a model's attention where it is not torch's own."""
-    why = attention_words(model)
-    if why is None:
-        return []
-    return ["fixed:", f"  # {why}.", f"  attention: {attention_of(model)}"]
+def _fixed(own: Mapping[str, tuple[Any, str]]) -> list[str]:
+    """Return what is fixed of the settings that a model decides, each with the reason."""
+    lines = ["fixed:"] if own else []
+    for key, (value, why) in own.items():
+        lines.append(f"  # {why}.")
+        lines.append(f"  {key}: {as_typed(value)}")
+    return lines
 
 
 def _baseline_for(spec: GpuSpec, model: ModelSpec, overlay: str) -> str:
@@ -304,6 +310,10 @@ def _baseline_for(spec: GpuSpec, model: ModelSpec, overlay: str) -> str:
         lines.append(f"  seq_len: {model.max_positions}")
     if spec.compute_capability < AMPERE:
         lines.append("  compute_dtype: fp16")
+    for key, (value, _) in own_settings(model).items():
+        if key != "attention":
+            # Searched in every preset, so that the baseline does not inherit it.
+            lines.append(f"  {key}: {as_typed(value)}")
     return "\n".join(lines) if len(lines) > 1 else ""
 
 

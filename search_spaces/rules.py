@@ -7,9 +7,9 @@ trains float16 adapters) needs no rule: a configuration has only one.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from search_spaces.config import EIGHT_BIT, Attention, TrialConfig, as_typed
 from search_spaces.errors import did_you_mean
@@ -20,7 +20,7 @@ from search_spaces.linears import (
     types,
     unquantized,
 )
-from search_spaces.models import ModelSpec
+from search_spaces.models import SCORE_CAP, ModelSpec
 from search_spaces.trainers import GRPO, trainer_of
 
 LIGER_MODEL_TYPES = types(
@@ -38,6 +38,17 @@ WITHOUT_SDPA = types(
     """
 )
 """Decoders that transformers 5.17 runs with eager attention, and not with torch's."""
+WITHOUT_FLASH = types(
+    """
+    axk2 bloom blt codegen cpmant deepseek_v32 deepseek_v4 doge falcon_mamba glm_moe_dsa
+    gpt_neox_japanese gpt_oss granite_swa granitemoe_swa hy_v4 inkling_text llama4_text mamba mamba2
+    mimo_v2_flash minimax_m3_vl_text mpt openai-gpt qwen4_exp_text rwkv xglm xlm xlnet xlstm
+    """
+)
+"""Decoders that transformers 5.17 does not run with FlashAttention-2, or with another kernel in its
+place, as it has no attention sinks."""
+_SCORE_CAPS = dict.fromkeys(("gemma2", "vaultgemma"), 50.0)
+"""The cap of attention's scores of types that have one where the config does not say."""
 WITHOUT_CHECKPOINTING = types("cpmant ctrl gpt_neox_japanese jetmoe openai-gpt xlm xlnet")
 """Decoders whose layers transformers 5.17 cannot checkpoint."""
 
@@ -47,6 +58,8 @@ often no number: Gemma 2 and 3 were trained in bf16 and have far larger ones."""
 
 MISNAMED = "unknown-target-module"
 """The rule against what is not there under its name."""
+STORED = "stored-quantization"
+"""The rule against training quantized weights as others than they are stored."""
 AMPERE = (8, 0)
 TURING = (7, 5)
 VOLTA = (7, 0)
@@ -128,17 +141,48 @@ def fp16_caveat(config: TrialConfig, model: ModelSpec) -> str | None:
     )
 
 
+def score_cap(model: ModelSpec) -> float | None:
+    """Return the number beyond which no attention score of a model goes; None where it caps none.
+
+    Torch's attention takes no cap, and transformers 5.17 leaves it out there without a word; eager
+    attention and FlashAttention-2 heed it.
+    """
+    cap: float | None = model.config.get(SCORE_CAP, _SCORE_CAPS.get(model.model_type))
+    return cap
+
+
+def without_sdpa(model: ModelSpec) -> str | None:
+    """Return why torch's own attention is not the model's; None where it is."""
+    if model.model_type in WITHOUT_SDPA:
+        return f"transformers has no sdpa attention for model type '{model.model_type}'"
+    cap = score_cap(model)
+    if cap is None:
+        return None
+    return f"sdpa attention leaves out the cap of the model's scores ({SCORE_CAP} {cap:g})"
+
+
 def attention_of(model: ModelSpec) -> Attention:
     """Return the attention that a model takes where nobody asks for another one."""
-    return "eager" if model.model_type in WITHOUT_SDPA else "sdpa"
+    return "sdpa" if without_sdpa(model) is None else "eager"
 
 
 def attention_words(model: ModelSpec) -> str | None:
     """Return why a model takes another attention than torch's own; None where it takes that."""
-    if attention_of(model) == "sdpa":
-        return None
-    kind = model.model_type
-    return f"attention is eager: transformers has no sdpa attention for model type '{kind}'"
+    why = without_sdpa(model)
+    return None if why is None else f"attention is eager: {why}"
+
+
+def own_settings(model: ModelSpec) -> Mapping[str, tuple[Any, str]]:
+    """Return the settings that a model decides where nobody names them: each one's value, and why
+    it has that."""
+    found: dict[str, tuple[Any, str]] = {}
+    if (why := attention_words(model)) is not None:
+        found["attention"] = attention_of(model), why
+    stored = model.stored
+    if stored is not None:
+        why = f"the weights are trained as they are stored: {stored.words}"
+        found |= {key: (value, why) for key, value in stored.settings.items()}
+    return found
 
 
 Asked = Iterator[tuple[str, str | None]]
@@ -274,11 +318,14 @@ def _of_model(config: TrialConfig, setting: Setting) -> Asked:
     length, positions, layers = config.seq_len, model.max_positions, model.hidden_layers
     if positions is not None and length > positions:
         beyond = f"seq_len {length} is beyond the {positions} positions of {model.name}"
-        yield "seq-len-beyond-positions", f"{beyond} (max_position_embeddings)"
+        is_stated = positions == model.config["max_position_embeddings"]
+        scaled = "" if is_stated else ", scaled by its rotary embeddings' factor"
+        yield "seq-len-beyond-positions", f"{beyond} (max_position_embeddings{scaled})"
     if length < 2:
         reason = "seq_len 1 has no next token to predict, so no token carries a loss"
         yield "seq-len-without-loss", reason
     yield MISNAMED, misnamed_targets(config, model)
+    yield STORED, not_as_stored(config, model)
     if config.is_quantized and (left := unquantized(model)) is not None:
         most = (
             f"quantization {config.quantization} would leave most of model type '{kind}' in 16 bits"
@@ -290,12 +337,52 @@ def _of_model(config: TrialConfig, setting: Setting) -> Asked:
         held = f"holds none of {layers} layers in {config.weight_bits} bits: use quantization none"
         share = f"quantized_fraction {config.quantized_fraction:g}"
         yield "quantized-fraction-of-no-layer", f"{share} {held}"
-    if config.attention == "sdpa" and kind in WITHOUT_SDPA:
-        reason = f"transformers has no sdpa attention for model type '{kind}': use attention eager"
-        yield "attention-not-in-model", reason
+    yield "attention-not-in-model", _attention_not_in(model, config.attention)
     if config.checkpoint_fraction > 0 and kind in WITHOUT_CHECKPOINTING:
         layers_of = f"transformers cannot checkpoint the layers of model type '{kind}'"
         yield "checkpointing-not-in-model", f"{layers_of}: use checkpoint_fraction 0"
+
+
+def _attention_not_in(model: ModelSpec, attention: Attention) -> str | None:
+    """Return why a model does not run with an attention, or not as it is."""
+    if attention == "flash_attention_2":
+        why = None
+        if model.model_type in WITHOUT_FLASH:
+            why = f"transformers has no FlashAttention-2 for model type '{model.model_type}'"
+        elif model.config.get("alibi"):
+            why = f"{model.name} has position biases (alibi), which FlashAttention-2 does not add"
+        return why and f"{why}: use attention {attention_of(model)}"
+    if attention == "eager" and model.model_type == "falcon" and model.config.get("alibi"):
+        twice = "transformers' eager attention of Falcon adds position biases (alibi) twice"
+        return f"{twice}: use attention sdpa"
+    why_not = without_sdpa(model)
+    if attention != "sdpa" or why_not is None:
+        return None
+    is_capped = score_cap(model) is not None
+    return f"{why_not}: use attention eager{' or flash_attention_2' if is_capped else ''}"
+
+
+def not_as_stored(config: TrialConfig, model: ModelSpec) -> str | None:
+    """Return why a configuration does not train a checkpoint's weights as they are stored; None
+    where it does, or where they are in 16 bits."""
+    stored = model.stored
+    if stored is None:
+        return None
+    where = f"the weights of {model.name} are stored quantized ({stored.words})"
+    base = "" if model.unquantized_base is None else f" ({model.unquantized_base})"
+    instead = f"the same model in 16 bits{base}"
+    if stored.kind is None:
+        return f"{where}, which is not trained here: name {instead}"
+    others = [
+        f"{key} {as_typed(value)}"
+        for key, value in stored.settings.items()
+        if getattr(config, key) != value
+    ]
+    if others:
+        return f"{where}: use {' and '.join(others)}, or name {instead}"
+    if config.is_sharded:
+        return f"{where}, and sharding fsdp cuts up 16-bit weights: use sharding none"
+    return None
 
 
 def misnamed_targets(config: TrialConfig, model: ModelSpec) -> str | None:

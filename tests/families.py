@@ -10,7 +10,7 @@ os.environ["TORCHDYNAMO_DISABLE"] = "1"
 
 from search_spaces.config import TrialConfig
 from search_spaces.models import ModelSpec
-from search_spaces.rules import WITHOUT_SDPA
+from search_spaces.rules import attention_of
 
 SIZES: dict[str, Any] = {
     "vocab_size": 512,
@@ -146,7 +146,7 @@ def spec_of(family: str) -> ModelSpec:
 def config_of(family: str, targets: str, quantization: str = "nf4") -> TrialConfig:
     """Return a small configuration, half of its layers checkpointed."""
     return TrialConfig(
-        attention="eager" if family in WITHOUT_SDPA else "sdpa",
+        attention=attention_of(spec_of(family)),
         target_modules=targets,
         quantization=quantization,
         micro_batch_size=2,

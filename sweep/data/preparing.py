@@ -35,6 +35,7 @@ from sweep.data.kinds import Asked, all_broken, first_rows, on_completions
 from sweep.data.marking import marked
 from sweep.data.rows import INPUT, MASK
 from sweep.data.texts import BROKEN_KEPT, BrokenRow, Progress, Question, is_whole, translated
+from sweep.data.tokenizers import why_unreadable
 
 _ROWS_AT_ONCE = 1000
 _WRITING = "tokens.arrow"
@@ -98,6 +99,9 @@ def load_tokenizer(directory: Path, *, name: str) -> Any:
         )
     except Exception as error:
         # Each tokenizer's code, and the tokenizers library, raise errors of their own.
+        why = why_unreadable(directory)
+        if why is not None:
+            raise InputError(f"tokenizer '{name}': {why}") from error
         raise InputError(
             f"tokenizer '{name}': transformers cannot read it: {words_of(error)}"
         ) from error

@@ -5,8 +5,11 @@ transformers.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+import json
+import re
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 from search_spaces.documents import home_expanded, is_directory
@@ -22,6 +25,15 @@ _FILES = (
 """Whatever transformers may read of a tokenizer, the config for its class included."""
 _TEMPLATES = "additional_chat_templates"
 _TELLING = frozenset(_FILES) - {"config.json", "chat_template.jinja", "chat_template.json"}
+_VOCABULARIES = (
+    "tokenizer.model",
+    "tokenizer.model.v3",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+)
+_RANK = re.compile(rb"[A-Za-z0-9+/]+=* \d+\s*$")
+"""A line of tiktoken's files: a token in base64 and its rank."""
+_LINE_BYTES = 4096
 NEEDS = "name the directory or hub id that has one, with --model or --set data.tokenizer=NAME"
 
 
@@ -116,6 +128,57 @@ def find_tokenizer(
     except OSError as error:
         raise EnvironmentFault(f"tokenizer '{name}': {words_of(error)}") from error
     return TokenizerFiles(str(name), directory)
+
+
+def why_unreadable(directory: Path) -> str | None:
+    """Return what a tokenizer that transformers cannot read needs; None where that is not known.
+
+    transformers 5.17 says of a SentencePiece model that tiktoken is missing, and of a tokenizer
+    with code of its own how to run that.
+    """
+    for name in ("tokenizer_config.json", "config.json"):
+        if _names_own_code(directory / name):
+            return (
+                f"it brings code of its own (auto_map in {name}), and such code is never run here "
+                "(trust_remote_code is never on): name one that has a tokenizer.json, with --set "
+                "data.tokenizer=NAME"
+            )
+    if (directory / "tokenizer.json").is_file():
+        return None
+    for file, package, what in _needed_packages(directory):
+        if find_spec(package.replace("-", "_")) is None:
+            return (
+                f"its {file} is {what}, which needs {package}: pip install {package}, or name a "
+                "directory that has its tokenizer.json"
+            )
+    return None
+
+
+def _names_own_code(path: Path) -> bool:
+    """Whether a config names code of its own for the tokenizer."""
+    try:
+        told = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    named = told.get("auto_map") if isinstance(told, dict) else None
+    # In a tokenizer's own config it may be the two classes alone.
+    return bool(named) and (not isinstance(named, dict) or "AutoTokenizer" in named)
+
+
+def _needed_packages(directory: Path) -> Iterator[tuple[str, str, str]]:
+    """Yield each file of a tokenizer that a package of its own reads, the package, and what the
+    file is."""
+    for name in _VOCABULARIES:
+        path = directory / name
+        if path.is_file():
+            with path.open("rb") as file:
+                is_ranks = _RANK.match(file.readline(_LINE_BYTES)) is not None
+            if is_ranks:
+                yield name, "tiktoken", "a list of tiktoken's tokens"
+            else:
+                yield name, "sentencepiece", "a SentencePiece model"
+    if (directory / "tekken.json").is_file():
+        yield "tekken.json", "mistral-common", "a Tekken vocabulary"
 
 
 def _has_tokenizer(directory: Path) -> bool:

@@ -22,6 +22,7 @@ from search_spaces.config import (
     allocator_settings,
 )
 from search_spaces.errors import InputError, did_you_mean, quote
+from search_spaces.quantized import stored_quantization
 from storage.definition import StudySnapshot
 from storage.files import WRITTEN_BY
 from storage.surfaces import surface_text
@@ -218,6 +219,7 @@ def _script(record: Record) -> Export:
         dtype=TORCH_DTYPES[record.dtype],
         adapter_dtype=TORCH_DTYPES[config.adapter_dtype],
         quantized_whole=is_whole,
+        stored=stored_quantization(record.model.config) is not None,
         partly_quantized=config.is_quantized and not is_whole,
         environment=allocator_settings(config.expandable_segments),
         needs=("" if config.kernels == "hf" else ", liger-kernel") + (", trl" if texts else ""),

@@ -20,6 +20,7 @@ from search_spaces.config import (
     liger_kernels,
 )
 from search_spaces.models import PART_OF
+from search_spaces.quantized import stored_quantization
 from search_spaces.trainers import every_nth
 from sweep.export.record import Record, Trainer
 from sweep.export.rows import dataset_options, filled, lost_rows, table
@@ -152,6 +153,7 @@ def cases_of(record: Record) -> dict[str, str]:
         "loss_type": "sigmoid" if canonical(config).loss_type == "sigmoid" else "not sigmoid",
         "reference": config.reference,
         "lora_dropout": "of pairs" if config.is_on_pairs and config.lora_dropout else "",
+        "stored": _stored_case(record),
         "kernels": kernels,
         "attention": config.attention,
         "compile": str(config.compile),
@@ -159,6 +161,15 @@ def cases_of(record: Record) -> dict[str, str]:
         "packing": packing,
         "sharding": config.sharding,
     }
+
+
+def _stored_case(record: Record) -> str:
+    """Return whether a stored base computes in another type than was measured, where nobody sets
+    that."""
+    stored = stored_quantization(record.model.config)
+    if stored is None or stored.compute_dtype == TORCH_DTYPES[record.dtype]:
+        return "as measured"
+    return "in another type"
 
 
 def _whole_alpha(record: Record) -> int:
@@ -169,7 +180,7 @@ def _differs_all_the_same(key: str, record: Record) -> bool:
     """Whether a trainer may do something else of a setting than what was measured, or predicted,
     for that trainer: scales are whole numbers, and rows are filled by a rule of its own."""
     is_packed = record.config.packing == "packed" and record.config.trainer != "trl"
-    return key == "lora_alpha" or (key == "packing" and is_packed)
+    return key in ("lora_alpha", "stored") or (key == "packing" and is_packed)
 
 
 def lost(record: Record, trainer: Trainer) -> tuple[str, ...]:
@@ -189,6 +200,10 @@ def unsupported(
         sentences = known.get(cases[key], {})
         if sentence := sentences.get(trainer, sentences.get("others")):
             found[key] = sentence.format(
-                config=record.config, whole_alpha=_whole_alpha(record), basis=record.basis
+                config=record.config,
+                whole_alpha=_whole_alpha(record),
+                stored=stored_quantization(record.model.config),
+                dtype=TORCH_DTYPES[record.dtype],
+                basis=record.basis,
             )
     return found

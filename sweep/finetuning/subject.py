@@ -4,7 +4,7 @@ shipped model, each with the record of what was measured of it; and what would n
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,7 +14,7 @@ from search_spaces.documents import exists, home_expanded, read_json
 from search_spaces.errors import InputError, NothingFits, did_you_mean, quote
 from search_spaces.learning_rates import LearningRate, learning_rate_of
 from search_spaces.models import ModelSpec, load_model_spec, shipped_models
-from search_spaces.rules import attention_of, attention_words
+from search_spaces.rules import own_settings
 from storage.definition import StudyDefinition, StudySnapshot
 from storage.ranking import rank_study
 from sweep.export.record import Record, parse_record, record_of
@@ -69,7 +69,7 @@ def subject_of(
         shipped = [spec.name for spec in shipped_models()]
         if number is None and name in shipped:
             words = f"the standard recipe on model '{model or name}' (no study '{name}')"
-            return _with_own_attention(TrialConfig(), load_model_spec(model or name), words)
+            return _with_own_settings(TrialConfig(), load_model_spec(model or name), words)
         hint = did_you_mean(name, shipped)
         meant = f" (or a shipped model{hint})" if hint.startswith("; did") else ""
         words = f"{error}; a configuration is named by its file, x.json{meant}"
@@ -84,22 +84,28 @@ def _of_file(name: str, *, model: str | None) -> Subject:
         record = parse_record(values, where=name)
         if model is None:
             return Subject(record.config, record.model.spec, words, record)
-        return _with_own_attention(record.config, load_model_spec(model), words)
+        return _with_own_settings(record.config, load_model_spec(model), words)
     config = parse_config(values, where=name)
     if model is None:
         raise InputError(f"{name} says no model: name one with --model")
-    if "attention" in values:
-        return Subject(config, load_model_spec(model), words)
-    return _with_own_attention(config, load_model_spec(model), words)
+    return _with_own_settings(config, load_model_spec(model), words, named=values)
 
 
-def _with_own_attention(config: TrialConfig, model: ModelSpec, words: str) -> Subject:
-    """Return a configuration that nobody wrote for this model, with the attention that it takes."""
-    why = attention_words(model)
-    if why is None or config.attention == attention_of(model):
+def _with_own_settings(
+    config: TrialConfig, model: ModelSpec, words: str, *, named: Collection[str] = ()
+) -> Subject:
+    """Return a configuration that nobody wrote for this model, with the settings that the model
+    decides but for those that are named."""
+    values = config.model_dump()
+    reasons = []
+    for key, (value, why) in own_settings(model).items():
+        if key not in named and values[key] != value:
+            values[key] = value
+            reasons.append(why)
+    if not reasons:
         return Subject(config, model, words)
-    values = {**config.model_dump(), "attention": attention_of(model)}
-    return Subject(parse_config(values, where=words), model, f"{words}; {why}")
+    told = "; ".join([words, *dict.fromkeys(reasons)])
+    return Subject(parse_config(values, where=words), model, told)
 
 
 def _of_study(snapshot: StudySnapshot, *, number: int | None, model: str | None) -> Subject:
@@ -116,7 +122,7 @@ def _of_study(snapshot: StudySnapshot, *, number: int | None, model: str | None)
     role = "the winner" if winner is not None and winner.number == record.number else "a trial"
     words = f"{role} of study {quote(snapshot.name)}, trial {record.number}"
     is_same = chosen.fingerprint == stored.fingerprint
-    own = _with_own_attention(trial.config, chosen, words)
+    own = _with_own_settings(trial.config, chosen, words)
     return replace(own, record=record if is_same else None, definition=snapshot.definition)
 
 

@@ -9,14 +9,13 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any, BinaryIO
 
 from pydantic import Field, StrictInt
 
 from search_spaces.config import (
-    Attention,
     Number,
-    TrainerName,
     TrialConfig,
     as_options,
     needed_by,
@@ -33,12 +32,12 @@ from search_spaces.loading import (
     preset_name,
     shipped_presets,
     with_fixed,
-    with_own_attention,
+    with_own_settings,
 )
 from search_spaces.models import ModelSpec, load_model_spec
 from search_spaces.presets import preset_space
 from search_spaces.prices import Offer, load_prices
-from search_spaces.rules import Setting, attention_of, attention_words
+from search_spaces.rules import Setting, own_settings
 from search_spaces.sizes import with_offered_batches
 from search_spaces.space import SearchSpace, largest_whole
 from search_spaces.trainer_spaces import for_trainer
@@ -194,7 +193,8 @@ class Question:
         """
         asked: SearchSpace | TrialConfig
         if self.request.is_exact:
-            given = {"attention": attention_of(self.model), **needed_by(self.held), **self.held}
+            own = {key: value for key, (value, _) in own_settings(self.model).items()}
+            given = {**own, **needed_by(self.held), **self.held}
             asked = parse_config(_with_micro_batch(given), where="options")
         else:
             refuse_without_texts(self._space_of(gpu)[0])
@@ -234,14 +234,17 @@ class Question:
         """Return what the texts make of a GPU's space, for a person."""
         if not self.request.is_exact:
             return self._offered(gpu).notes
-        words = None if "attention" in self.held else attention_words(self.model)
-        return () if words is None else (f"{words}.",)
+        reasons = [
+            why for key, (_, why) in own_settings(self.model).items() if key not in self.held
+        ]
+        return tuple(f"{why}." for why in dict.fromkeys(reasons))
 
     def _offered(self, gpu: GpuSpec) -> Offered:
         space, kind = self._space_of(gpu)
         able = for_trainer(space, self.model, is_preset=kind != "file", held=self.held)
-        own = with_own_attention(able.space, self.model, is_preset=kind != "file")
-        notes = able.notes if "attention" in self.held else (*able.notes, *own.notes)
+        is_preset = kind != "file"
+        own = with_own_settings(able.space, self.model, is_preset=is_preset, held=self.held)
+        notes = (*able.notes, *own.notes)
         if self.texts is None:
             return Offered(own.space, notes)
         offered = space_with_texts(
@@ -499,8 +502,7 @@ def _typed(options: Mapping[str, Any]) -> str:
 def read_configurations(
     name: str,
     *,
-    attention: Attention = "sdpa",
-    trainer: TrainerName = "sweep",
+    own: Mapping[str, Any] = MappingProxyType({}),
     stdin: BinaryIO | None = None,
 ) -> list[tuple[str, TrialConfig]]:
     """Return each line's configuration, with where it stands for messages.
@@ -509,8 +511,7 @@ def read_configurations(
 
     Args:
         name: a file, or ``-`` for standard input.
-        attention: of a line that names none.
-        trainer: alike.
+        own: settings of a line that names no others.
         stdin: read for ``-``; the process's own by default.
 
     Raises:
@@ -531,8 +532,7 @@ def read_configurations(
     for number, line in enumerate(text.split("\n"), start=1):
         if line.strip():
             where = f"{label}: line {number}"
-            named = {"attention": attention, "trainer": trainer}
-            values = {**named, **parse_object(line, where=where)}
+            values = {**own, **parse_object(line, where=where)}
             configurations.append((where, parse_config(values, where=where)))
     if not configurations:
         raise InputError(f"{label}: no configuration in it; give one JSON object a line")

@@ -21,7 +21,7 @@ from search_spaces.loading import (
     preset_name,
     with_fixed,
     with_learning_rate,
-    with_own_attention,
+    with_own_settings,
 )
 from search_spaces.models import ModelSpec, load_model_spec
 from search_spaces.rules import Setting, torch_for
@@ -197,7 +197,7 @@ def prepare(
     resolved = resolve_target(space, here)
     if space.weights == "pretrained":
         check_weights(model)
-    own = with_own_attention(space, model, is_preset=is_preset)
+    own = with_own_settings(space, model, is_preset=is_preset, held=held)
     offered, texts = Offered(own.space), None
     if space.data is not None:
         if known is None and study is None and not held:
@@ -215,8 +215,7 @@ def prepare(
     target = match_product(resolved.target.gpu)
     if is_preset and target is not None:
         space = with_offered_batches(space, model, target.budget_bytes)
-    notes = offered.notes if "attention" in held else (*own.notes, *offered.notes)
-    notes = (*able.notes, *notes)
+    notes = (*able.notes, *own.notes, *offered.notes)
     if "eval_loss" in space.objectives and space.sampler == "guided":
         # It knows the physics of speed and memory, and nothing of what is learned.
         space = space.model_copy(update={"sampler": "tpe"})

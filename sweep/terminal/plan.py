@@ -19,7 +19,7 @@ from search_spaces.feasibility import refuse_impossible
 from search_spaces.gpus import GpuSpec
 from search_spaces.models import ModelSpec
 from search_spaces.redaction import redacted
-from search_spaces.rules import Setting, attention_of
+from search_spaces.rules import Setting, own_settings
 from search_spaces.space import SearchSpace
 from storage.definition import StudySnapshot
 from sweep.data.choice import ReadTexts
@@ -360,11 +360,9 @@ def _of_file(question: Question, name: str, progress: Progress) -> Answer:
     """
     (gpu,) = question.gpus
     forecaster, offers = question.forecaster(gpu), question.offers.get(gpu.name, ())
-    lines = read_configurations(
-        name,
-        attention=attention_of(question.model),
-        trainer=question.request.configuration.get("trainer", "sweep"),
-    )
+    own = {key: value for key, (value, _) in own_settings(question.model).items()}
+    own["trainer"] = question.request.configuration.get("trainer", "sweep")
+    lines = read_configurations(name, own=own)
     for where, config in lines:
         try:
             refuse_impossible(config, Setting(question.model, "cuda", None))

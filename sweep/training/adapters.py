@@ -69,6 +69,8 @@ class Attached:
     """Layers whose activations are recomputed."""
     quantized_share: float | None = None
     """Of the base's matrices, how many weights are in 4 bits; None for a 16-bit base."""
+    layers_left: frozenset[int] = frozenset()
+    """Numbers of the layers that the base is stored with in 16 bits."""
     recomputed: set[int] = field(default_factory=set)
     """Layers that really went through checkpointing."""
     gathered: Gathered | None = None
@@ -98,7 +100,7 @@ def attached(base: BaseModel, config: TrialConfig) -> Iterator[Attached]:
         model = with_adapters(base, config, is_on_meta=config.is_sharded)
         layers = decoder_layers(base.model)
         chosen = config.checkpointed_layers(len(layers))
-        result = Attached(model, layers, chosen, base.quantized_share)
+        result = Attached(model, layers, chosen, base.quantized_share, base.layers_left)
         if config.is_sharded:
             result.gathered = build_shares(model, base, config, layers=layers)
         else:

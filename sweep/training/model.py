@@ -18,16 +18,27 @@ from typing import Any
 import bitsandbytes as bnb
 import torch
 from peft import PeftModel, prepare_model_for_kbit_training
-from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    BitsAndBytesConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+)
+from transformers import __version__ as transformers_version
 from transformers.integrations.bitsandbytes import replace_with_bnb_linear
 from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.pytorch_utils import Conv1D
 from transformers.quantizers import AutoHfQuantizer
-from transformers.quantizers.base import get_keys_to_not_convert
+from transformers.quantizers.base import HfQuantizer, get_keys_to_not_convert
+from transformers.quantizers.quantizers_utils import should_convert_module
 
 from search_spaces.config import TrialConfig, liger_kernels
 from search_spaces.errors import InputError, install_extra
 from search_spaces.models import ModelSpec
+from search_spaces.quantized import KEY as STORED_KEY
 from search_spaces.space import Weights
 from storage.records import EightBitProducts
 from sweep.training.eight_bit import (
@@ -80,6 +91,8 @@ class BaseModel:
     """Whether its weights are a trained model's."""
     eight_bit: EightBitProducts | None = None
     """What 8-bit compute makes of such weights, once that was looked at."""
+    layers_left: frozenset[int] = frozenset()
+    """Numbers of the decoder layers that are stored in 16 bits among quantized ones."""
 
     def close(self) -> None:
         """Drop the weights and every patch."""
@@ -132,9 +145,18 @@ def build_base(
     if config.has_head_of_trl:
         with _needing("trainer", cure="TRL 1.16 or newer is needed"):
             add_head(model)
-    share = quantized_share(model, config)
-    is_pretrained = weights == "pretrained"
-    return BaseModel(config.base(), spec, model, undo, share, device, seed, on_host, is_pretrained)
+    return BaseModel(
+        config.base(),
+        spec,
+        model,
+        undo,
+        quantized_share(model, config, spec=spec),
+        device,
+        seed,
+        on_host,
+        is_pretrained=weights == "pretrained",
+        layers_left=layers_left(model, spec),
+    )
 
 
 @contextlib.contextmanager
@@ -181,9 +203,26 @@ def unquantized_layers(model: PreTrainedModel, config: TrialConfig) -> list[str]
     return [name for name, module in model.named_modules() if id(module) in left]
 
 
-def quantized_share(model: PreTrainedModel, config: TrialConfig) -> float | None:
-    """Return how many are in 4 or 8 bits of the weights of a base that the configuration means to
-    be; None where it means none.
+def layers_left(model: PreTrainedModel, spec: ModelSpec) -> frozenset[int]:
+    """Return the numbers of the decoder layers that a checkpoint stores in 16 bits, all of them,
+    where it stores others in 4."""
+    if spec.stored is None or spec.stored.left is None:
+        return frozenset()
+    names = {id(module): name for name, module in model.named_modules()}
+    patterns = list(spec.stored.left)
+    left = set()
+    for index, layer in enumerate(decoder_layers(model)):
+        linears = [names[id(m)] for m in layer.modules() if isinstance(m, torch.nn.Linear)]
+        if not any(should_convert_module(name, patterns) for name in linears):
+            left.add(index)
+    return frozenset(left)
+
+
+def quantized_share(
+    model: PreTrainedModel, config: TrialConfig, *, spec: ModelSpec | None = None
+) -> float | None:
+    """Return how many are in 4 or 8 bits of the weights of a base that the configuration, or what
+    it is stored as, means to be; None where it means none.
 
     bitsandbytes replaces `torch.nn.Linear` alone; experts that transformers keeps as one tensor a
     layer, and linear layers of a class of their own, stay in 16 bits without a word.
@@ -191,9 +230,11 @@ def quantized_share(model: PreTrainedModel, config: TrialConfig) -> float | None
     if not config.is_quantized:
         return None
     left = tuple(f"{name}." for name in unquantized_layers(model, config))
+    stored = list(spec.stored.left or ()) if spec is not None and spec.stored is not None else []
     weights = {True: 0, False: 0}
     for name, module, count in _matrices(model):
-        if not name.startswith(left):
+        is_left = not should_convert_module(name.removesuffix(".weight"), stored)
+        if not name.startswith(left) and not is_left:
             weights[isinstance(module, bnb.nn.Linear4bit | EightBitLinear)] += count
     total = sum(weights.values())
     return weights[True] / total if total else 1.0
@@ -229,8 +270,13 @@ def weights_of(linear: Any) -> int:
     return int(linear.in_features * linear.out_features)
 
 
-def _kept_modules(model: PreTrainedModel, config: TrialConfig) -> list[str]:
-    """Return the patterns of what is not to be quantized, as transformers matches names."""
+def _kept_modules(model: PreTrainedModel, config: TrialConfig, spec: ModelSpec) -> list[str]:
+    """Return the patterns of what is not quantized, as transformers matches names."""
+    if spec.stored is not None and spec.stored.left is not None:
+        kept: list[str] = HfQuantizer.get_modules_to_not_convert(
+            model, list(spec.stored.left), model._keep_in_fp32_modules
+        )
+        return kept
     # It takes a pattern for the start of a name, so that layer 1 would match layer 10 too.
     left = [f"{re.escape(name)}\\." for name in unquantized_layers(model, config)]
     return [*get_keys_to_not_convert(model), *left]
@@ -266,7 +312,6 @@ def _load_part(name: str, spec: ModelSpec, arguments: dict[str, Any]) -> PreTrai
     """Return the text decoder of a checkpoint that holds more."""
     model, found = AutoModelForCausalLM.from_pretrained(
         name,
-        config=AutoConfig.for_model(**spec.config),
         key_mapping=_DECODER_KEYS,
         output_loading_info=True,
         trust_remote_code=False,
@@ -287,7 +332,7 @@ def load_pretrained(
         arguments["device_map"] = {"": "cpu"}
     name = str(spec.path) if spec.path is not None else spec.name
     if spec.is_part:
-        model = _load_part(name, spec, arguments)
+        model = _load_part(name, spec, {"config": architecture_of(spec), **arguments})
     else:
         model = AutoModelForCausalLM.from_pretrained(name, **arguments, trust_remote_code=False)
     if config.weight_bits == 8:
@@ -299,14 +344,25 @@ def loading_arguments(
     config: TrialConfig, *, spec: ModelSpec, device: torch.device
 ) -> dict[str, Any]:
     """Return what `from_pretrained` is told to load the base, one of 8 bits in 16."""
-    kept = None
-    if config.is_quantized and config.quantized_count(spec.hidden_layers) < spec.hidden_layers:
-        kept = _kept_modules(_plain_skeleton(config, spec=spec), config)
-    return {
-        "quantization_config": _bnb_config(config, kept) if config.is_4bit else None,
+    common = {
         "dtype": compute_type(config),
         "device_map": {"": device},
         "attn_implementation": config.attention,
+    }
+    if spec.stored is not None:
+        # Weights and constants are as they are stored. What they are multiplied in is not: the
+        # config's type is the choice of whoever saved it.
+        architecture = architecture_of(spec)
+        dtype = str(compute_type(config)).removeprefix("torch.")
+        stored = {**spec.config[STORED_KEY], "bnb_4bit_compute_dtype": dtype}
+        setattr(architecture, STORED_KEY, stored)
+        return {"config": architecture, **common}
+    kept = None
+    if config.is_quantized and config.quantized_count(spec.hidden_layers) < spec.hidden_layers:
+        kept = _kept_modules(_plain_skeleton(config, spec=spec), config, spec)
+    return {
+        "quantization_config": _bnb_config(config, kept) if config.is_4bit else None,
+        **common,
     }
 
 
@@ -368,7 +424,7 @@ def skeleton(config: TrialConfig, *, spec: ModelSpec) -> PreTrainedModel:
         with torch.device("meta"):
             model = replace_with_bnb_linear(
                 model,
-                modules_to_not_convert=_kept_modules(model, config),
+                modules_to_not_convert=_kept_modules(model, config, spec),
                 quantization_config=quantization,
             )
         # What `from_pretrained` says of a model it quantized; PEFT and accelerate ask for it.
@@ -380,14 +436,20 @@ def skeleton(config: TrialConfig, *, spec: ModelSpec) -> PreTrainedModel:
     return model
 
 
-def _plain_skeleton(config: TrialConfig, *, spec: ModelSpec) -> PreTrainedModel:
-    """Return the same with nothing quantized.
+def architecture_of(spec: ModelSpec) -> PretrainedConfig:
+    """Return a model's config as transformers reads it.
 
     Raises:
-        InputError: the model is no text decoder.
+        InputError: transformers has no decoder of its type, or it is one of several models.
     """
     values = dict(spec.config)
-    architecture = AutoConfig.for_model(values.pop("model_type"), **values)
+    kind = values.pop("model_type")
+    code = "code that a model brings is never run (trust_remote_code is never on)"
+    if kind not in CONFIG_MAPPING_NAMES:
+        raise InputError(
+            f"model type '{kind}' is none that transformers {transformers_version} has, and {code}"
+        )
+    architecture = AutoConfig.for_model(kind, **values)
     text = architecture.get_text_config()
     if text is not architecture:
         # The sizes at the top level of a config of several models would not be the decoder's.
@@ -396,6 +458,21 @@ def _plain_skeleton(config: TrialConfig, *, spec: ModelSpec) -> PreTrainedModel:
             f"trained: give its text_config as a model of its own, with model_type "
             f"'{text.model_type}'"
         )
+    if kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        raise InputError(
+            f"model type '{kind}' has no decoder for text in transformers {transformers_version}, "
+            f"and {code}"
+        )
+    return architecture
+
+
+def _plain_skeleton(config: TrialConfig, *, spec: ModelSpec) -> PreTrainedModel:
+    """Return the same with nothing quantized.
+
+    Raises:
+        InputError: the model is no text decoder.
+    """
+    architecture = architecture_of(spec)
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(
             architecture,

@@ -213,7 +213,8 @@ def _quantized_layers(config: TrialConfig, seen: StepEvidence) -> str | None:
     kinds = bnb.nn.Linear4bit | EightBitLinear
     has = [any(isinstance(m, kinds) for m in layer.modules()) for layer in seen.layers]
     quantized = {index for index, is_quantized in enumerate(has) if is_quantized}
-    return _layers(config.quantized_layers(len(has)), quantized)
+    asked = config.quantized_layers(len(has)) - seen.loop.attached.layers_left
+    return _layers(asked, quantized)
 
 
 def _loss_of_pairs(config: TrialConfig, seen: StepEvidence) -> str | None:

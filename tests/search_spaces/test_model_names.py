@@ -118,7 +118,7 @@ def test_the_fingerprint_is_blind_to_what_does_not_shape_the_model(tmp_path: Pat
         ({"model_type": "llava", "text_config": dict(GOOD, model_type=None)}, "a multimodal model"),
         # Sizes at the top level of such a config are read by nobody.
         ({**GOOD, "model_type": "qwen3_5"}, "write its text_config (model_type 'qwen3_5_text')"),
-        ({**GOOD, "hidden_size": "64"}, "hidden_size must be a whole number from 1 to 10,000,000"),
+        ({**GOOD, "hidden_size": "64"}, "hidden_size must be a whole number from 1 to 16,777,216"),
         ({**GOOD, "hidden_size": 64.0}, "got 64.0"),
         ({**GOOD, "hidden_size": True}, "got true"),
         ({**GOOD, "num_hidden_layers": -3}, "got -3"),

@@ -138,7 +138,12 @@ FORBIDDEN: dict[str, list[tuple[dict[str, Any], ModelSpec, tuple[int, int] | Non
     "packing-needs-texts": [({"packing": "grouped"}, MISTRAL, None, "yours with --data")],
     "pairs": [
         ({"method": "dpo", **FSDP}, MISTRAL, AMPERE, "sharding none"),
-        ({"method": "dpo"}, of_type("gemma2", final_logit_softcapping=30.0), AMPERE, "softcapping"),
+        (
+            {"method": "dpo", "attention": "eager"},
+            of_type("gemma2", final_logit_softcapping=30.0),
+            AMPERE,
+            "softcapping",
+        ),
     ],
     "grpo": [
         ({"method": "grpo", "upcast_fp32": True}, MISTRAL, AMPERE, "use upcast_fp32 false"),
@@ -161,7 +166,7 @@ FORBIDDEN: dict[str, list[tuple[dict[str, Any], ModelSpec, tuple[int, int] | Non
             AMPERE,
             "nothing else is measured",
         ),
-        ({"trainer": "unsloth"}, of_type("gemma2"), AMPERE, "model type 'gemma2'"),
+        ({"trainer": "unsloth"}, of_type("gemma"), AMPERE, "model type 'gemma'"),
     ],
     "sharding": [
         ({"sharding": "fsdp"}, MISTRAL, AMPERE, "use data_parallel 2 or more"),

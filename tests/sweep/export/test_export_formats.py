@@ -277,6 +277,32 @@ def test_what_a_file_cannot_express_is_said_at_its_top(
     assert bool(found.lost) is (named != "nothing known")
 
 
+STORED = replace(
+    MODEL,
+    config={
+        **MODEL.config,
+        "quantization_config": {
+            "load_in_4bit": True,
+            "bnb_4bit_quant_type": "nf4",
+            "bnb_4bit_use_double_quant": True,
+            "bnb_4bit_compute_dtype": "float16",
+        },
+    },
+)
+"""A checkpoint of 4-bit weights that says what they are computed in, and not as it is measured."""
+
+
+def test_a_stored_base_computes_in_the_measured_type_or_the_file_says_how() -> None:
+    study = a_study(model=STORED)
+    assert "bnb_4bit_compute_dtype" in export(study, format="script")
+    record = record_of(study)
+    for trainer in ("trl", "axolotl", "llama-factory", "unsloth"):
+        assert "write bfloat16 there" in unsupported(record, trainer)["stored"]
+    alike = {**STORED.config["quantization_config"], "bnb_4bit_compute_dtype": "bfloat16"}
+    same = replace(STORED, config={**STORED.config, "quantization_config": alike})
+    assert "stored" not in unsupported(record_of(a_study(model=same)), "trl")
+
+
 def test_every_limit_of_a_trainer_is_one_of_some_configuration() -> None:
     table = yaml.safe_load(Path("sweep/export/trainers.yaml").read_text())["unsupported"]
     told = {(key, case) for key, cases in table.items() for case in cases}
@@ -286,6 +312,7 @@ def test_every_limit_of_a_trainer_is_one_of_some_configuration() -> None:
     records = [record_of(study) for study in studies()]
     records += [record_of(a_study(config, texts=some_texts())) for config in found]
     records += [record_of(study) for study in studies_on_pairs()]
+    records.append(record_of(a_study(model=STORED)))
     met = {pair for record in records for pair in cases_of(record).items()}
     assert told - met == set()
     for record in records:

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from search_spaces.config import liger_kernels
-from search_spaces.models import ModelSpec
+from search_spaces.models import ModelSpec, load_model_spec
 from storage.definition import StudySnapshot
 from storage.records import Measured
 from sweep.export.formats import exported
@@ -72,6 +72,37 @@ def test_the_script_builds_what_was_measured(
     built = script_of(a_study(config, model=TINY)).load_model(str(model.path)).get_base_model()
     with tiny_base(config) as base, attached(base, config):
         assert described(built) == described(base.model)
+
+
+def test_the_script_takes_a_stored_base_as_it_is(
+    model: ModelSpec, script_of: Script, tmp_path: Path
+) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+    from sweep.training.adapters import attached
+
+    options = BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_compute_dtype=torch.float16,
+        llm_int8_skip_modules=["lm_head", "model.layers.1.mlp"],
+    )
+    AutoModelForCausalLM.from_pretrained(
+        model.path, quantization_config=options, dtype=torch.bfloat16, device_map={"": "cpu"}
+    ).save_pretrained(tmp_path / "stored")
+    spec = load_model_spec(str(tmp_path / "stored"))
+    config = tiny_config(double_quant=False)
+    script = script_of(a_study(config, model=spec))
+    built = script.load_model(str(spec.path)).get_base_model()
+    with (
+        tiny_base(config, spec=spec, weights="pretrained") as base,
+        attached(base, config),
+    ):
+        assert described(built) == described(base.model)
+        kinds = [getattr(m, "compute_dtype", None) for m in base.model.modules()]
+        assert [getattr(m, "compute_dtype", None) for m in built.modules()] == kinds
+        assert {*kinds} == {None, torch.bfloat16}
 
 
 def test_trainer_is_told_what_was_measured(script_of: Script, tmp_path: Path) -> None:

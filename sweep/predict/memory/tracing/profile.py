@@ -32,12 +32,13 @@ from typing import Any
 
 import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
-from transformers import AutoConfig, PreTrainedModel, masking_utils
+from transformers import PreTrainedModel, masking_utils
 
 from search_spaces.config import TrialConfig
 from search_spaces.errors import InputError, in_percent, words_of
 from search_spaces.linears import LEAST_QUANTIZED_SHARE
 from search_spaces.models import ModelSpec
+from search_spaces.quantized import of_chosen_layers, unquantized_of_layer
 from sweep.predict.memory.allocator import CachingAllocator
 from sweep.predict.memory.profiles import Structure, Symbols, Untraceable, alive, coefficients
 from sweep.predict.memory.tracing import fused
@@ -54,6 +55,7 @@ from sweep.training.adapters import with_adapters
 from sweep.training.eight_bit import EightBitLinear, compute_in_8_bits
 from sweep.training.model import (
     BaseModel,
+    architecture_of,
     compute_type,
     decoder_layers,
     quantized_share,
@@ -247,14 +249,17 @@ def excerpt(spec: ModelSpec) -> Excerpt:
     apart by the per-layer lists of the config.
 
     Raises:
-        ValueError, KeyError, TypeError: transformers cannot read the config.
+        InputError: transformers has no such decoder.
+        ValueError, KeyError, TypeError: it cannot read the config.
     """
-    config = AutoConfig.for_model(
-        spec.model_type, **{k: v for k, v in spec.config.items() if k != "model_type"}
-    )
+    config = architecture_of(spec)
     values, count = config.to_dict(), int(config.num_hidden_layers)
     lists = {k: v for k, v in values.items() if isinstance(v, list) and len(v) == count}
-    kinds = [repr([column[i] for column in lists.values()]) for i in range(count)]
+    left = spec.stored.left if spec.stored is not None else None
+    kinds = [
+        repr([[column[i] for column in lists.values()], unquantized_of_layer(left or (), i)])
+        for i in range(count)
+    ]
     if any(_means_a_layer(values.get(key), least) for key, least in _BY_INDEX.items()):
         kinds = [str(i) for i in range(count)]
     first_of = {kind: i for i, kind in reversed(list(enumerate(kinds[1:-1], 1)))}
@@ -265,10 +270,11 @@ def excerpt(spec: ModelSpec) -> Excerpt:
     columns = {key: [column[i] for i in chosen] for key, column in lists.items()}
     # A config may say it in transformers' word and in its own.
     counts = {key: len(chosen) for key in (name, "num_hidden_layers") if key in spec.config}
-    reduced: dict[str, Any] = {name: len(chosen), **counts, **columns}
+    stored = of_chosen_layers(spec.config, chosen)
+    reduced: dict[str, Any] = {name: len(chosen), **counts, **columns, **stored}
     rope = values.get("rope_parameters")
-    if isinstance(rope, dict) and rope.get("rope_type") in _DYNAMIC_ROPES:
-        reduced |= {"rope_parameters": {**rope, "rope_type": "default"}, "rope_scaling": None}
+    if isinstance(rope, dict) and (static := _static(rope)) != rope:
+        reduced |= {"rope_parameters": static, "rope_scaling": None}
     windows = [values.get("sliding_window"), values.get("attention_chunk_size")]
     return Excerpt(
         spec=dataclasses.replace(spec, config={**spec.config, **reduced}),
@@ -277,6 +283,14 @@ def excerpt(spec: ModelSpec) -> Excerpt:
         longest=getattr(config, "max_position_embeddings", None),
         window=min((w for w in windows if isinstance(w, int) and w > 0), default=None),
     )
+
+
+def _static(rope: dict[str, Any]) -> dict[str, Any]:
+    """Return the scaling of rotary embeddings, of all layers or of each kind, without types that
+    read the positions."""
+    if rope.get("rope_type") in _DYNAMIC_ROPES:
+        return {**rope, "rope_type": "default"}
+    return {key: _static(of) if isinstance(of, dict) else of for key, of in rope.items()}
 
 
 def _means_a_layer(value: object, least: int) -> bool:
@@ -313,7 +327,7 @@ def build_base(config: TrialConfig, spec: ModelSpec) -> BaseModel:
         spec=spec,
         model=model.train(),
         undo=contextlib.ExitStack(),
-        quantized_share=quantized_share(model, traced),
+        quantized_share=quantized_share(model, traced, spec=spec),
     )
 
 

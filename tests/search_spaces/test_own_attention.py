@@ -1,0 +1,109 @@
+"""Which attention a model takes: by its type's class in transformers, and by its config."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from search_spaces.config import TrialConfig
+from search_spaces.errors import InputError
+from search_spaces.models import ModelSpec, checked_config
+from search_spaces.rules import (
+    WITHOUT_FLASH,
+    WITHOUT_SDPA,
+    attention_of,
+    own_settings,
+    violation,
+)
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 700,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+}
+
+
+def model(kind: str, **config: Any) -> ModelSpec:
+    values = {"model_type": kind, **SIZES, **config}
+    return ModelSpec("m", "directory", checked_config(values, label="m"))
+
+
+def rule(spec: ModelSpec, attention: str) -> str | None:
+    config = TrialConfig(attention=attention, quantization="none")
+    found = violation(config, model=spec, compute_capability=(9, 0), device="cuda")
+    return None if found is None else found.rule
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        model("gemma2"),
+        model("gemma2", attn_logit_softcapping=50.0),
+        model("vaultgemma"),
+        model("gemma3_text", attn_logit_softcapping=20),
+        model("a_type_of_tomorrow", attn_logit_softcapping=30.0),
+    ],
+)
+def test_scores_that_are_capped_are_never_left_to_torchs_attention(spec: ModelSpec) -> None:
+    assert own_settings(spec)["attention"][0] == "eager"
+    assert rule(spec, "sdpa") == "attention-not-in-model"
+    assert rule(spec, "eager") is None
+    assert rule(spec, "flash_attention_2") is None
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        model("gemma2", attn_logit_softcapping=None),
+        model("gemma3_text", attn_logit_softcapping=None),
+        model("gemma", final_logit_softcapping=30.0),
+        model("llama"),
+    ],
+)
+def test_scores_without_a_cap_are(spec: ModelSpec) -> None:
+    assert attention_of(spec) == "sdpa"
+    assert rule(spec, "sdpa") is None
+
+
+@pytest.mark.parametrize("cap", ["50", True, 0, -1.0])
+def test_a_cap_that_is_none_is_refused_by_its_key(cap: object) -> None:
+    with pytest.raises(InputError, match="attn_logit_softcapping"):
+        model("gemma2", attn_logit_softcapping=cap)
+
+
+def test_attention_sinks_are_never_left_to_flash_attention() -> None:
+    for kind in ("gpt_oss", "granite_swa", "mimo_v2_flash"):
+        assert rule(model(kind), "flash_attention_2") == "attention-not-in-model"
+
+
+def test_falcons_position_biases_are_left_to_torchs_attention() -> None:
+    """The eager one of transformers 5.17 adds them to the mask, and to the scores again."""
+    spec = model("falcon", alibi=True)
+    assert attention_of(spec) == "sdpa"
+    assert rule(spec, "eager") == "attention-not-in-model"
+    assert rule(model("falcon", alibi=False), "eager") is None
+
+
+def test_position_biases_are_never_left_to_flash_attention() -> None:
+    for kind in ("falcon", "bloom", "mpt"):
+        spec = model(kind, alibi=True)
+        assert rule(spec, "flash_attention_2") == "attention-not-in-model"
+
+
+def test_the_tables_are_what_transformers_has() -> None:
+    """Of every type whose class is there: classes are read, none is built."""
+    transformers = pytest.importorskip("transformers")
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    for kind in sorted(WITHOUT_SDPA | WITHOUT_FLASH):
+        known = getattr(transformers, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind])
+        assert (kind in WITHOUT_SDPA) <= (not known._supports_sdpa), kind
+        listed = known._compatible_flash_implementations
+        has_flash = known._supports_flash_attn
+        has_flash &= listed is None or "flash_attention_2" in listed
+        assert (kind in WITHOUT_FLASH) <= (not has_flash), kind

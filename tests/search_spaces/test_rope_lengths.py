@@ -1,0 +1,184 @@
+"""How many positions a config's rotary embeddings reach, of configs as they are published."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from search_spaces.config import TrialConfig
+from search_spaces.errors import InputError
+from search_spaces.models import ModelSpec, checked_config, load_model_spec, shipped_models
+from search_spaces.rules import violation
+
+CASES = Path(__file__).parents[1] / "data" / "configs"
+SIZES: dict[str, Any] = {
+    "model_type": "llama",
+    "vocab_size": 700,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+YARN_OF_QWEN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32_768}
+LLAMA_3 = {
+    "rope_type": "llama3",
+    "factor": 32.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+LONG = {"type": "longrope", "long_factor": [1.0] * 8, "short_factor": [1.0] * 8}
+
+
+def reach(positions: int, **config: Any) -> int | None:
+    config = {**SIZES, "max_position_embeddings": positions, **config}
+    return ModelSpec("m", "directory", checked_config(config, label="m")).max_positions
+
+
+@pytest.mark.parametrize("key", ["rope_scaling", "rope_parameters"])
+@pytest.mark.parametrize("kind", ["type", "rope_type"])
+@pytest.mark.parametrize(
+    ("name", "more", "positions", "expected"),
+    [
+        ("linear", {"factor": 4.0}, 4096, 16_384),
+        ("linear", {"factor": 1.0}, 4096, 4096),
+        ("dynamic", {"factor": 2.5}, 262_144, 655_360),
+        ("yarn", {"factor": 4.0}, 512, 2048),
+        ("default", {}, 4096, 4096),
+        ("mrope", {"mrope_section": [16, 24, 24]}, 32_768, 32_768),
+    ],
+)
+def test_a_factor_lengthens_by_the_type(
+    key: str, kind: str, name: str, more: dict[str, Any], positions: int, expected: int
+) -> None:
+    assert reach(positions, **{key: {kind: name, **more}}) == expected
+
+
+@pytest.mark.parametrize(
+    ("config", "positions", "expected"),
+    [
+        # Qwen2.5 and Qwen3, as their model cards say to lengthen them.
+        ({"model_type": "qwen2", "rope_scaling": YARN_OF_QWEN}, 32_768, 131_072),
+        ({"model_type": "qwen3", "rope_scaling": YARN_OF_QWEN}, 40_960, 131_072),
+        ({"model_type": "qwen3", "rope_parameters": YARN_OF_QWEN}, 131_072, 131_072),
+        # Llama 3.1 and 3.2: the factor times the original length is less, or more, than is stated.
+        ({"rope_scaling": {**LLAMA_3, "factor": 8.0}}, 131_072, 131_072),
+        ({"rope_scaling": LLAMA_3}, 131_072, 131_072),
+        # Phi-3 and Phi-4-mini.
+        (
+            {"rope_scaling": LONG, "original_max_position_embeddings": 4096},
+            131_072,
+            131_072,
+        ),
+        # DeepSeek-V3, gpt-oss and YaRN-Mistral-7b-128k.
+        (
+            {
+                "rope_scaling": {
+                    **YARN_OF_QWEN,
+                    "factor": 40,
+                    "original_max_position_embeddings": 4096,
+                }
+            },
+            163_840,
+            163_840,
+        ),
+        (
+            {
+                "rope_scaling": {
+                    **YARN_OF_QWEN,
+                    "factor": 32,
+                    "original_max_position_embeddings": 4096,
+                }
+            },
+            131_072,
+            131_072,
+        ),
+        (
+            {
+                "rope_scaling": {
+                    **YARN_OF_QWEN,
+                    "factor": 16,
+                    "original_max_position_embeddings": 8192,
+                }
+            },
+            32_768,
+            131_072,
+        ),
+        # Gemma 3, as transformers 4 and 5 write it; OLMo 3 lengthens the layers without a window.
+        (
+            {"model_type": "gemma3_text", "rope_scaling": {"rope_type": "linear", "factor": 8.0}},
+            131_072,
+            131_072,
+        ),
+        (
+            {
+                "model_type": "gemma3_text",
+                "rope_parameters": {
+                    "full_attention": {"rope_type": "linear", "factor": 8.0},
+                    "sliding_attention": {"rope_type": "default"},
+                },
+            },
+            131_072,
+            131_072,
+        ),
+        (
+            {
+                "model_type": "olmo3",
+                "rope_parameters": {
+                    "full_attention": {
+                        "rope_type": "yarn",
+                        "factor": 8.0,
+                        "original_max_position_embeddings": 8192,
+                    },
+                    "sliding_attention": {"rope_type": "default"},
+                },
+            },
+            8192,
+            65_536,
+        ),
+        # Llama 4 Scout has more positions than any other; a factor that is null is the stated one.
+        ({"rope_scaling": None}, 10_485_760, 10_485_760),
+        ({"rope_scaling": {**YARN_OF_QWEN, "factor": None}}, 131_072, 131_072),
+    ],
+)
+def test_published_configs_reach_what_they_were_made_for(
+    config: dict[str, Any], positions: int, expected: int
+) -> None:
+    assert reach(positions, **config) == expected
+
+
+def test_shipped_models_reach_what_they_state() -> None:
+    for model in shipped_models():
+        assert model.max_positions == model.config["max_position_embeddings"]
+
+
+@pytest.mark.parametrize("name", ["rope_linear", "rope_yarn_min"])
+def test_the_rule_about_lengths_knows_the_factor(name: str) -> None:
+    model = load_model_spec(str(CASES / name))
+    broken = []
+    for length in (2048, 2049):
+        config = TrialConfig(seq_len=length)
+        broken.append(violation(config, model=model, compute_capability=(8, 6), device="cuda"))
+    assert broken[0] is None
+    assert broken[1] is not None
+    assert "2048 positions" in broken[1].reason
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"type": "linear"},
+        {"type": "linear", "factor": "4"},
+        {"type": "dynamic", "factor": 0},
+        {"rope_type": "yarn", "factor": True},
+        {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": "many"},
+        {"type": "linear", "factor": 1e300},
+    ],
+)
+def test_scaling_from_which_no_length_follows_is_refused_by_its_key(rope: object) -> None:
+    with pytest.raises(InputError, match="rope_scaling"):
+        reach(4096, rope_scaling=json.loads(json.dumps(rope)))

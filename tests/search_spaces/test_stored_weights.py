@@ -1,0 +1,205 @@
+"""What a config says that weights are stored in, and which configurations train those."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from search_spaces.checkpoints import SINGLE, check_weights
+from search_spaces.config import TrialConfig
+from search_spaces.errors import InputError
+from search_spaces.feasibility import refuse_impossible
+from search_spaces.loading import load_space, parse_space, with_own_settings
+from search_spaces.models import ModelSpec, checked_config, load_model_spec
+from search_spaces.quantized import name_of_base, of_chosen_layers, unquantized_of_layer
+from search_spaces.rules import STORED, Setting, own_settings, violation
+
+SIZES: dict[str, Any] = {
+    "model_type": "llama",
+    "vocab_size": 700,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+NF4 = {
+    "quant_method": "bitsandbytes",
+    "load_in_4bit": True,
+    "bnb_4bit_quant_type": "nf4",
+    "bnb_4bit_use_double_quant": False,
+    "bnb_4bit_compute_dtype": "float16",
+}
+DOUBLE = {**NF4, "bnb_4bit_use_double_quant": True}
+FP4 = {"load_in_4bit": True}
+OTHERS: dict[str, dict[str, Any]] = {
+    "int8": {"quant_method": "bitsandbytes", "load_in_8bit": True},
+    "gptq": {"quant_method": "gptq", "bits": 4, "group_size": 128},
+    "awq": {"quant_method": "awq", "bits": 4, "version": "gemm"},
+    "fp8": {"quant_method": "fp8", "weight_block_size": [128, 128]},
+    "fbgemm_fp8": {"quant_method": "fbgemm_fp8"},
+    "compressed-tensors": {"quant_method": "compressed-tensors", "format": "float-quantized"},
+    "mxfp4": {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]},
+    "hqq": {"quant_method": "hqq", "quant_config": {"weight_quant_params": {"nbits": 4}}},
+    "torchao": {"quant_method": "torchao", "quant_type": "int4_weight_only"},
+    "quark": {"quant_method": "quark"},
+    "modelopt": {"quant_method": "modelopt", "quant_algo": "NVFP4"},
+    "4 bits": {"group_size": 64, "bits": 4},
+}
+
+
+def model(quantization: object, name: str = "m", **config: Any) -> ModelSpec:
+    config = {**SIZES, "quantization_config": quantization, **config}
+    return ModelSpec(name, "directory", checked_config(config, label="m"))
+
+
+def broken(spec: ModelSpec, **settings: Any) -> str | None:
+    config = TrialConfig(**settings)
+    found = violation(config, model=spec, compute_capability=(9, 0), device="cuda")
+    return None if found is None else f"{found.rule}: {found.reason}"
+
+
+@pytest.mark.parametrize(
+    ("quantization", "asked"),
+    [
+        (NF4, {"quantization": "nf4", "double_quant": False}),
+        (DOUBLE, {"quantization": "nf4", "double_quant": True}),
+        # transformers' own defaults.
+        (FP4, {"quantization": "fp4", "double_quant": False}),
+    ],
+)
+def test_four_bits_are_trained_as_they_are_stored_and_as_nothing_else(
+    quantization: object, asked: dict[str, Any]
+) -> None:
+    spec = model(quantization)
+    decided = {key: value for key, (value, _) in own_settings(spec).items()}
+    assert decided == {**asked, "quantized_fraction": 1.0}
+    assert broken(spec, **decided) is None
+    assert broken(spec, **decided, compute_dtype="int8") is None
+    other = {"nf4": "fp4", "fp4": "nf4"}[asked["quantization"]]
+    changes: list[dict[str, Any]] = [{"quantization": kind} for kind in (other, "none", "int8")]
+    changes += [{"double_quant": not asked["double_quant"]}, {"quantized_fraction": 0.5}]
+    changes += [{"sharding": "fsdp", "data_parallel": 2}]
+    for change in changes:
+        assert str(broken(spec, **{**decided, **change})).startswith(STORED), change
+
+
+@pytest.mark.parametrize("kind", sorted(OTHERS))
+def test_what_is_stored_in_another_format_is_refused_by_its_name(kind: str) -> None:
+    spec = model(OTHERS[kind], name="org/Model-7B-Instruct-GPTQ-Int4")
+    config, setting = TrialConfig(), Setting(spec, "cuda", (9, 0))
+    for asked in (config, load_space("a10")):
+        with pytest.raises(InputError, match=kind) as caught:
+            refuse_impossible(asked, setting)
+        assert "Model-7B-Instruct" in str(caught.value).replace(spec.name, "")
+
+
+@pytest.mark.parametrize(
+    "quantization",
+    [None, {"quant_method": "bitsandbytes", "load_in_4bit": False, "load_in_8bit": False}],
+)
+def test_what_transformers_loads_in_16_bits_is_left_alone(quantization: object) -> None:
+    spec = model(quantization)
+    assert spec.stored is None
+    assert broken(spec, quantization="fp4") is None
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("bnb_4bit_quant_type", "nf5"),
+        ("bnb_4bit_use_double_quant", "yes"),
+        ("bnb_4bit_compute_dtype", "int8"),
+        ("llm_int8_skip_modules", "lm_head"),
+        ("llm_int8_skip_modules", ["model.(layers"]),
+    ],
+)
+def test_a_key_that_cannot_be_read_is_named(key: str, value: object) -> None:
+    with pytest.raises(InputError, match=key):
+        model({**NF4, key: value})
+
+
+def test_a_preset_takes_what_is_stored_and_a_space_of_ones_own_keeps_what_it_names() -> None:
+    spec = model(NF4)
+    offered = with_own_settings(load_space("a10"), spec, is_preset=True)
+    assert offered.space.values_of("quantization") == ("nf4",)
+    assert offered.space.values_of("double_quant") == (False,)
+    assert offered.space.values_of("quantized_fraction") == (1.0,)
+    assert broken(spec, **offered.space.baseline_config().model_dump()) is None
+    assert len(offered.notes) == 1
+    own = parse_space(
+        "dimensions: {quantization: [nf4, fp4], lora_rank: [8, 16]}", label="own.yaml"
+    )
+    kept = with_own_settings(own, spec, is_preset=False, held={"double_quant"})
+    assert kept.space.values_of("quantization") == ("nf4", "fp4")
+    assert "double_quant" not in kept.space.fixed
+
+
+def test_a_vision_language_checkpoint_says_it_of_its_decoder() -> None:
+    whole = {
+        "model_type": "gemma3",
+        "text_config": {**SIZES, "model_type": "gemma3_text"},
+        "quantization_config": {
+            **DOUBLE,
+            "llm_int8_skip_modules": [
+                "lm_head",
+                "vision_tower",
+                "language_model.lm_head",
+                "model.language_model.layers.1.mlp",
+                "language_model.model.layers.0.self_attn",
+            ],
+        },
+    }
+    stored = ModelSpec("m", "directory", checked_config(whole, label="m")).stored
+    assert stored is not None
+    assert stored.kind == "nf4"
+    assert stored.left is not None
+    expected = {"lm_head", "model.layers.1.mlp", "model.layers.0.self_attn", "vision_tower"}
+    assert set(stored.left) == expected
+
+
+def test_layers_that_are_stored_alike_are_told_from_others() -> None:
+    patterns = ["lm_head", "model.layers.1.mlp", "model.layers.11.mlp", "model.layers.2"]
+    kinds = [unquantized_of_layer(patterns, layer) for layer in range(30)]
+    assert [i for i, kind in enumerate(kinds) if kind == kinds[1]] == [1, 11]
+    # transformers takes a name for the beginning of others.
+    assert [i for i, kind in enumerate(kinds) if kind == kinds[2]] == [2, *range(20, 30)]
+    config = {**SIZES, "quantization_config": {**NF4, "llm_int8_skip_modules": patterns}}
+    left = of_chosen_layers(config, [0, 11, 23])["quantization_config"]["llm_int8_skip_modules"]
+    assert sorted(left) == ["lm_head", "model.layers.1.mlp", r"model.layers.2\."]
+
+
+def test_the_base_of_a_quantized_copy_is_named_by_config_card_or_name(tmp_path: Path) -> None:
+    assert name_of_base("unsloth/Llama-3.2-1B-Instruct-unsloth-bnb-4bit") == "Llama-3.2-1B-Instruct"
+    assert name_of_base("org/Model-FP8-dynamic") == name_of_base("org/Model-AWQ") == "Model"
+    assert name_of_base("org/model-4b") is None
+    assert model(NF4, _name_or_path="org/base").unquantized_base == "org/base"
+    config = {**SIZES, "quantization_config": OTHERS["awq"]}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert load_model_spec(str(tmp_path)).unquantized_base is None
+    (tmp_path / "README.md").write_text("---\nlicense: mit\nbase_model:\n- org/own-7B\n---\n")
+    assert load_model_spec(str(tmp_path)).unquantized_base == "org/own-7B"
+
+
+@pytest.mark.parametrize(
+    ("said", "tensors", "words"),
+    [
+        (NF4, ["weight", "weight.quant_state.bitsandbytes__fp4"], "bitsandbytes fp4"),
+        (NF4, ["weight"], "16 bits"),
+        (None, ["weight", "weight.quant_state.bitsandbytes__nf4"], "bitsandbytes nf4"),
+        (None, ["q_proj.qweight", "q_proj.qzeros"], "gptq or awq"),
+        (None, ["q_proj.weight", "q_proj.weight_scale_inv"], "fp8"),
+    ],
+)
+def test_weights_that_are_stored_as_others_than_the_config_says_are_refused(
+    tmp_path: Path, said: object, tensors: list[str], words: str
+) -> None:
+    numpy = pytest.importorskip("numpy")
+    save_file = pytest.importorskip("safetensors.numpy").save_file
+    (tmp_path / "config.json").write_text(json.dumps({**SIZES, "quantization_config": said}))
+    save_file({name: numpy.zeros(4, "uint8") for name in tensors}, tmp_path / SINGLE)
+    with pytest.raises(InputError, match=words):
+        check_weights(load_model_spec(str(tmp_path)))
