@@ -300,7 +300,7 @@ def _storage_dtype(config: TrialConfig) -> torch.dtype:
     return compute_type(config) if config.is_sharded else torch.uint8
 
 
-_DECODER_KEYS = {
+DECODER_KEYS = {
     r"^language_model\.lm_head\.": "lm_head.",
     r"^language_model\.model\.": "model.",
     r"^model\.language_model\.": "model.",
@@ -312,7 +312,7 @@ def _load_part(name: str, spec: ModelSpec, arguments: dict[str, Any]) -> PreTrai
     """Return the text decoder of a checkpoint that holds more."""
     model, found = AutoModelForCausalLM.from_pretrained(
         name,
-        key_mapping=_DECODER_KEYS,
+        key_mapping=DECODER_KEYS,
         output_loading_info=True,
         trust_remote_code=False,
         **arguments,

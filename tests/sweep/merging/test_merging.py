@@ -20,6 +20,7 @@ from search_spaces.errors import EnvironmentFault, InputError
 from search_spaces.models import load_model_spec
 from sweep.cli import main
 from sweep.merging.job import merge
+from sweep.subprocess_jobs import run_subprocess
 from sweep.terminal import finishing
 from tests.sweep.merging.made import make_adapter, make_base
 from tests.sweep.vision_language import make_checkpoint
@@ -64,7 +65,7 @@ def refused(adapter: Path, model: Path | None, words: str) -> None:
 
 def merged_here(adapter: Path, base: Path, directory: Path, **options: Any) -> Path:
     """Merge in this process."""
-    from sweep.merging.child import Merge
+    from sweep.merging.merged import Merge
 
     directory.mkdir()
     Merge(adapter, base, **options).write(directory)
@@ -266,9 +267,8 @@ def test_a_disk_that_is_full_leaves_nothing_behind(
 @pytest.mark.parametrize(
     ("values", "words"),
     [
-        ({"peft_type": "IA3"}, "peft_type must be LORA to be merged, got 'IA3'"),
-        ({"init_lora_weights": "pissa_niter_4"}, "changed the base before the training"),
-        ({"layer_replication": [[0, 2]]}, "layer_replication: this is no plain LoRA"),
+        ({"peft_type": None}, "peft_type: must name the kind of adapter"),
+        ({"layer_replication": [[0, 2]]}, "layer_replication: .* more layers than its base"),
         ({"base_model_name_or_path": None}, "names no base: name it with --model"),
         ({"base_model_name_or_path": "demo"}, "an architecture without weights"),
         ({"base_model_name_or_path": "/no/such"}, r"say where it is with --model"),
@@ -282,12 +282,67 @@ def test_what_cannot_be_merged_is_refused(
 
 
 @pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"peft_type": "PREFIX_TUNING"}, "adds to a model's inputs, not to its weights"),
+        ({"peft_type": "OF_TOMORROW"}, "PEFT cannot read the adapter"),
+        ({"init_lora_weights": "pissa_niter_4"}, "changed the base before the training"),
+        ({"init_lora_weights": "corda"}, "changed the base before the training"),
+        ({"alora_invocation_tokens": [1, 2]}, "PEFT cannot merge"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore")
+def test_what_peft_cannot_merge_is_refused(
+    values: dict[str, Any], words: str, adapter: Path, base: Path, tmp_path: Path
+) -> None:
+    rewrite(adapter / ADAPTER_CONFIG, **values)
+    with pytest.raises(InputError, match=words):
+        merged_here(adapter, base, tmp_path / "merged")
+
+
+def test_a_comparison_that_fails_keeps_the_merged_model(
+    adapter: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def killed(command: Any, request: Any, **options: Any) -> Any:
+        if request["task"] == "compare":
+            raise EnvironmentFault("the child process ended with SIGKILL")
+        return run_subprocess(command, request, **options)
+
+    monkeypatch.setattr("sweep.merging.job.run_subprocess", killed)
+    output = tmp_path / "merged"
+    assert main(["merge", str(adapter), "--output", str(output), "--json"]) == 1
+    told = capsys.readouterr()
+    report = json.loads(told.out)
+    assert report["comparison"] is None
+    assert "SIGKILL" in report["not_compared"]
+    assert (output / INDEX).is_file()
+
+
+def test_an_adapter_in_a_pickle_is_merged(adapter: Path, base: Path, tmp_path: Path) -> None:
+    import torch
+    from safetensors.torch import load_file
+
+    expected = tensors_in(merged_here(adapter, base, tmp_path / "one"))
+    torch.save(load_file(adapter / ADAPTER), adapter / "adapter_model.bin")
+    (adapter / ADAPTER).unlink()
+    found = tensors_in(merged_here(adapter, base, tmp_path / "two"))
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+
+
+@pytest.mark.parametrize(
     ("old", "new", "words"),
     [
         ("layers.0", "layers.9", r"changes 'model\.layers\.9\."),
-        ("lora_B.weight", "lora_B.bias", "no plain LoRA"),
-        ("lora_A", "lora_X", "no plain LoRA"),
-        ("layers.1.self_attn.q_proj.lora_A", "layers.1.self_attn.k_proj.lora_A", "does not fit"),
+        ("lora_B.weight", "lora_B.bias", r"lora_B\.bias.*does not hold"),
+        ("lora_A", "lora_X", r"lora_X.*does not hold"),
+        (
+            "layers.1.self_attn.q_proj.lora_A",
+            "layers.1.self_attn.k_proj.lora_A",
+            r"k_proj.*not hold",
+        ),
     ],
 )
 def test_tensors_that_belong_to_nothing_are_named(
@@ -345,7 +400,7 @@ def test_one_model_is_in_memory_at_a_time_and_a_4_bit_one_that_fails_costs_no_pr
 ) -> None:
     from transformers import AutoModelForCausalLM
 
-    from sweep.merging.child import Models, compare
+    from sweep.merging.comparing import Models, compare
 
     loaded: list[weakref.ref[Any]] = []
     alive: list[int] = []
@@ -353,7 +408,7 @@ def test_one_model_is_in_memory_at_a_time_and_a_4_bit_one_that_fails_costs_no_pr
 
     def watched(*args: Any, **options: Any) -> Any:
         alive.append(sum(model() is not None for model in loaded))
-        if options["quantization_config"] is not None:
+        if options.get("quantization_config") is not None:
             raise RuntimeError("shape '[64, 1]' is invalid")
         model = load(*args, **options)
         loaded.append(weakref.ref(model))
@@ -370,7 +425,7 @@ def test_one_model_is_in_memory_at_a_time_and_a_4_bit_one_that_fails_costs_no_pr
 def test_an_adapter_of_an_8_bit_base_is_compared_on_that_base(
     kind: str, base: Path, adapter: Path, tmp_path: Path
 ) -> None:
-    from sweep.merging.child import Models, compare
+    from sweep.merging.comparing import Models, compare
 
     models = Models(base, adapter, merged_here(adapter, base, tmp_path / "merged"), dtype="bf16")
     in_4_bits = compare(models, rows=1)["trained"]
