@@ -117,10 +117,6 @@ ORDERS: dict[str, tuple[tuple[TrialRecord, ...], tuple[Objective, ...], list[int
         trials(at(100, 9), at(100, 8), at(100, 8))[::-1],
         *(SPEED, [1, 2, 0], []),
     ),
-    "a speed that is none": (
-        trials(fits(1.0), *map(broken, (math.nan, math.inf, 0.0, -1.0))),
-        *(SPEED, [0], []),
-    ),
     "once, by its last measurement": (
         (
             a_record(0, fits(500.0), batch=1),
