@@ -304,7 +304,9 @@ def test_what_several_workers_left_are_the_results_of_trials_whose_driver_died(
         for name, batch in (("worker.log", 4), ("worker-1.log", 8)):
             _, record = begin(study, batch=batch)
             mine = an_attempt(study, record)
-            beside_log(directory / name).write(mine, record.config, agreeing(fits(1000.0 + batch), record.config))
+            beside_log(directory / name).write(
+                mine, record.config, agreeing(fits(1000.0 + batch), record.config)
+            )
     with open_it(url, home) as study:
         assert study.recover() == ()
         speeds = [r.measurement and r.measurement.tokens_per_second for r in study.records()]

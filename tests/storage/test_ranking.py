@@ -96,11 +96,6 @@ def classed(number: int, outcome: Outcome, **config: object) -> TrialRecord:
     return TrialRecord(number=number, config=TrialConfig.model_validate(config), outcome=outcome)
 
 
-def broken(speed: float) -> Measured:
-    measured = a_measurement().model_copy(update={"tokens_per_second": speed})
-    return fits().model_copy(update={"measurement": measured})
-
-
 ENDS = trials(at(100, 4), at(200, 12))
 COUNTED = trials(
     at(300, 9, trainable_parameters=10),
