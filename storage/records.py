@@ -57,14 +57,14 @@ what it learns with another seed."""
 Count = Annotated[int, Field(ge=0, le=2**63 - 1)]
 """Bytes and steps are counted far below, and a database counts no further."""
 NonNegative = Annotated[float, Field(ge=0, lt=1e18)]
-"""Such as an error; none reaches the bound."""
+"""Such as a loss; none reaches the bound."""
 Positive = Annotated[float, Field(gt=0, lt=1e18)]
 """Such as a speed."""
 Seconds = Annotated[float, Field(ge=0, lt=2**32)]
 """Of one trial: below a hundred years."""
 Share = Annotated[float, Field(ge=0, le=1)]
 Finite = Annotated[float, Field(gt=-1e18, lt=1e18)]
-"""Such as a loss of preferences, which may be below 0."""
+"""Such as an end of an interval, which may be below 0."""
 
 
 def _moment(text: str) -> str:
@@ -103,7 +103,7 @@ class SoakReport(_Frozen):
     """Optimizer steps, warm-up included."""
     seconds: Seconds
     """From the first measured step to the last, evaluation and checkpoint included."""
-    evaluation_loss: Finite
+    evaluation_loss: NonNegative
     evaluation_seconds: Seconds
     checkpoint_bytes: Count
     """Of the adapter and the optimizer's state on disk."""
@@ -113,7 +113,7 @@ class SoakReport(_Frozen):
 class QualityReport(_Frozen):
     """What a configuration learned of a study's texts, from fresh adapters on the same base."""
 
-    eval_loss: Finite
+    eval_loss: NonNegative
     """Mean loss of the held-out tokens that carry loss, in nats, each text by itself; of pairs the
     mean over pairs."""
     eval_tokens: Count
@@ -124,7 +124,7 @@ class QualityReport(_Frozen):
     """In how many of the pairs the chosen completion gained more; null where none are."""
     reward_accuracy_ci95: tuple[Share, Share] | None = None
     """Wilson's 95 % interval of the share of pairs that are such; null where none are."""
-    eval_blocks: tuple[tuple[Finite, Count], ...] | None = None
+    eval_blocks: tuple[tuple[NonNegative, Count], ...] | None = None
     """Mean loss and supervised tokens, or pairs, of each block of them, the same ones for every
     configuration: they tell how sure a difference of two losses is. Null outside a study's storage.
     """
@@ -132,7 +132,7 @@ class QualityReport(_Frozen):
     """Tokens to which the held-out texts were cut, whatever the configuration trains at."""
     train_tokens: Count
     """Tokens that carry loss and were trained on."""
-    train_loss: Finite
+    train_loss: NonNegative
     """Mean loss of those, each when its turn came."""
     steps: Count
     """Optimizer steps."""
@@ -150,13 +150,13 @@ class Faithfulness(_Frozen):
     """How close 8-bit compute is to 16-bit compute of the same base, on the same examples and
     adapters. Errors are relative."""
 
-    loss_error: float
-    gradient_error: float
+    loss_error: Finite
+    gradient_error: Finite
     """Of the gradients of all adapters together."""
-    gradient_cosine: float
-    accepted_gradient_error: float
+    gradient_cosine: Finite
+    accepted_gradient_error: Finite
     """What rounding the weights to NF4 once more does to them, which is the bound."""
-    accepted_loss_error: float
+    accepted_loss_error: Finite
     """The same of the loss."""
 
 
@@ -166,33 +166,33 @@ class ProductErrors(_Frozen):
 
     projection: str
     """Such as ``down_proj``."""
-    layers: int
-    forward: float
+    layers: Count
+    forward: Finite
     """Of the median layer, as below; the worst has a name of its own."""
-    forward_worst: float
-    forward_16_bit: float
-    gradient: float
+    forward_worst: Finite
+    forward_16_bit: Finite
+    gradient: Finite
     """Of the input's gradient."""
-    gradient_worst: float
-    gradient_16_bit: float
+    gradient_worst: Finite
+    gradient_16_bit: Finite
 
 
 class EightBitProducts(_Frozen):
     """What 8-bit compute makes of a model's real weights, on its first examples."""
 
     errors: tuple[ProductErrors, ...]
-    most_error: float
+    most_error: Finite
     """Of a product forward, over which a layer stays in 16 bits."""
-    most_gradient_error: float
+    most_gradient_error: Finite
     """The same of an input's gradient."""
     kept_in_16_bits: tuple[str, ...]
     """Names of those layers."""
-    share_in_16_bits: float
+    share_in_16_bits: Finite
     """Of the frozen layers' weights. A step is at most that much longer than with none, as a
     product in 16 bits takes twice as long."""
-    loss_8_bit: float
+    loss_8_bit: Finite
     """Of the first examples, nats a token, with all products in 8 bits."""
-    loss_16_bit: float
+    loss_16_bit: Finite
     """The same with all in 16 bits on the same base."""
 
 
@@ -224,7 +224,7 @@ class Measurement(_Frozen):
     trainable_parameters: Count
     flops_utilization: Share | None = None
     """Model FLOP/s over the GPU's dense peak for the compute dtype; null where that is unknown."""
-    final_loss: Finite
+    final_loss: NonNegative
     setup_seconds: Seconds
     """Seconds to build what was missing, attach, warm up to the first measured step, and detach."""
     measured_seconds: Seconds
@@ -411,8 +411,8 @@ Outcome = Annotated[
 class PredictionRecord(_Frozen):
     """What was predicted before the trial ran, kept beside what was measured."""
 
-    peak_allocated_bytes: Count
-    peak_reserved_bytes: Count
+    peak_allocated_bytes: Annotated[Count, Field(ge=1)]
+    peak_reserved_bytes: Annotated[Count, Field(ge=1)]
     tokens_per_second: Positive | None = None
 
 

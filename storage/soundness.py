@@ -115,6 +115,8 @@ class Soundness:
         )
         if contradiction is not None:
             return contradiction
+        if measured.cards > config.data_parallel:
+            return f"cards {measured.cards:,} is more than data_parallel {config.data_parallel}"
         # The least: each frozen weight forward once, each trained one as well.
         weights = self.weights + measured.trainable_parameters
         computed = loss_tokens or tokens
@@ -149,7 +151,7 @@ class Soundness:
     def counted(self, config: TrialConfig, told: object) -> Outcome:
         """Return what the outcome that a runner told counts as: out of memory where it was measured
         above the budget, and a failure where it cannot be."""
-        values = told.model_dump() if isinstance(told, BaseModel) else told
+        values = told.model_dump(warnings=False) if isinstance(told, BaseModel) else told
         try:
             outcome = _outcomes.validate_python(values)
             why = self.fault(config, outcome)

@@ -17,7 +17,7 @@ from reports.sentences import stopped_words
 from reports.view import view_of
 from reports.words import emulation_note
 from search_spaces.documents import home_expanded
-from search_spaces.errors import EnvironmentFault, InputError, NothingFits, quote, words_of
+from search_spaces.errors import InputError, NothingFits, quote, words_of
 from search_spaces.loading import load_space
 from search_spaces.redaction import redact
 from search_spaces.space import SearchSpace
@@ -369,7 +369,7 @@ def reported(study: str, *, url: str) -> tuple[StudySnapshot, Path | None, str |
         snapshot, path = read_for_report(study, url=url), report_path(study)
         try:
             write_page(render(snapshot), path)
-        except Exception as fault:
+        except Exception as fault:  # noqa: BLE001 - see below
             # Also for a mistake of ours: hours of measuring are not lost to their drawing.
             return snapshot, None, words_of(fault)
     return snapshot, path, None
