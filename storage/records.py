@@ -412,7 +412,7 @@ class PredictionRecord(_Frozen):
     """What was predicted before the trial ran, kept beside what was measured."""
 
     peak_allocated_bytes: Annotated[Count, Field(ge=1)]
-    peak_reserved_bytes: Annotated[Count, Field(ge=1)]
+    peak_reserved_bytes: Count
     tokens_per_second: Positive | None = None
 
 

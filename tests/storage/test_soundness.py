@@ -43,19 +43,20 @@ SOUNDNESS = Soundness.of(DEFINITION)
 NEIGHBOURS = (sound(0, 4), sound(1, 8))
 MUTANTS = mutants(sound(2, 1))
 IMPOSSIBLE = (
-    *("outcome.measurement.tokens_per_second nan", "outcome.measurement.step_seconds negative"),
-    *(
-        "outcome.measurement.peak_allocated_bytes zero",
-        "outcome.measurement.tokens_per_second 1e17",
-    ),
-    *("outcome.measurement.peak_allocated_bytes 1e17", "outcome.measurement.steps_measured zero"),
-    *("outcome.measurement consistent and impossible", "outcome.measurement.final_loss inf"),
-    *(
-        "outcome.measurement.trainable_parameters 1e17",
-        "outcome.measurement.quality.eval_loss zero",
-    ),
-    *("device_seconds negative", "wall_seconds nan", "started_at text", "outcome absent"),
-    *("nobody_knows unknown", "config absent"),
+    "outcome.measurement.tokens_per_second nan",
+    "outcome.measurement.tokens_per_second 1e17",
+    "outcome.measurement.step_seconds negative",
+    "outcome.measurement.peak_allocated_bytes zero",
+    "outcome.measurement.peak_allocated_bytes 1e17",
+    "outcome.measurement.steps_measured zero",
+    "outcome.measurement.trainable_parameters 1e17",
+    "outcome.measurement.final_loss inf",
+    "outcome.measurement.quality.eval_loss zero",
+    "outcome.measurement consistent and impossible",
+    "outcome absent",
+    "device_seconds negative",
+    "wall_seconds nan",
+    "started_at text",
 )
 """Some of the mutants that no boundary may let through."""
 
@@ -188,18 +189,18 @@ def stored_study(*records: dict[str, Any]) -> codec.StoredStudy | UnreadableStud
     return codec.read_stored("study", attributes, list(stored_trials(*records)))
 
 
-@pytest.mark.parametrize("name", [name for name in MUTANTS if not name.startswith("number")])
-def test_a_stored_study_opens_without_what_is_not_sound(name: str) -> None:
+def test_a_stored_study_opens_without_what_is_not_sound() -> None:
     beside = [record.model_dump(mode="json") for record in NEIGHBOURS]
-    stored = stored_study(beside[0], MUTANTS[name], beside[1])
-    if isinstance(stored, UnreadableStudy):
-        # Only another version writes such keys and kinds.
-        assert "unknown" in name or "verdict" in name
-        return
-    assert [record.number for record in stored.records if record.number != 1] == [0, 2]
-    assert_never_wins(snapshot_of(*stored.records))
-    if name in IMPOSSIBLE:
-        assert list(stored.left_out) == [1]
+    for name, mutant in MUTANTS.items():
+        stored = stored_study(beside[0], mutant, beside[1])
+        if isinstance(stored, UnreadableStudy):
+            # Only another version writes such keys and kinds.
+            assert "unknown" in name or "verdict" in name, name
+            continue
+        assert [r.number for r in stored.records if r.number != 1] == [0, 2], name
+        assert_never_wins(snapshot_of(*stored.records))
+        if name in IMPOSSIBLE:
+            assert list(stored.left_out) == [1], name
 
 
 def test_what_is_left_out_of_a_study_is_said_is_hidden_from_samplers_and_runs_again(

@@ -156,9 +156,13 @@ DOCTORED: dict[str, tuple[Callable[[Lines], object], str]] = {
 @pytest.mark.parametrize("case", DOCTORED)
 def test_a_doctored_file_is_refused_in_one_plain_sentence(case: str) -> None:
     change, words = DOCTORED[case]
+    text = changed(simulated(), change)
+
+    def read_and_check() -> None:
+        check(parse_contribution(text, "f.jsonl"), predictor=Peaks(), today=TODAY)
+
     with pytest.raises(InputError) as caught:
-        file = parse_contribution(changed(simulated(), change), "f.jsonl")
-        check(file, predictor=Peaks(), today=TODAY)
+        read_and_check()
     assert str(caught.value).startswith("f.jsonl: ")
     assert words in str(caught.value)
 
