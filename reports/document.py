@@ -194,7 +194,7 @@ def _known(
     if prediction is not None:
         known["predicted_peak"] = _memory(prediction.peak_allocated_bytes, unit)
     measured, speed = record.measurement, snapshot.target_speed(record)
-    if measured is None or not measured.is_sound:
+    if measured is None:
         return known
     if speed is not None and snapshot.definition.target.emulated_on is not None:
         ends = (speed.low, speed.high)

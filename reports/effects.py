@@ -24,7 +24,6 @@ from reports.figures import BLUE, PageFigure, Section, dashed, framed, whiskers
 from search_spaces.config import KNOBS, TrialConfig, canonical
 from search_spaces.space import SearchSpace
 from storage.definition import StudySnapshot
-from storage.ranking import rankable
 from storage.records import Measurement
 
 DEGREES_ENOUGH = 3
@@ -148,7 +147,7 @@ def effects_of(snapshot: StudySnapshot) -> Section | None:
     # Of one configuration its last trial counts.
     last = {
         canonical(record.config): (_settings(record.config), record.measurement)
-        for record in sorted(rankable(snapshot.records), key=lambda record: record.number)
+        for record in sorted(snapshot.records, key=lambda record: record.number)
         if record.measurement is not None
     }
     measured = list(last.values())

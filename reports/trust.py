@@ -19,7 +19,7 @@ from reports.figures import BLUE, MARKS, ORANGE, PageFigure, Section, digits, fr
 from reports.sections import environment_rows
 from reports.words import VERDICT_LABELS
 from storage.definition import StudySnapshot
-from storage.ranking import measured_of, rankable
+from storage.ranking import measured_of
 from storage.records import TrialRecord, Verdict
 
 TOP_SHOWN = 5
@@ -100,7 +100,7 @@ def accuracy_of(snapshot: StudySnapshot, quantity: Literal["memory", "speed"]) -
     What was stopped early has no speed to hold one against, and what ran out has no peak.
     """
     key = {"memory": "peak_allocated_bytes", "speed": "tokens_per_second"}[quantity]
-    fitted = [record for record in rankable(snapshot.records) if record.verdict is Verdict.FITS]
+    fitted = [record for record in snapshot.records if record.verdict is Verdict.FITS]
     trials = tuple(
         (record.number, float(predicted), float(getattr(record.measurement, key)))
         for record in fitted

@@ -16,13 +16,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 from optuna.trial import FrozenTrial, TrialState
 from pydantic import BaseModel, Field, ValidationError
 
-from search_spaces.documents import explain
+from search_spaces.documents import explain, is_of_another_version
 from search_spaces.errors import InputError
 from search_spaces.gpus import GIB
 from search_spaces.models import ModelSpec
@@ -30,6 +31,7 @@ from search_spaces.space import Objective
 from storage.definition import StudyDefinition, UnreadableStudy
 from storage.ranking import LESS_IS_BETTER, objective_value
 from storage.records import RETRYABLE, OutOfMemory, TrialRecord, Verdict, need_of
+from storage.soundness import Soundness, sound_records
 
 FORMAT_WRITTEN = 1
 """How this version stores a study. It goes up with whatever an earlier version would overlook or
@@ -86,12 +88,18 @@ class StoredStudy:
     """Of trials that ended, those that measured winners again included; by number."""
     running: tuple[TrialRecord, ...]
     """Of trials that were begun and have not ended, as lost."""
+    left_out: Mapping[int, str] = field(default_factory=dict)
+    """What is wrong with trials whose results are not sound, by number: they count as never run."""
 
 
 def read_stored(
     name: str, attributes: Mapping[str, Any], trials: Sequence[FrozenTrial]
 ) -> StoredStudy | UnreadableStudy:
-    """Return what is stored of a study, or why it cannot be read."""
+    """Return what is stored of a study, or why it cannot be read.
+
+    A trial that holds what nothing measures is left out. One that only another version writes makes
+    the study unreadable.
+    """
     written, what = attributes.get("format"), ""
     if isinstance(written, int) and written > FORMAT_WRITTEN:
         words = f"a newer sweep wrote it (format {written}, this one knows {FORMAT_WRITTEN})"
@@ -100,34 +108,51 @@ def read_stored(
         known = StudyAttributes.model_validate(attributes)
         ModelSpec.from_json(known.definition.model)
         known.definition.space.baseline_config()
-        records, running = list[TrialRecord](), list[TrialRecord]()
+        told = list[TrialRecord]()
+        running = list[TrialRecord]()
+        left_out = dict[int, str]()
         for trial in trials:
             what = f"trial {trial.number}: "
-            if (record := record_of(trial)) is not None:
-                records.append(record)
-            elif trial.state is TrialState.RUNNING and (begun := begun_of(trial)) is not None:
-                running.append(begun)
+            try:
+                record = _record(trial)
+            except ValidationError as error:
+                if is_of_another_version(error):
+                    raise
+                left_out[trial.number] = explain(error)
+                continue
+            if record is None:
+                continue
+            if VERDICT not in trial.user_attrs:
+                if trial.state is TrialState.RUNNING:
+                    running.append(record)
+            elif trial.state.is_finished():
+                told.append(record)
+        records, unsound = sound_records(told, Soundness.of(known.definition))
+        left_out |= unsound
     except ValidationError as error:
         return UnreadableStudy(name, what + explain(error), len(trials))
     except (InputError, LookupError, TypeError, ValueError) as error:
         return UnreadableStudy(name, str(error), len(trials))
-    return StoredStudy(known, tuple(records), tuple(running))
+    return StoredStudy(known, tuple(records), tuple(running), left_out)
 
 
 def record_of(trial: FrozenTrial) -> TrialRecord | None:
-    """Return the record of a trial that was told; None of every other.
-
-    Raises:
-        ValidationError: it is none of this version's.
-    """
+    """Return the record of a trial that was told; None of every other, and of one that cannot be
+    read."""
     is_told = trial.state.is_finished() and VERDICT in trial.user_attrs
-    return _record(trial) if is_told else None
+    return _readable(trial) if is_told else None
 
 
 def begun_of(trial: FrozenTrial) -> TrialRecord | None:
     """Return the record, as lost, of a trial that was begun and not told; None of one that never
-    ran. Raises as `record_of`."""
-    return None if VERDICT in trial.user_attrs else _record(trial)
+    ran, or that cannot be read."""
+    return None if VERDICT in trial.user_attrs else _readable(trial)
+
+
+def _readable(trial: FrozenTrial) -> TrialRecord | None:
+    with suppress(ValidationError):
+        return _record(trial)
+    return None
 
 
 def _record(trial: FrozenTrial) -> TrialRecord | None:

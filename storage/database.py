@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import re
 import sqlite3
 import stat
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Container, Generator, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from json import JSONDecodeError
 from typing import Any, TypeVar
@@ -83,6 +84,14 @@ _OWN_COLUMNS = {"studies": "study_name", "trials": "study_id"}
 class Storage(RDBStorage):
     """Optuna's storage, with transactions of several operations."""
 
+    left_out: Container[int] = ()
+    """Numbers of trials whose results are not sound: samplers see them as failed."""
+
+    def _get_trials(self, *args: Any, **kwargs: Any) -> list[FrozenTrial]:
+        # What Optuna's cache and every sampler read.
+        trials = super()._get_trials(*args, **kwargs)
+        return [_without_result(t) if t.number in self.left_out else t for t in trials]
+
     def trials_of(self, study: str, *states: TrialState) -> list[FrozenTrial]:
         """Return a study's trials, of some states or all. Raises `KeyError` where it is gone.
 
@@ -107,6 +116,16 @@ class Storage(RDBStorage):
                 self.scoped_session.configure(
                     bind=self.engine, join_transaction_mode="conditional_savepoint"
                 )
+
+
+def _without_result(trial: FrozenTrial) -> FrozenTrial:
+    bare = copy.copy(trial)
+    bare.state = TrialState.FAIL
+    bare.values = None
+    bare.intermediate_values = {}
+    bare.user_attrs = {}
+    bare.system_attrs = {}
+    return bare
 
 
 S = TypeVar("S", bound=Storage)

@@ -25,6 +25,7 @@ from search_spaces.errors import InputError, words_of
 from storage import files
 from storage.definition import StudyDefinition
 from storage.records import Attempt, Lost, Outcome, TrialRecord, Verdict
+from storage.soundness import Soundness, left_out_words
 
 STUDY, SPOOL, REPORT = "study.json", "spool.jsonl", "report.html"
 HOST = "host.json"
@@ -126,6 +127,8 @@ class Spool:
 
     path: Path
     study_id: str
+    soundness: Soundness | None = None
+    """Of the study, for reading; None checks no result against it."""
 
     def append(self, record: TrialRecord) -> None:
         """Write one result and wait until the disk has it.
@@ -166,12 +169,18 @@ class Spool:
         """
         lines, problems = spooled_lines(self.path)
         records: dict[str | None, TrialRecord] = {}
+        left_out = dict[int, str]()
         for line in lines:
             if line.study == self.study_id and line.record.attempt_id not in known:
+                fault = self.soundness and self.soundness.fault_of_record(line.record)
+                if fault:
+                    left_out[line.record.number] = fault
+                    continue
                 # Popped first, so that the last of an attempt stands in its own place.
                 records.pop(line.record.attempt_id, None)
                 records[line.record.attempt_id] = line.record
-        return Spooled(tuple(records.values()), problems)
+        words = left_out_words(left_out, of=f"the spool {self.path}")
+        return Spooled(tuple(records.values()), (*problems, *words))
 
 
 def spooled_lines(path: Path) -> tuple[list[SpoolLine], tuple[str, ...]]:

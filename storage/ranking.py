@@ -104,14 +104,6 @@ def measured_of(record: TrialRecord) -> Measurement:
     return record.measurement
 
 
-def rankable(records: Iterable[TrialRecord]) -> tuple[TrialRecord, ...]:
-    """Return the trials less those whose measured speed or interval is not finite and positive.
-
-    Such numbers come from a broken clock or a damaged record; nothing can be ranked by them.
-    """
-    return tuple(r for r in records if r.measurement is None or r.measurement.is_sound)
-
-
 def fitting(records: Iterable[TrialRecord]) -> tuple[TrialRecord, ...]:
     """Return the trials that fit, each configuration once, fastest first.
 
@@ -214,9 +206,9 @@ class Ranking:
 
     definition: StudyDefinition
     records: tuple[TrialRecord, ...]
-    """Every trial whose numbers can be ranked, the baseline included, by number; what was measured
-    again with the speed of those runs, what did not hold in them with how it ended, and the rest
-    with its speed times `scale`."""
+    """Every trial, the baseline included, by number; what was measured again with the speed of
+    those runs, what did not hold in them with how it ended, and the rest with its speed times
+    `scale`."""
     confirmations: Confirmations = field(default_factory=Confirmations)
     searched: Mapping[int, Measurement] = field(default_factory=dict)
     """What the search measured of the trials that were measured again, by number."""
@@ -718,8 +710,8 @@ def rank(
     """
     budget = definition.space.confirm
     looks = 1 if budget is None else budget.repeats - RUNS_TO_CONFIRM + 1
-    known = Confirmations(tuple(_by_number(rankable(confirmations))), looks)
-    found = _by_number(rankable(records))
+    known = Confirmations(tuple(_by_number(confirmations)), looks)
+    found = _by_number(records)
     if not known.records:
         return Ranking(definition, tuple(found), known, target_speeds=target_speeds)
     is_judged = "eval_loss" in definition.space.objectives

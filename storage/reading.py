@@ -17,6 +17,7 @@ from storage import codec, directory
 from storage.database import Storage, close, faults, open_for_reading
 from storage.definition import StudySnapshot, UnreadableStudy, is_file_name
 from storage.lease import holders
+from storage.soundness import Soundness, left_out_words
 from storage.urls import DatabaseUrl, parse_url
 
 S = TypeVar("S", bound=Storage)
@@ -69,21 +70,22 @@ def read_spooled_study(path: Path) -> StudySnapshot:
     """
     if not path.exists():
         raise InputError(f"--from {path}: no such file")
-    lines, problems = directory.spooled_lines(path)
+    lines, _ = directory.spooled_lines(path)
     if not lines:
         raise InputError(f"--from {path}: there is no result of a study in it")
     identity, known = lines[-1].study, directory.read_identity(path.parent)
     if known is None or known.identity != identity:
         missing = "no study.json beside it says what its results are of"
         raise InputError(f"--from {path}: {missing}; put it back into its study's directory")
-    records = directory.Spool(path, identity).read().records
+    spooled = directory.Spool(path, identity, Soundness.of(known.definition)).read()
+    records = spooled.records
     return StudySnapshot(
         name=known.name,
         definition=known.definition,
         environment=known.environment,
         records=tuple(r for r in records if r.purpose == "search"),
         confirmations=tuple(r for r in records if r.purpose != "search"),
-        warnings=problems,
+        warnings=spooled.problems,
         identity=identity,
     )
 
@@ -165,7 +167,8 @@ def list_studies(
             continue
         known, holder = its.attributes, driven.get(study)
         environments = [run.environment for run in known.runs]
-        warnings = [
+        warnings = [*left_out_words(its.left_out, of=f"study '{study}'")]
+        warnings += [
             f"run {number} changed {', '.join(changed)}; its trials may not compare with earlier "
             "ones"
             for number, (old, new) in enumerate(pairwise(environments), start=2)
@@ -175,7 +178,8 @@ def list_studies(
             whose = directory.stranger_words(home / study, study, known.identity, str(database))
             warnings += [whose] if whose else []
             if holder is None:
-                spool = directory.Spool(home / study / directory.SPOOL, known.identity)
+                soundness = Soundness.of(known.definition)
+                spool = directory.Spool(home / study / directory.SPOOL, known.identity, soundness)
                 about = {"known": its.records, "running": its.running}
                 warnings += directory.spool_words(spool, study=study, **about)
         found.append(

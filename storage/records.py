@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from datetime import datetime
 from enum import StrEnum
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 from search_spaces.config import TrialConfig, canonical
 from search_spaces.redaction import redact
@@ -54,8 +54,35 @@ Purpose = Literal["search", "confirm", "soak", "quality"]
 what it learns with another seed."""
 
 
+Count = Annotated[int, Field(ge=0, le=2**63 - 1)]
+"""Bytes and steps are counted far below, and a database counts no further."""
+NonNegative = Annotated[float, Field(ge=0, lt=1e18)]
+"""Such as a loss; none reaches the bound."""
+Positive = Annotated[float, Field(gt=0, lt=1e18)]
+"""Such as a speed."""
+Seconds = Annotated[float, Field(ge=0, lt=2**32)]
+"""Of one trial: below a hundred years."""
+Share = Annotated[float, Field(ge=0, le=1)]
+Finite = Annotated[float, Field(gt=-1e18, lt=1e18)]
+"""Such as an end of an interval, which may be below 0."""
+
+
+def _moment(text: str) -> str:
+    moment = datetime.fromisoformat(text)
+    if moment.tzinfo is None or not 2000 <= moment.year <= 2200:
+        raise ValueError("must be a time of this age, with its zone")
+    return text
+
+
+Moment = Annotated[str, AfterValidator(_moment)]
+"""ISO 8601, as a rule UTC."""
+
+
 class _Frozen(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    """What other processes, machines and files write as well: a value that no trial can have is
+    refused when it is read."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
 NEIGHBOUR = "neighbour"
@@ -72,50 +99,50 @@ NOT_SHOWN: Mapping[str, bool | set[str]] = {"soak": True, "quality": {"eval_bloc
 class SoakReport(_Frozen):
     """What a soak did beside its training steps, as a training does now and then."""
 
-    steps: int
+    steps: Count
     """Optimizer steps, warm-up included."""
-    seconds: float
+    seconds: Seconds
     """From the first measured step to the last, evaluation and checkpoint included."""
-    evaluation_loss: float
-    evaluation_seconds: float
-    checkpoint_bytes: int
+    evaluation_loss: NonNegative
+    evaluation_seconds: Seconds
+    checkpoint_bytes: Count
     """Of the adapter and the optimizer's state on disk."""
-    checkpoint_seconds: float
+    checkpoint_seconds: Seconds
 
 
 class QualityReport(_Frozen):
     """What a configuration learned of a study's texts, from fresh adapters on the same base."""
 
-    eval_loss: float
+    eval_loss: NonNegative
     """Mean loss of the held-out tokens that carry loss, in nats, each text by itself; of pairs the
     mean over pairs."""
-    eval_tokens: int
+    eval_tokens: Count
     """Held-out tokens that carry loss and were looked at."""
-    eval_rows: int = 0
+    eval_rows: Count = 0
     """Held-out examples, or pairs, that were looked at."""
-    eval_wins: float | None = None
+    eval_wins: NonNegative | None = None
     """In how many of the pairs the chosen completion gained more; null where none are."""
-    reward_accuracy_ci95: tuple[float, float] | None = None
+    reward_accuracy_ci95: tuple[Share, Share] | None = None
     """Wilson's 95 % interval of the share of pairs that are such; null where none are."""
-    eval_blocks: tuple[tuple[float, int], ...] | None = None
+    eval_blocks: tuple[tuple[NonNegative, Count], ...] | None = None
     """Mean loss and supervised tokens, or pairs, of each block of them, the same ones for every
     configuration: they tell how sure a difference of two losses is. Null outside a study's storage.
     """
-    eval_seq_len: int
+    eval_seq_len: Count
     """Tokens to which the held-out texts were cut, whatever the configuration trains at."""
-    train_tokens: int
+    train_tokens: Count
     """Tokens that carry loss and were trained on."""
-    train_loss: float
+    train_loss: NonNegative
     """Mean loss of those, each when its turn came."""
-    steps: int
+    steps: Count
     """Optimizer steps."""
-    seconds: float
+    seconds: Seconds
     """Of the device, training and evaluation together."""
-    seed: int
+    seed: Count
     """Of the adapters and of the texts' order."""
-    seeds: tuple[int, ...] = ()
+    seeds: tuple[Count, ...] = ()
     """Of all runs where this stands for several, whose mean loss it then has."""
-    eval_loss_ci95: tuple[float, float] | None = None
+    eval_loss_ci95: tuple[Finite, Finite] | None = None
     """Student's 95 % interval of that mean over the seeds; null of a single run."""
 
 
@@ -123,13 +150,13 @@ class Faithfulness(_Frozen):
     """How close 8-bit compute is to 16-bit compute of the same base, on the same examples and
     adapters. Errors are relative."""
 
-    loss_error: float
-    gradient_error: float
+    loss_error: Finite
+    gradient_error: Finite
     """Of the gradients of all adapters together."""
-    gradient_cosine: float
-    accepted_gradient_error: float
+    gradient_cosine: Finite
+    accepted_gradient_error: Finite
     """What rounding the weights to NF4 once more does to them, which is the bound."""
-    accepted_loss_error: float
+    accepted_loss_error: Finite
     """The same of the loss."""
 
 
@@ -139,69 +166,69 @@ class ProductErrors(_Frozen):
 
     projection: str
     """Such as ``down_proj``."""
-    layers: int
-    forward: float
+    layers: Count
+    forward: Finite
     """Of the median layer, as below; the worst has a name of its own."""
-    forward_worst: float
-    forward_16_bit: float
-    gradient: float
+    forward_worst: Finite
+    forward_16_bit: Finite
+    gradient: Finite
     """Of the input's gradient."""
-    gradient_worst: float
-    gradient_16_bit: float
+    gradient_worst: Finite
+    gradient_16_bit: Finite
 
 
 class EightBitProducts(_Frozen):
     """What 8-bit compute makes of a model's real weights, on its first examples."""
 
     errors: tuple[ProductErrors, ...]
-    most_error: float
+    most_error: Finite
     """Of a product forward, over which a layer stays in 16 bits."""
-    most_gradient_error: float
+    most_gradient_error: Finite
     """The same of an input's gradient."""
     kept_in_16_bits: tuple[str, ...]
     """Names of those layers."""
-    share_in_16_bits: float
+    share_in_16_bits: Finite
     """Of the frozen layers' weights. A step is at most that much longer than with none, as a
     product in 16 bits takes twice as long."""
-    loss_8_bit: float
+    loss_8_bit: Finite
     """Of the first examples, nats a token, with all products in 8 bits."""
-    loss_16_bit: float
+    loss_16_bit: Finite
     """The same with all in 16 bits on the same base."""
 
 
 class Measurement(_Frozen):
     """What was measured of one configuration on one device; null where unknown."""
 
-    tokens_per_second: float
+    tokens_per_second: Positive
     """Tokens that carry loss per second, at the median step; of all GPUs together."""
-    cards: int = 1
+    cards: Annotated[Count, Field(ge=1)] = 1
     """GPUs that trained it together. Peaks are of the GPU that needed most."""
-    samples_per_second: float
-    step_seconds: float
+    samples_per_second: Positive
+    step_seconds: Positive
     """Median seconds of an optimizer step, accumulation included."""
-    step_seconds_ci95: tuple[float, float] | None
+    step_seconds_ci95: tuple[Positive, Positive] | None
     """Distribution-free 95 % interval of that median, from order statistics.
 
     Null where fewer than six steps were measured: nothing bounds a median at 95 % then.
     """
-    steps_measured: int
+    steps_measured: Annotated[Count, Field(ge=1)]
     """On texts each is a pass over micro-batches that stand for the epoch, of some steps; the
     seconds are those of one step."""
-    steps_warmup: int
-    peak_allocated_bytes: int
+    steps_warmup: Count
+    peak_allocated_bytes: Annotated[Count, Field(ge=1)]
     """Most bytes that live tensors held at once, base model included."""
-    peak_reserved_bytes: int | None = None
+    peak_reserved_bytes: Count | None = None
     """Most bytes that the caching allocator held; null on a CPU."""
-    peak_device_bytes: int | None = None
+    peak_device_bytes: Count | None = None
     """Most bytes in use on the device as NVML saw it, every process counted; null on a CPU."""
-    trainable_parameters: int
-    flops_utilization: float | None = None
+    trainable_parameters: Count
+    flops_utilization: Share | None = None
     """Model FLOP/s over the GPU's dense peak for the compute dtype; null where that is unknown."""
-    final_loss: float
-    setup_seconds: float
+    final_loss: NonNegative
+    setup_seconds: Seconds
     """Seconds to build what was missing, attach, warm up to the first measured step, and detach."""
-    measured_seconds: float
-    allocator_retries: int = 0
+    measured_seconds: Seconds
+    allocator_retries: Count = 0
     """Times the allocator gave cached blocks back to serve a request."""
     flags: tuple[str, ...] = ()
     """``throttled``, ``noisy``, ``neighbour``, ``remeasured``, ``emulated``, ``allocator_retries``,
@@ -209,25 +236,25 @@ class Measurement(_Frozen):
     ``round_extrapolated`` (an epoch's mean step was derived from micro-batches of other sizes),
     ``documents_together`` (the texts of a packed row see each other), ``speed_reused`` (measured at
     another learning rate), ``no_room_to_evaluate`` (the held-out texts), ..."""
-    sm_clock_mhz: int | None = None
+    sm_clock_mhz: Count | None = None
     throttle_reasons: tuple[str, ...] = ()
-    quantized_share: float | None = None
+    quantized_share: Share | None = None
     """Of the weights that QLoRA means to hold in 4 bits, how many were; null for a 16-bit base."""
-    training_seconds: float | None = None
+    training_seconds: Seconds | None = None
     """Seconds inside training steps, warm-up included; what is left of the trial is overhead."""
-    compile_seconds: float | None = None
+    compile_seconds: Seconds | None = None
     """Seconds that compiling took, or fetching what was compiled before; null where nothing was."""
-    joules_per_token: float | None = None
+    joules_per_token: NonNegative | None = None
     """Energy of the whole GPU over the measured steps, by NVML's counter; null where unknown."""
     soak: SoakReport | None = None
     """Of a soak alone."""
-    loss_tokens_per_step: float | None = None
+    loss_tokens_per_step: Positive | None = None
     """Tokens that carry loss in an optimizer step, as a mean of the texts; null without texts."""
-    padding_waste: float | None = None
+    padding_waste: Share | None = None
     """Of the tokens that are computed in an epoch of the texts, the share of pads; null without."""
     documents_apart: bool | None = None
     """Whether the texts of a packed row were seen not to see each other; null where none are."""
-    batch_wait_share: float | None = None
+    batch_wait_share: Share | None = None
     """Share of the measured time in which the host got its next micro-batch; null without texts."""
     faithfulness: Faithfulness | None = None
     eight_bit: EightBitProducts | None = None
@@ -235,6 +262,13 @@ class Measurement(_Frozen):
     """Of 8-bit compute alone."""
     quality: QualityReport | None = None
     """What it learned, where that was asked for; of a study on texts alone."""
+
+    @model_validator(mode="after")
+    def _agrees_with_itself(self) -> Self:
+        low, high = self.step_seconds_ci95 or (self.step_seconds, self.step_seconds)
+        if not low <= self.step_seconds <= high:
+            raise ValueError(f"step_seconds {self.step_seconds:g} is outside {low:g} to {high:g}")
+        return self
 
     @property
     def speed_interval(self) -> tuple[float, float] | None:
@@ -244,13 +278,6 @@ class Measurement(_Frozen):
         tokens = self.tokens_per_second * self.step_seconds
         low, high = self.step_seconds_ci95
         return tokens / high, tokens / low
-
-    @property
-    def is_sound(self) -> bool:
-        """Whether anything can be ranked by it: its speed and interval are finite and positive."""
-        interval = self.step_seconds_ci95 or ()
-        numbers = (self.tokens_per_second, self.step_seconds, *interval)
-        return all(math.isfinite(number) and number > 0 for number in numbers)
 
     @property
     def is_noisy(self) -> bool:
@@ -286,10 +313,10 @@ class OutOfMemory(_Told):
 
     verdict: Literal[Verdict.OOM] = Verdict.OOM
     stage: Stage
-    step: int = 0
+    step: Count = 0
     """Micro-step that failed, from 0."""
-    requested_bytes: int | None = None
-    peak_allocated_bytes: int | None = None
+    requested_bytes: Count | None = None
+    peak_allocated_bytes: Count | None = None
     """Most that had been allocated when it failed: a lower bound of the need."""
     flags: tuple[str, ...] = ()
     """``neighbour`` where another process had taken what the trial was to have."""
@@ -299,7 +326,7 @@ class PredictedOutOfMemory(_Told):
     """Predicted not to fit, beyond the prediction's uncertainty; never launched."""
 
     verdict: Literal[Verdict.PREDICTED_OOM] = Verdict.PREDICTED_OOM
-    predicted_bytes: int
+    predicted_bytes: Count
     """The least budget that it would run under; above the peak where memory is cut up."""
 
 
@@ -307,7 +334,7 @@ class DominatedOutOfMemory(_Frozen):
     """At least as large in every dimension as a trial that ran out of memory; never launched."""
 
     verdict: Literal[Verdict.DOMINATED_OOM] = Verdict.DOMINATED_OOM
-    by: int
+    by: Count
     """Number of the trial that ran out of memory."""
 
 
@@ -315,7 +342,7 @@ class Diverged(_Told):
     """The loss was not finite."""
 
     verdict: Literal[Verdict.DIVERGED] = Verdict.DIVERGED
-    step: int
+    step: Count
 
 
 class Invalid(_Told):
@@ -384,9 +411,9 @@ Outcome = Annotated[
 class PredictionRecord(_Frozen):
     """What was predicted before the trial ran, kept beside what was measured."""
 
-    peak_allocated_bytes: int
-    peak_reserved_bytes: int
-    tokens_per_second: float | None = None
+    peak_allocated_bytes: Annotated[Count, Field(ge=1)]
+    peak_reserved_bytes: Count
+    tokens_per_second: Positive | None = None
 
 
 class EpochRecord(_Frozen):
@@ -395,26 +422,26 @@ class EpochRecord(_Frozen):
     Of the rows that are trained on: those held out for the evaluation are none of them.
     """
 
-    rows: int
+    rows: Count
     """Texts, or pairs, that are trained on."""
-    rows_cut: int
+    rows_cut: Count
     """Of those, the longer ones, which are cut to the sequence length; of a pair one is enough."""
-    rows_left_out: int
+    rows_left_out: Count
     """Texts of which the cut leaves no token that carries loss."""
-    tokens: int
+    tokens: Count
     """That are read, cut; without pads."""
-    tokens_cut: float
+    tokens_cut: Share
     """Share of the texts' tokens that are cut off the rows that are trained on, 0 to 1."""
-    tokens_left_out: float
+    tokens_left_out: Share
     """Share of the texts' tokens that are in rows that are left out, 0 to 1."""
-    supervised_tokens_cut: float | None = None
+    supervised_tokens_cut: Share | None = None
     """Share of the texts' supervised tokens that are cut off or in rows that are left out, 0 to 1;
     None where an earlier version did not count them."""
-    padded_tokens: int
+    padded_tokens: Count
     """That are computed, pads among them."""
-    loss_tokens: int
+    loss_tokens: Count
     """That carry loss."""
-    steps: int
+    steps: Count
     """Optimizer steps."""
 
     @property
@@ -428,9 +455,9 @@ class Errand(_Frozen):
 
     purpose: Purpose = "search"
     """Only what a search asked for is one of the study's trials."""
-    series: int = 0
+    series: Count = 0
     """Which confirmation of the study it belongs to, from 1; 0 for a trial of the search."""
-    confirms: int | None = None
+    confirms: Count | None = None
     """Number of the trial whose configuration is measured again; None where it is of no trial but
     the baseline's in the winner's capacity class."""
 
@@ -445,8 +472,8 @@ class Attempt(Errand):
     """Of this attempt alone; a number may come to stand for another, in a restored copy."""
     study: str
     """Identity of the study, whatever that is called."""
-    number: int
-    started_at: str
+    number: Count
+    started_at: Moment
 
 
 class Carried(_Frozen):
@@ -456,26 +483,26 @@ class Carried(_Frozen):
     """Name of the study that ran it."""
     identity: str
     """Of that study, whatever is called so today."""
-    number: int
+    number: Count
     """What it was called there."""
 
 
 class TrialRecord(Errand):
     """One trial as storage keeps it."""
 
-    number: int
+    number: Count
     config: TrialConfig
     outcome: Outcome
     is_baseline: bool = False
-    attempt: int = 1
+    attempt: Annotated[Count, Field(ge=1)] = 1
     """1 for the first try; a retry of a lost, crashed or timed-out trial counts on."""
     attempt_id: str | None = None
     """Of this one try, whatever its number; None where it was never begun here."""
-    started_at: str | None = None
+    started_at: Moment | None = None
     """UTC, ISO 8601."""
-    wall_seconds: float = 0.0
+    wall_seconds: Seconds = 0.0
     """From the ask to the tell, worker start-up included."""
-    device_seconds: float = 0.0
+    device_seconds: Seconds = 0.0
     """Time the worker spent on it."""
     prediction: PredictionRecord | None = None
     carried: Carried | None = None
@@ -539,14 +566,8 @@ def over_budget(peak_bytes: int, *, budget_bytes: int, stage: Stage) -> OutOfMem
 
 def held_to_budget(outcome: Outcome, *, budget_bytes: int) -> Outcome:
     """Return what the outcome of a trial counts as: out of memory where it was measured above the
-    budget, and a failure where nothing can be ranked by its speed."""
+    budget."""
     match outcome:
-        case Measured(measurement=measured) if not measured.is_sound:
-            return Crashed(
-                phase="measure",
-                detail=f"a speed was measured that is no positive number: "
-                f"{measured.tokens_per_second} tokens/s, {measured.step_seconds} s a step",
-            )
         case Measured(measurement=measured) | PrunedSlow(measurement=measured):
             peak = measured.peak_allocated_bytes
             return over_budget(peak, budget_bytes=budget_bytes, stage="optimizer") or outcome

@@ -44,8 +44,8 @@ from storage.records import (
     Lost,
     OutOfMemory,
     TrialRecord,
-    held_to_budget,
 )
+from storage.soundness import Soundness, left_out_words
 from storage.urls import DatabaseUrl, parse_url
 
 T = TypeVar("T")
@@ -104,6 +104,7 @@ def open_study(
                 if name in {study.study_name for study in storage.get_all_studies()}:
                     stored = _checked(named, name, storage, definition)
                     identity, runs = stored.attributes.identity, stored.attributes.runs
+                    storage.left_out = frozenset(stored.left_out)
                 else:
                     optuna.create_study(study_name=name, storage=storage, directions=directions)
                 study = _load(name, storage, sampler)
@@ -142,6 +143,10 @@ def open_study(
             steps = f"was started with other steps ({', '.join(changed)})"
             warn(f"{named} {steps}: its trials may not compare with earlier ones")
         sweep_temporary(folder)
+        soundness = Soundness.of(definition)
+        if stored is not None:
+            for words in left_out_words(stored.left_out, of=named):
+                warn(words)
         return OpenStudy(
             study=study,
             definition=definition,
@@ -149,7 +154,8 @@ def open_study(
             environment=environment,
             ledger=Ledger(() if stored is None else stored.records),
             known=known,
-            spool=directory.Spool(folder / directory.SPOOL, known.identity),
+            soundness=soundness,
+            spool=directory.Spool(folder / directory.SPOOL, known.identity, soundness),
             _storage=storage,
             _marks={mark},
             _url=where,
@@ -205,6 +211,8 @@ class OpenStudy(AbstractContextManager["OpenStudy"]):
     """Every finished trial, from memory: nobody else writes."""
     known: codec.StudyAttributes
     """What is stored of the study itself, from memory."""
+    soundness: Soundness
+    """What any result is held against."""
     spool: directory.Spool
     """What is kept on disk alone, where the database stays away: a resume tells it."""
     _storage: Storage
@@ -294,7 +302,7 @@ class OpenStudy(AbstractContextManager["OpenStudy"]):
         None where it is of another configuration than the trial, or where memory ran out as another
         process had it. Its seconds are those that the worker measured.
         """
-        outcome = held_to_budget(left.outcome, budget_bytes=self.definition.target.budget_bytes)
+        outcome = self.soundness.counted(left.config, left.outcome)
         is_neighbours = isinstance(outcome, OutOfMemory) and NEIGHBOUR in outcome.flags
         record = begun or self._begun(left.attempt, left.config)
         if is_neighbours or record.config != left.config:

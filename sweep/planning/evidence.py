@@ -14,7 +14,7 @@ from search_spaces.models import ModelSpec
 from search_spaces.texts import TextsSummary
 from storage.confirmations import BETWEEN_RUNS
 from storage.definition import MemoryForecast, StudyDefinition, StudySnapshot, TargetSpeed
-from storage.ranking import fitting, rankable
+from storage.ranking import fitting
 from storage.records import OutOfMemory, TrialRecord
 from sweep.predict.building import build_forecaster, shapes_of_study
 from sweep.predict.forecast import Evidence, Forecaster, calibrated
@@ -58,7 +58,7 @@ def evidence_from(
     ran_on = target.emulated_on or target.gpu
     is_same_card = match_product(ran_on) == gpu
     # As everywhere, the last trial of a configuration that came to a conclusion decides.
-    measured = {canonical(r.config): r for r in fitting(rankable(snapshot.records))}
+    measured = {canonical(r.config): r for r in fitting(snapshot.records)}
     steady = [r for r in measured.values() if r.measurement and not r.measurement.is_noisy]
     other = f"study '{snapshot.name}' ran on {ran_on}: its speeds do not calibrate the {gpu.name}'s"
     return Evidence(
@@ -213,7 +213,7 @@ def _steps(records: Sequence[TrialRecord]) -> Mapping[TrialConfig, Took]:
     for is_search in (False, True):
         for record in records:
             known = record.measurement
-            if known is not None and known.is_sound and (record.purpose == "search") is is_search:
+            if known is not None and (record.purpose == "search") is is_search:
                 steps[canonical(record.config)] = Took.of(known)
     return steps
 

@@ -127,9 +127,9 @@ def take_over(
 ) -> None:
     """Carry another study's trials over, and warn of what makes them differ from this one's."""
     new = carry_over(study, carried, is_valid=is_valid)
+    for problem in carried.warnings:
+        warn(problem)
     if carried.identity == study.known.identity:
-        for problem in carried.warnings:
-            warn(problem)
         if not new:
             warn(f"the spool of '{carried.name}' has no result that the study has not")
     elif all(record.carried is None for record in study.records()):

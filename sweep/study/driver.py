@@ -34,7 +34,6 @@ from storage.records import (
     OutOfMemory,
     PrunedSlow,
     TrialRecord,
-    held_to_budget,
 )
 from storage.study import OpenStudy
 from sweep.predict.forecast import Forecaster
@@ -370,13 +369,12 @@ class Driver:
             EnvironmentFault: the device is not to be had, and nothing was measured on it before.
         """
         started, outcomes = self.clock(), list[Outcome]()
-        budget_bytes = self.study.definition.target.budget_bytes
         try:
             while True:
                 try:
                     request = self._timed(trial)
                     outcome = lane.runner.run(request, observe=partial(self._observe, trial))
-                    outcomes.append(held_to_budget(outcome, budget_bytes=budget_bytes))
+                    outcomes.append(self.study.soundness.counted(trial.record.config, outcome))
                 except KeyboardInterrupt:
                     # Asked so often that the runner, which is to cancel it, is not waited for.
                     outcomes.append(INTERRUPTED)

@@ -17,7 +17,7 @@ from reports.sentences import stopped_words
 from reports.view import view_of
 from reports.words import emulation_note
 from search_spaces.documents import home_expanded
-from search_spaces.errors import EnvironmentFault, InputError, NothingFits, quote
+from search_spaces.errors import InputError, NothingFits, quote, words_of
 from search_spaces.loading import load_space
 from search_spaces.redaction import redact
 from search_spaces.space import SearchSpace
@@ -353,7 +353,8 @@ def _conclude(prepared: Prepared, reason: StopReason, *, storage: str | None, as
         screen = last_screen(snapshot, report=report, storage_option=option, width=width)
         console.say_result(view.document(), screen, as_json=as_json)
         if fault is not None:
-            raise fault
+            again = f"sweep report {prepared.name}{option}"
+            console.note_folded(f"warning: no report was written: {fault}; `{again}` writes it")
         if not is_cut and (invalid := why_invalid(snapshot)) is not None:
             # Only the real model knows its modules, where its architecture is not known from here.
             why = f"no configuration that was tried is valid: {invalid.rule}: {invalid.detail}"
@@ -368,15 +369,16 @@ def _conclude(prepared: Prepared, reason: StopReason, *, storage: str | None, as
     return INTERRUPTED
 
 
-def reported(study: str, *, url: str) -> tuple[StudySnapshot, Path | None, EnvironmentFault | None]:
-    """Return a study and where its report was written, or why it was not: the results are printed
-    all the same."""
+def reported(study: str, *, url: str) -> tuple[StudySnapshot, Path | None, str | None]:
+    """Return a study and where its report was written, or why it was not: the results stand and are
+    printed all the same."""
     with console.working("writing the report"):
         snapshot, path = read_for_report(study, url=url), report_path(study)
         try:
             write_page(render(snapshot), path)
-        except EnvironmentFault as fault:
-            return snapshot, None, fault
+        except Exception as fault:  # noqa: BLE001 - see below
+            # Also for a mistake of ours: hours of measuring are not lost to their drawing.
+            return snapshot, None, words_of(fault)
     return snapshot, path, None
 
 

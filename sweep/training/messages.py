@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from storage.records import Phase
-
-Count = Annotated[int, Field(ge=0, le=2**63 - 1)]
-"""Bytes and steps are counted far below, and a database counts no further."""
+from storage.records import Count, Phase, Positive
 
 
 class Message(BaseModel):
@@ -38,9 +35,9 @@ class Progress(Message):
     phase: Phase
     step: Count = 0
     """Optimizer steps done in this phase."""
-    tokens_per_second: float | None = None
+    tokens_per_second: Positive | None = None
     """At the median measured step so far."""
-    tokens_per_second_high: float | None = None
+    tokens_per_second_high: Positive | None = None
     """The most that the median step may still turn out to allow: by its 95 % interval, or by a
     generous guess before there is one; None where nothing can be said."""
     allocated_bytes: Count | None = None

@@ -58,6 +58,7 @@ from tests.storage.builders import (
     a_definition,
     a_measurement,
     a_record,
+    agreeing,
     begun,
     fits,
     let_go_of_the_lease,
@@ -388,7 +389,7 @@ def test_a_driver_killed_at_any_moment_loses_nothing_told_and_its_run_is_retried
         assert retried == (records[0].config,)
     else:
         (record,) = records
-        assert (record.number, record.outcome) == (0, fits(1000.0))
+        assert (record.number, record.outcome) == (0, agreeing(fits(1000.0), record.config))
         assert retried == ()
 
 

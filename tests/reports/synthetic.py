@@ -183,7 +183,7 @@ def hostile_study() -> StudySnapshot:
             fits(0, 8_000.0),
             fits(1, 9_000.0, modules, flags=(HOSTILE,)),
             record(2, Crashed(phase="build", detail=HOSTILE)),
-            record(3, Invalid(rule=HOSTILE, detail=HOSTILE), modules, started_at=HOSTILE),
+            record(3, Invalid(rule=HOSTILE, detail=HOSTILE), modules),
         ],
         name=HOSTILE,
         definition=about.model_copy(update={"space": space, "model": model}),

@@ -28,6 +28,7 @@ from storage.records import (
     Carried,
     Crashed,
     DominatedOutOfMemory,
+    Lost,
     Measured,
     Outcome,
     OutOfMemory,
@@ -82,7 +83,7 @@ def test_values_that_repeat_are_sent_once_and_true_is_not_one() -> None:
 
 
 def test_a_column_is_there_where_it_says_something() -> None:
-    assert not document_of(snapshot([fits(0, math.nan)])).columns.keys() & {
+    assert not document_of(snapshot([record(0, Lost())])).columns.keys() & {
         "tokens_per_second",
         "peak_allocated",
         "final_loss",

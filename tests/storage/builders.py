@@ -19,6 +19,7 @@ from storage.records import (
     Measured,
     Measurement,
     Outcome,
+    PrunedSlow,
     SoakReport,
     TrialRecord,
 )
@@ -81,9 +82,24 @@ def a_record(
     number: int = 0, outcome: Outcome | None = None, *, batch: int = 4, **changes: Any
 ) -> TrialRecord:
     config = TrialConfig(micro_batch_size=batch)
-    return TrialRecord.model_validate(
-        {"number": number, "config": config, "outcome": outcome or fits()} | changes
-    )
+    known = outcome or fits()
+    record = TrialRecord.model_validate({"number": number, "config": config, "outcome": known})
+    record = TrialRecord.model_validate(record.model_dump() | changes)
+    return record.model_copy(update={"outcome": agreeing(record.outcome, record.config)})
+
+
+def agreeing(outcome: Outcome, config: TrialConfig) -> Outcome:
+    """Return an outcome whose steps take as long as its speed says of a configuration."""
+    if not isinstance(outcome, Measured | PrunedSlow):
+        return outcome
+    measured = outcome.measurement
+    tokens = measured.loss_tokens_per_step or config.tokens_per_step
+    times = tokens / measured.tokens_per_second / measured.step_seconds
+    changes: dict[str, Any] = {"step_seconds": measured.step_seconds * times}
+    if measured.step_seconds_ci95 is not None:
+        low, high = measured.step_seconds_ci95
+        changes["step_seconds_ci95"] = low * times, high * times
+    return outcome.model_copy(update={"measurement": measured.model_copy(update=changes)})
 
 
 def confirmed(*records: TrialRecord, soak: bool = True) -> tuple[TrialRecord, ...]:

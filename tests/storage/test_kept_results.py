@@ -36,15 +36,17 @@ from storage.records import (
     OutOfMemory,
     TrialRecord,
     Verdict,
-    held_to_budget,
 )
+from storage.soundness import Soundness
 from storage.study import OpenStudy
 from storage.transfer import remove_study
 from tests.storage.builders import (
     BUDGET,
     DISTRIBUTIONS,
     STARTED_AT,
+    a_definition,
     a_record,
+    agreeing,
     an_attempt,
     begun,
     fits,
@@ -149,8 +151,8 @@ def test_what_is_no_outcome_is_none_and_never_written_through(
 @pytest.mark.parametrize("speed", [0.0, -1.0, float("nan"), float("inf")])
 def test_a_speed_that_is_no_positive_number_is_a_failure_and_no_fit(speed: float) -> None:
     measured = fits().measurement.model_copy(update={"tokens_per_second": speed})
-    outcome = held_to_budget(Measured(measurement=measured), budget_bytes=BUDGET)
-    assert isinstance(outcome, Crashed)
+    told = Measured.model_construct(measurement=measured)
+    assert isinstance(Soundness.of(a_definition()).counted(CONFIG, told), Crashed)
 
 
 # Results whose trial in the database is no longer what they are results of
@@ -318,10 +320,13 @@ def test_what_several_workers_left_are_the_results_of_trials_whose_driver_died(
         for name, batch in (("worker.log", 4), ("worker-1.log", 8)):
             _, record = begin(study, batch=batch)
             mine = an_attempt(study, record)
-            beside_log(directory / name).write(mine, record.config, fits(1000.0 + batch))
+            beside_log(directory / name).write(
+                mine, record.config, agreeing(fits(1000.0 + batch), record.config)
+            )
     with open_it(url, home) as study:
         assert study.recover() == ()
-        assert [r.outcome for r in study.records()] == [fits(1004.0), fits(1008.0)]
+        speeds = [r.measurement and r.measurement.tokens_per_second for r in study.records()]
+        assert speeds == [1004.0, 1008.0]
         told = study.records()[-1]
         assert (told.attempt_id, told.started_at) == (record.attempt_id, STARTED_AT)
         assert told.device_seconds == 4.0
@@ -368,7 +373,7 @@ def test_what_a_worker_left_of_a_trial_that_is_no_longer_open_is_kept_before_ano
         errand = Errand(purpose="confirm", series=1, confirms=0)
         first = run_one(study, batch=4)
         mine = study.begin(study.ask_again(), first.config, STARTED_AT, errand=errand)
-        left_behind(study).write(mine, first.config, fits(1234.0))
+        left_behind(study).write(mine, first.config, agreeing(fits(1234.0), first.config))
     execute(url, f"{statement} WHERE state = 'RUNNING'")
     for _ in range(2):
         said: list[str] = []
@@ -376,7 +381,7 @@ def test_what_a_worker_left_of_a_trial_that_is_no_longer_open_is_kept_before_ano
             study.recover()
             (kept,) = [r for r in study.spool.read().records if r.attempt_id == mine.id]
         assert "the result of trial 1 (fits) is kept in" in " ".join(said)
-    assert kept.outcome == fits(1234.0)
+    assert kept.outcome == agreeing(fits(1234.0), kept.config)
     assert (kept.number, kept.started_at, kept.attempt) == (1, STARTED_AT, 1)
     assert (kept.purpose, kept.series, kept.confirms) == ("confirm", 1, 0)
 

@@ -18,7 +18,6 @@ import pytest
 import sqlalchemy
 from optuna.trial import Trial, TrialState
 
-from search_spaces.config import TrialConfig
 from search_spaces.errors import EnvironmentFault
 from storage import database
 from storage.definition import StudySnapshot
@@ -213,7 +212,7 @@ def steps(study: OpenStudy) -> Trial:
     run_one(study)
     trial = study.ask_again()
     study.tell(trial, begun(study, trial, a_record(trial.number)))
-    carried = a_record(2).model_copy(update={"config": TrialConfig(micro_batch_size=8)})
+    carried = a_record(2, batch=8)
     study.carry(carried, params={"micro_batch_size": 8}, distributions=DISTRIBUTIONS)
     study.add_wall_seconds(2.0)
     study.note(ended={"reason": "exhausted"})

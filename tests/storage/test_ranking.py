@@ -96,11 +96,6 @@ def classed(number: int, outcome: Outcome, **config: object) -> TrialRecord:
     return TrialRecord(number=number, config=TrialConfig.model_validate(config), outcome=outcome)
 
 
-def broken(speed: float) -> Measured:
-    measured = a_measurement().model_copy(update={"tokens_per_second": speed})
-    return fits().model_copy(update={"measurement": measured})
-
-
 ENDS = trials(at(100, 4), at(200, 12))
 COUNTED = trials(
     at(300, 9, trainable_parameters=10),
@@ -116,10 +111,6 @@ ORDERS: dict[str, tuple[tuple[TrialRecord, ...], tuple[Objective, ...], list[int
     "less memory of equal speeds, then the earlier": (
         trials(at(100, 9), at(100, 8), at(100, 8))[::-1],
         *(SPEED, [1, 2, 0], []),
-    ),
-    "a speed that is none": (
-        trials(fits(1.0), *map(broken, (math.nan, math.inf, 0.0, -1.0))),
-        *(SPEED, [0], []),
     ),
     "once, by its last measurement": (
         (

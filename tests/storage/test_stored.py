@@ -89,6 +89,8 @@ DAMAGES: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "an unknown verdict": (lambda r: r | {"outcome": {"verdict": "melted"}}, "verdict|'melted'"),
     "a key of a newer version": (lambda r: r | {"moon": "full"}, "unknown key 'moon'"),
     "a newer configuration": (lambda r: configured(r, lora_colour="red"), "unknown key 'lora_col"),
+}
+UNSOUND: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "no outcome": (lambda r: r | {"outcome": None}, "outcome"),
     "a speed in words": (measured, "tokens_per_second"),
     "a rank beyond bounds": (lambda r: configured(r, lora_rank=10**300), "lora_rank"),
@@ -108,6 +110,18 @@ def test_a_study_with_a_trial_that_cannot_be_read_is_refused_by_name_and_others_
         open_it(f"sqlite:///{path}", path.parent, name="mine")
     with open_it(f"sqlite:///{path}", path.parent, name="other") as study:
         assert len(study.records()) == 4
+
+
+@pytest.mark.parametrize("what", UNSOUND)
+def test_a_trial_that_is_not_sound_is_left_out_and_the_others_stay(what: str, path: Path) -> None:
+    how, words = UNSOUND[what]
+    put(path, "record", json.dumps(how(stored_text(path, "record"))))
+    mine = the_study(path)
+    assert DAMAGED not in [record.number for record in mine.records]
+    assert len(mine.records) == 3
+    assert any(re.search(f"trial {DAMAGED}: .*({words})", said) for said in mine.warnings)
+    with open_it(f"sqlite:///{path}", path.parent, name="mine") as study:
+        assert len(study.records()) == 3
 
 
 def test_what_was_asked_for_or_closed_unbegun_is_no_trial_and_no_fault(path: Path) -> None:

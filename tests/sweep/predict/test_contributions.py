@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,7 @@ CONFIGS = [
     for rank in (16, 64)
 ]
 Lines = list[dict[str, Any]]
+TODAY = date(2027, 1, 1)
 
 
 class Peaks(ImaginedPredictor):
@@ -69,7 +71,8 @@ def simulated(
         }
         for config, step in zip(configs, seconds.tolist(), strict=True)
     ]
-    return parse_contribution(a_text("a10", MISTRAL.name, rows), "a10.jsonl")
+    text = a_text("a10", MISTRAL.name, rows, versions={"torch": "2.11.0+cu130"})
+    return parse_contribution(text, "a10.jsonl")
 
 
 def changed(contribution: Contribution, change: Callable[[Lines], object]) -> str:
@@ -95,7 +98,7 @@ def test_the_committed_files_are_of_committed_recordings_and_pass(name: str) -> 
         def predict(self, config: TrialConfig) -> MemoryPrediction:  # type: ignore[override]
             return imagined(peaks[config] or 0, uncertainty=0.015)
 
-    check(file, predictor=Recorded())
+    check(file, predictor=Recorded(), today=TODAY)
 
 
 DOCTORED: dict[str, tuple[Callable[[Lines], object], str]] = {
@@ -132,6 +135,20 @@ DOCTORED: dict[str, tuple[Callable[[Lines], object], str]] = {
         lambda f: [slower(row, times) for row, times in zip(f[1:], (1, 4) * 4, strict=True)],
         "contradict each other",
     ),
+    "every other three times slower": (
+        lambda f: [slower(row, times) for row, times in zip(f[1:], (1, 3) * 4, strict=True)],
+        "contradict each other",
+    ),
+    "half of them three times slower": (
+        lambda f: [slower(row, 3) for row in f[1:5]],
+        "contradict each other",
+    ),
+    "tomorrow": (lambda f: f[0].update(date="2027-01-02"), "in the future"),
+    "no versions": (lambda f: f[0].update(versions={}), "versions do not name torch"),
+    "memory of another GPU": (
+        lambda f: f[0].update(gpu_memory_bytes=80 * GIB),
+        "gpu_memory_bytes 85,899,345,920 is no NVIDIA A10's",
+    ),
     "several GPUs": (lambda f: f[1]["config"].update(data_parallel=2), "several GPUs"),
 }
 
@@ -139,8 +156,13 @@ DOCTORED: dict[str, tuple[Callable[[Lines], object], str]] = {
 @pytest.mark.parametrize("case", DOCTORED)
 def test_a_doctored_file_is_refused_in_one_plain_sentence(case: str) -> None:
     change, words = DOCTORED[case]
+    text = changed(simulated(), change)
+
+    def read_and_check() -> None:
+        check(parse_contribution(text, "f.jsonl"), predictor=Peaks(), today=TODAY)
+
     with pytest.raises(InputError) as caught:
-        check(parse_contribution(changed(simulated(), change), "f.jsonl"), predictor=Peaks())
+        read_and_check()
     assert str(caught.value).startswith("f.jsonl: ")
     assert words in str(caught.value)
 
@@ -154,7 +176,7 @@ def test_what_is_no_contribution_is_refused() -> None:
 def test_one_odd_trial_is_left_out_and_teaches_nothing() -> None:
     text = changed(simulated(), lambda f: slower(f[3], 4.0))
     odd = parse_contribution(text, "f.jsonl")
-    check(odd, predictor=Peaks())
+    check(odd, predictor=Peaks(), today=TODAY)
     assert [row for row, _ in Session(odd).outliers] == [2]
 
 

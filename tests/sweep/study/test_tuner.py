@@ -37,6 +37,7 @@ from tests.sweep.simulated_device import (
     a_measurement,
     a_space,
     a_study,
+    at_speed,
     train,
 )
 from tests.sweep.study.driven import a_forecaster, a_grid, drive
@@ -237,8 +238,7 @@ def test_nothing_above_the_budget_enters_a_study_as_fitting(tmp_path: Path) -> N
 
 
 def disturbed(speed: float) -> Outcome:
-    values = {"tokens_per_second": speed, "flags": ("neighbour",)}
-    return Measured(measurement=a_measurement(BASELINE, **values))
+    return at_speed(BASELINE, speed, flags=("neighbour",))
 
 
 DISTURBED = [disturbed(speed) for speed in (1.0, 3.0, 2.0)]
