@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import math
 import random
 import shlex
@@ -257,8 +258,10 @@ def test_a_space_for_the_cpu_does_not_look_for_a_gpu() -> None:
     prepare(RunRequest(space="cpu-demo"), card=read)
 
 
-def test_a_preset_takes_the_attention_that_the_model_has() -> None:
-    request = RunRequest(space="h200", overrides={"model": "gpt-oss-20b"})
+def test_a_preset_takes_the_attention_that_the_model_has(tmp_path: Path) -> None:
+    capped = {**load_model_spec("qwen3-0.6b").config, "attn_logit_softcapping": 50.0}
+    (tmp_path / "config.json").write_text(json.dumps(capped))
+    request = RunRequest(space="h200", overrides={"model": str(tmp_path)})
     what = prepare(request, card=lambda: a_card("h200"))
     assert what.definition.space.values_of("attention") == ("eager",)
     assert any("eager" in note for note in what.notes)
