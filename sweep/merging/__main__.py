@@ -15,8 +15,8 @@ def _merge(request: Mapping[str, Any], say: Say) -> Mapping[str, Any]:
     from sweep.training.libraries import OPTIONAL, lean_imports
 
     with lean_imports(*OPTIONAL):
-        from sweep.merging.child import merge_and_compare
-    return merge_and_compare(request, say)
+        from sweep.merging.child import merge_or_compare
+    return merge_or_compare(request, say)
 
 
 if __name__ == "__main__":

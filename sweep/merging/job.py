@@ -28,15 +28,8 @@ from sweep.child_environment import child_environment
 from sweep.data.tokenizers import TokenizerFiles
 from sweep.subprocess_jobs import run_subprocess
 
+ADAPTER_PICKLED = "adapter_model.bin"
 _COMMAND = (sys.executable, "-P", "-m", "sweep.merging")
-_NOT_PLAIN = (
-    *("alora_invocation_tokens", "arrow_config", "kasa_config", "layer_replication"),
-    *("monteclora_config", "target_parameters", "use_bdlora", "use_qalora", "velora_config"),
-)
-"""Keys of PEFT's config whose presence means that weights are not base plus product."""
-_BASE_CHANGED = ("pissa", "olora", "corda", "loftq", "lora_ga")
-"""Beginnings of `init_lora_weights` that change the base before training: what was trained belongs
-to that base, not to the one on the disk."""
 _WEIGHTS = (
     *(".safetensors", ".index.json", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf"),
     *(".ggml", ".onnx", ".onnx_data", ".ot", ".npz", ".pkl", ".tflite", ".nemo", ".zip", ".gz"),
@@ -64,27 +57,30 @@ def merge(
 
     Raises:
         InputError: no such adapter or base, or they cannot be merged; nothing was written.
-        EnvironmentFault: no room on the disk, or no memory; nothing is left of it.
+        EnvironmentFault: no room on the disk, or no memory; nothing is left of it. A comparison
+            that fails is none of these: the merged model is kept, and ``not_compared`` says why.
     """
-    began, target = time.monotonic(), home_expanded(output)
+    began = time.monotonic()
+    target = home_expanded(output)
     if os.path.lexists(target) and (not target.is_dir() or any(target.iterdir())):
         raise InputError(f"--output: {output} is not an empty directory: name a new one")
     files.require_parent(target)
-    source, lora = Path(adapter).absolute(), _read_adapter(adapter)
+    source = Path(adapter).absolute()
+    lora = _read_adapter(adapter)
     named = lora.get("base_model_name_or_path") or None
     base, label = _base(source, named, typed=model)
     is_named = label == named or base == home_expanded(named or "").resolve()
+    models = {"base": str(base), "adapter": str(source)}
     with _written_whole(target.absolute()) as directory:
         tokenizer = _copy_beside(source, base, directory)
-        order = {"base": str(base), "adapter": str(source), "directory": str(directory)}
-        answer = run_subprocess(
-            _COMMAND,
-            {**order, "dtype": dtype, "rows": rows},
-            on_news=on_news,
-            environment=child_environment(),
-        )
-        text = _card(label, source.name, answer["dtype"])
+        order = {"task": "merge", "dtype": dtype, "directory": str(directory), **models}
+        merged = _run(order, on_news)
+        text = _card(label, source.name, merged["dtype"])
         (directory / "README.md").write_text(text, encoding="utf-8")
+    # From here on the merged model is there, whatever becomes of the comparison.
+    compared = _compared({**merged, **models, "directory": str(target.absolute())}, rows, on_news)
+    peak = max(merged["peak_host_bytes"], compared.get("peak_host_bytes", 0))
+    merged.pop("form")
     return {
         "output": str(target.absolute()),
         "adapter": adapter,
@@ -92,8 +88,26 @@ def merge(
         "trained_on": None if is_named else named,
         "seconds": time.monotonic() - began,
         "tokenizer": tokenizer,
-        **answer,
+        **merged,
+        **compared,
+        "peak_host_bytes": peak,
     }
+
+
+def _run(order: Mapping[str, Any], on_news: Callable[[Mapping[str, Any]], None]) -> dict[str, Any]:
+    return run_subprocess(_COMMAND, order, on_news=on_news, environment=child_environment())
+
+
+def _compared(
+    order: Mapping[str, Any], rows: int, on_news: Callable[[Mapping[str, Any]], None]
+) -> dict[str, Any]:
+    """Return how near the merged model is, or why that is not known."""
+    if rows == 0:
+        return {"comparison": None, "not_compared": "it was not asked for"}
+    try:
+        return _run({**order, "task": "compare", "rows": rows}, on_news)
+    except (InputError, EnvironmentFault, OSError) as error:
+        return {"comparison": None, "not_compared": words_of(error)}
 
 
 def _read_adapter(name: str) -> dict[str, Any]:
@@ -107,22 +121,22 @@ def _read_adapter(name: str) -> dict[str, Any]:
     if not name or not is_directory(directory, label=f"adapter '{name}'"):
         raise InputError(f"adapter '{name}': no such directory")
     for file in (ADAPTER_CONFIG, ADAPTER):
+        pickled = directory / ADAPTER_PICKLED
+        if file == ADAPTER and exists(pickled, label=f"{name}/{ADAPTER_PICKLED}"):
+            continue
         if not exists(directory / file, label=f"{name}/{file}"):
             below = sorted(path.parent.name for path in directory.glob(f"*/{file}"))
             hint = f"; {below[-1]} below it holds one" if below else ""
             raise InputError(f"adapter '{name}': no {file} in it{hint}")
-    tensors_of(directory / ADAPTER, label=f"{name}/{ADAPTER}")
+    if exists(directory / ADAPTER, label=f"{name}/{ADAPTER}"):
+        tensors_of(directory / ADAPTER, label=f"{name}/{ADAPTER}")
     config = read_json(directory / ADAPTER_CONFIG, label=label)
-    if (kind := config.get("peft_type")) != "LORA":
-        raise InputError(f"{label}: peft_type must be LORA to be merged, got {quote(kind)}")
-    for key in _NOT_PLAIN:
-        if config.get(key):
-            raise InputError(f"{label}: {key}: this is no plain LoRA and is not merged")
-    made = config.get("init_lora_weights")
-    if isinstance(made, str) and made.lower().startswith(_BASE_CHANGED):
+    if not isinstance(config.get("peft_type"), str):
+        raise InputError(f"{label}: peft_type: must name the kind of adapter")
+    if config.get("layer_replication"):
         raise InputError(
-            f"{label}: init_lora_weights {quote(made)} changed the base before the training: save "
-            "it with PEFT's path_initial_model_for_weight_conversion, and merge that"
+            f"{label}: layer_replication: the adapter's model has more layers than its base, and "
+            "is not merged; load base and adapter with PEFT"
         )
     return config
 

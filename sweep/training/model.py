@@ -254,7 +254,7 @@ def _storage_dtype(config: TrialConfig) -> torch.dtype:
     return compute_type(config) if config.is_sharded else torch.uint8
 
 
-_DECODER_KEYS = {
+DECODER_KEYS = {
     r"^language_model\.lm_head\.": "lm_head.",
     r"^language_model\.model\.": "model.",
     r"^model\.language_model\.": "model.",
@@ -267,7 +267,7 @@ def _load_part(name: str, spec: ModelSpec, arguments: dict[str, Any]) -> PreTrai
     model, found = AutoModelForCausalLM.from_pretrained(
         name,
         config=AutoConfig.for_model(**spec.config),
-        key_mapping=_DECODER_KEYS,
+        key_mapping=DECODER_KEYS,
         output_loading_info=True,
         trust_remote_code=False,
         **arguments,

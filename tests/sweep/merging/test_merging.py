@@ -64,7 +64,7 @@ def refused(adapter: Path, model: Path | None, words: str) -> None:
 
 def merged_here(adapter: Path, base: Path, directory: Path, **options: Any) -> Path:
     """Merge in this process."""
-    from sweep.merging.child import Merge
+    from sweep.merging.merged import Merge
 
     directory.mkdir()
     Merge(adapter, base, **options).write(directory)
@@ -345,7 +345,7 @@ def test_one_model_is_in_memory_at_a_time_and_a_4_bit_one_that_fails_costs_no_pr
 ) -> None:
     from transformers import AutoModelForCausalLM
 
-    from sweep.merging.child import Models, compare
+    from sweep.merging.comparing import Models, compare
 
     loaded: list[weakref.ref[Any]] = []
     alive: list[int] = []
@@ -370,7 +370,7 @@ def test_one_model_is_in_memory_at_a_time_and_a_4_bit_one_that_fails_costs_no_pr
 def test_an_adapter_of_an_8_bit_base_is_compared_on_that_base(
     kind: str, base: Path, adapter: Path, tmp_path: Path
 ) -> None:
-    from sweep.merging.child import Models, compare
+    from sweep.merging.comparing import Models, compare
 
     models = Models(base, adapter, merged_here(adapter, base, tmp_path / "merged"), dtype="bf16")
     in_4_bits = compare(models, rows=1)["trained"]

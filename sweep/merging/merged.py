@@ -1,0 +1,379 @@
+"""An adapter added to its base by PEFT, one module after the other, in the base's own files."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import warnings
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft.tuners.lora import LoraLayer
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+
+from search_spaces.checkpoints import INDEX
+from search_spaces.documents import read_json
+from search_spaces.errors import EnvironmentFault, InputError, quote, words_of
+from sweep.merging.attached import FAULTS, Adapter, Form, base_of, forms_of, is_target, resize
+from sweep.merging.checkpoint import Checkpoint, Names
+from sweep.subprocess_jobs import Say
+from sweep.training.model import DTYPES
+
+_TIED = "tie_word_embeddings"
+_STREAMED = {"LORA", "ADALORA", "IA3", "LOHA", "LOKR", "LN_TUNING", "TRAINABLE_TOKENS"}
+"""Kinds that PEFT puts on a model without looking at its weights. For the others the base is in
+memory, in fp32."""
+_REPEATED = ("pissa", "olora", "loftq")
+"""Values of `init_lora_weights` that change the base before the training, by a rule that PEFT
+applies again when it loads the adapter."""
+_CHANGED = ("pissa_niter", "corda", "lora_ga")
+"""Beginnings of those that change it by chance or by data, which no adapter holds."""
+
+
+class Merge:
+    """What an adapter makes of a base, tensor by tensor.
+
+    Attributes:
+        dtype: of the merged model; the base's own 16-bit type where None is given.
+        checkpoint: the base's files.
+        form, form_index: as what the checkpoint is loaded, and which of `forms_of` it is.
+        targets: the modules that PEFT wrapped, by name.
+        replaced: parameters that the adapter holds in full, by name.
+        notes: what a person is to know of the merged model.
+
+    Raises:
+        InputError: the two do not belong together.
+    """
+
+    form: Form
+    targets: list[str]
+    replaced: dict[str, torch.Tensor]
+
+    def __init__(self, adapter: Path, base: Path, *, dtype: str | None = None) -> None:
+        self._config = read_json(base / "config.json", label=f"{base}/config.json")
+        self._adapter = Adapter(adapter)
+        self._init = _init_of(self._adapter)
+        self.checkpoint = Checkpoint(base)
+        is_half = self.checkpoint.stored == torch.float16
+        self.dtype = dtype or ("fp16" if is_half else "bf16")
+        self.notes: list[str] = []
+        self._is_untied = False
+        self._merged: dict[str, torch.Tensor] = {}
+        self._written: dict[str, torch.Tensor] = {}
+        fault: InputError | None = None
+        for index, form in enumerate(forms_of(base)):
+            self.form_index = index
+            try:
+                self._attach(form)
+            except InputError as error:
+                # What the first of them says is about what `sweep train` trains.
+                fault = fault or error
+            else:
+                return
+        raise fault or InputError(f"base '{base}' holds no causal language model")
+
+    def _attach(self, form: Form) -> None:
+        """Put the adapter on one of the checkpoint's models, and find what it changes."""
+        self.form = form
+        model = form.skeleton()
+        self._names = Names(model, self.checkpoint, form.key_mapping)
+        self._rows = self._adapter.vocabulary(model)
+        if self._rows == model.get_input_embeddings().weight.shape[0]:
+            self._rows = None
+        resize(model, self._rows)
+        self._resized_names: set[str] = set()
+        if self._rows is not None:
+            ends = {id(model.get_input_embeddings()), id(model.get_output_embeddings())}
+            for path, module in model.named_modules():
+                if id(module) in ends:
+                    self._resized_names |= {f"{path}.{n}" for n, _ in module.named_parameters()}
+        self._find_tied(model)
+        self._is_streamed = self._adapter.kind in _STREAMED
+        self._make_hollow(model)
+        parameters = model.named_parameters(remove_duplicate=False)
+        self._own: dict[str, torch.nn.Parameter] = dict(parameters)
+        if not self._is_streamed:
+            self.replaced = {}
+            for name in self._own:
+                if self._source(name) is not None:
+                    self._own[name].data = self._load(name).clone()
+        changes = {} if self._init is None else {"init_lora_weights": True}
+        peft = self._adapter.attach(model, is_hollow=self._is_streamed, **changes)
+        self._base: Any = peft.get_base_model()
+        self.targets = self._find_targets()
+        self.replaced = self._find_replaced()
+        for name in (*self._own_names(self.targets), *self.replaced):
+            if self._source(name) is None:
+                raise InputError(f"the adapter changes '{name}', which the base does not hold")
+
+    def _find_tied(self, model: Any) -> None:
+        """Find the parameters that are one and the same."""
+        groups: dict[int, list[str]] = defaultdict(list)
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            groups[id(parameter)].append(name)
+        self._tied: dict[str, list[str]] = {}
+        for names in groups.values():
+            self._tied |= dict.fromkeys(names, names)
+
+    def _make_hollow(self, model: Any) -> None:
+        """Give a model parameters that have a shape and no memory, tied as they were unless each
+        is to have memory."""
+        made: dict[int, torch.nn.Parameter] = {}
+        for module in model.modules():
+            for name, parameter in list(module.named_parameters(recurse=False)):
+                hollow = made.get(id(parameter))
+                if hollow is None or not self._is_streamed:
+                    hollow = torch.nn.Parameter(_hollow(parameter.shape), requires_grad=False)
+                    made[id(parameter)] = hollow
+                setattr(module, name, hollow)
+
+    def _find_targets(self) -> list[str]:
+        """Return the outermost modules that PEFT wrapped and the adapter has something for."""
+        found: list[str] = []
+        for path, module in self._base.named_modules():
+            is_inside = any(path.startswith(f"{outer}.") for outer in found)
+            if is_target(module) and not is_inside:
+                found.append(path)
+        self._target_of: dict[str, str] = {}
+        targets = []
+        for path in found:
+            module = self._base.get_submodule(path)
+            if not any(parameter.is_meta for parameter in module.parameters()):
+                targets.append(path)
+                self._target_of |= dict.fromkeys(self._own_names([path]), path)
+        return targets
+
+    def _own_names(self, targets: Iterable[str]) -> list[str]:
+        """Return the base's parameters in some of its modules."""
+        beginnings = tuple(f"{path}." for path in targets)
+        return [name for name in self._own if name.startswith(beginnings)]
+
+    def _find_replaced(self) -> dict[str, torch.Tensor]:
+        """Return the base's parameters that the adapter has in full, among them those that are tied
+        to one."""
+        found: dict[str, torch.Tensor] = {}
+        for name, own in self._own.items():
+            path, _, leaf = name.rpartition(".")
+            module: Any = self._base
+            for part in path.split("."):
+                module = getattr(base_of(module), part)
+            tensor = getattr(base_of(module), leaf)
+            if tensor is not own:
+                found[name] = tensor.detach()
+        for name in list(found):
+            for other in self._tied[name]:
+                found.setdefault(other, found[name])
+        return found
+
+    def _source(self, name: str) -> str | None:
+        """Return a parameter's name, or that of one tied to it, that the base's files hold."""
+        for other in (name, *self._tied[name]):
+            if self._names.has(other):
+                return other
+        return None
+
+    # Weights.
+
+    def _load(self, name: str) -> torch.Tensor:
+        """Return what a parameter is before anything is added to it, in fp32."""
+        if name in self.replaced:
+            return self.replaced[name].float()
+        source = self._source(name)
+        assert source is not None, "what the adapter changes is in the base"
+        tensor = self._names.load(source).float()
+        if name not in self._resized_names:
+            return tensor
+        assert self._rows is not None
+        lacking = self._rows - tensor.shape[0]
+        if lacking <= 0:
+            return tensor[: self._rows]
+        mean = tensor.mean(dim=0, keepdim=True)
+        return torch.cat([tensor, mean.expand(lacking, *tensor.shape[1:])])
+
+    def _merge(self, path: str) -> None:
+        """Have PEFT merge one module, in fp32; only one is in memory."""
+        names = self._own_names([path])
+        if self._is_streamed:
+            for name in names:
+                self._own[name].data = self._load(name).clone()
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                merged = self._unloaded(self._base.get_submodule(path))
+        except FAULTS as error:
+            raise InputError(
+                f"PEFT cannot merge the adapter's '{path}' ({self._adapter.kind}): "
+                f"{words_of(error)}; load base and adapter with PEFT"
+            ) from error
+        for name, parameter in merged.named_parameters():
+            full = f"{path}.{name}"
+            self._merged[full] = self._narrow(full, parameter.detach())
+        if self._is_streamed:
+            for name in names:
+                self._own[name].data = _hollow(self._own[name].shape)
+
+    def _unloaded(self, module: Any) -> Any:
+        """Return the base's module of a wrapped one, with the adapter merged into it by PEFT."""
+        if self._init is not None and isinstance(module, LoraLayer):
+            self._begin_as_trained(module)
+        if hasattr(module, "unload_and_optionally_merge_module"):
+            options: dict[str, Any] = {"safe_merge": False, "adapter_names": None}
+            return module.unload_and_optionally_merge_module(merge=True, **options)
+        module.merge()
+        return module.get_base_layer()
+
+    def _begin_as_trained(self, layer: Any) -> None:
+        """Change a layer's base weight as it was changed before the training."""
+        if "default" not in layer.lora_A:
+            return
+        trained = [layer.lora_A["default"].weight, layer.lora_B["default"].weight]
+        kept = [weight.data for weight in trained]
+        match self._init:
+            case "pissa":
+                layer.pissa_init("default", "pissa")
+            case "olora":
+                layer.olora_init("default")
+            case "loftq":
+                layer.loftq_init("default", self._adapter.config)
+        for part, weight in zip((layer.lora_A, layer.lora_B), kept, strict=True):
+            part["default"].weight.data = weight
+
+    def _value(self, name: str) -> torch.Tensor:
+        """Return a parameter of the merged model, in the type that it is written in."""
+        if path := self._target_of.get(name):
+            if name not in self._merged:
+                self._merge(path)
+            return self._merged.pop(name)
+        return self._narrow(name, self._load(name))
+
+    @property
+    def count_merged(self) -> int:
+        """How many modules PEFT merged."""
+        return len(self.targets)
+
+    def _is_changed(self, name: str) -> bool:
+        return name in self._target_of or name in self.replaced or name in self._resized_names
+
+    def _narrow(self, name: str, wide: torch.Tensor) -> torch.Tensor:
+        if not wide.is_floating_point():
+            return wide
+        narrow = wide.to(DTYPES[self.dtype]).contiguous()
+        if self.dtype == "fp16" and not torch.isfinite(narrow).all() and wide.isfinite().all():
+            raise InputError(f"'{name}' has weights too large for fp16: merge with --dtype bf16")
+        return narrow
+
+    def _stored(self, name: str) -> torch.Tensor:
+        """Return one of the merged model's tensors, by the name that it has in the files."""
+        if name in self._written:
+            return self._written.pop(name)
+        parameters = self._names.parameters.get(name, [])
+        if not any(self._is_changed(parameter) for parameter in parameters):
+            tensor = self.checkpoint.read(name)
+            # The few tensors that a 16-bit base keeps in fp32 stay so.
+            is_wide = tensor.dtype == torch.float32 != self.checkpoint.stored
+            return tensor if is_wide else self._narrow(name, tensor)
+        values = {parameter: self._value(parameter) for parameter in parameters}
+        self._written |= self._names.stored(values)
+        return self._written.pop(name)
+
+    # Files.
+
+    def write(self, directory: Path, say: Say = lambda _: None) -> int:
+        """Write the merged weights, their index and config; return the bytes of the weights.
+
+        Raises:
+            InputError: PEFT cannot merge a module, or a weight is too large for the type.
+            EnvironmentFault: the disk has no room.
+        """
+        files = self.checkpoint.files
+        total = sum(tensor.nbytes for tensor in self.checkpoint.tensors.values())
+        # Merged, most tensors have two bytes a number.
+        needed = total * 2 // self.checkpoint.stored.itemsize
+        if shutil.disk_usage(directory).free < needed:
+            short = f"takes {needed / 2**30:.1f} GiB, and its disk has not as much free"
+            raise EnvironmentFault(f"--output: the merged model {short}: nothing was written")
+        done = 0
+        written = 0
+        weight_map: dict[str, str] = {}
+        for file, stored in files.items():
+            tensors: dict[str, torch.Tensor] = {}
+            for name in stored:
+                tensors[name] = self._stored(name)
+                done += stored[name].nbytes
+                say({"merged": done, "of": total})
+            tensors |= self._parted(tensors)
+            try:
+                save_file(tensors, directory / file, metadata={"format": "pt"})
+            except SafetensorError as error:
+                raise EnvironmentFault(f"--output: {file} cannot be written: {error}") from error
+            written += sum(tensor.nbytes for tensor in tensors.values())
+            weight_map |= dict.fromkeys(tensors, file)
+            self.checkpoint.close()
+        documents: dict[str, Any] = {"config.json": self._merged_config()}
+        if len(files) > 1:
+            documents[INDEX] = {"metadata": {"total_size": written}, "weight_map": weight_map}
+        for document, values in documents.items():
+            text = json.dumps(values, indent=2, sort_keys=True) + "\n"
+            (directory / document).write_text(text, encoding="utf-8")
+        return written
+
+    def _parted(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return what was tied to one of a file's tensors, and is another one now."""
+        found: dict[str, torch.Tensor] = {}
+        for stored, tensor in tensors.items():
+            for name in self._names.parameters.get(stored, []):
+                for other in self._tied[name]:
+                    is_changed = self._is_changed(name) or self._is_changed(other)
+                    if other == name or not is_changed:
+                        continue
+                    if self._names.has(other):
+                        self._is_untied = True
+                        continue
+                    value = self._value(other)
+                    if not torch.equal(value, tensor):
+                        self._is_untied = True
+                        found[other] = value
+        return found
+
+    def _merged_config(self) -> dict[str, Any]:
+        """Return the base's config with what the adapter changed of it."""
+        config = self._config | {"dtype": str(DTYPES[self.dtype]).removeprefix("torch.")}
+        config.pop("torch_dtype", None)
+        parts = [config]
+        for key in ("text_config", "llm_config"):
+            if isinstance(part := config.get(key), dict):
+                config[key] = dict(part)
+                parts.append(config[key])
+        for part in parts:
+            if self._is_untied:
+                part[_TIED] = False
+            if self._rows is not None and (part is parts[-1] or "vocab_size" in part):
+                part["vocab_size"] = self._rows
+        return config
+
+
+def _hollow(shape: torch.Size) -> torch.Tensor:
+    """Return a tensor of a shape that takes no memory."""
+    return torch.zeros(1).expand(shape) if len(shape) else torch.zeros(())
+
+
+def _init_of(adapter: Adapter) -> str | None:
+    """Return how an adapter's base was changed before the training; None where it was not.
+
+    Raises:
+        InputError: in a way that cannot be repeated.
+    """
+    init = getattr(adapter.config, "init_lora_weights", None)
+    if not isinstance(init, str):
+        return None
+    if init.lower().startswith(_CHANGED):
+        raise InputError(
+            f"adapter_config.json: init_lora_weights {quote(init)} changed the base before the "
+            "training, and the adapter does not say how: save it with PEFT's "
+            "path_initial_model_for_weight_conversion, and merge that"
+        )
+    return init.lower() if init.lower() in _REPEATED else None

@@ -1,0 +1,269 @@
+"""Adapters of every kind that PEFT loads, merged: their logits after reloading are PEFT's."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+VOCABULARY = 700
+LLAMA = {
+    "model_type": "llama",
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "tie_word_embeddings": False,
+}
+TIED = LLAMA | {"tie_word_embeddings": True}
+
+
+def small(kind: str, **values: Any) -> dict[str, Any]:
+    """Return the config of a tiny model of a kind that names sizes as Llama does."""
+    return LLAMA | {"model_type": kind, **values}
+
+
+GPT2 = {"model_type": "gpt2", "vocab_size": VOCABULARY, "n_embd": 32, "n_layer": 2, "n_head": 4}
+BLOOM = {"model_type": "bloom", "vocab_size": VOCABULARY, "hidden_size": 32, "n_layer": 2}
+BLOOM |= {"n_head": 4}
+MPT = {"model_type": "mpt", "vocab_size": VOCABULARY, "d_model": 32, "n_layers": 2, "n_heads": 4}
+GPTJ = {"model_type": "gptj", "vocab_size": VOCABULARY, "n_embd": 32, "n_layer": 2, "n_head": 4}
+GPTJ |= {"rotary_dim": 4, "n_positions": 128, "tie_word_embeddings": False}
+CODEGEN = GPTJ | {"model_type": "codegen"}
+MIXTRAL = small("mixtral", num_local_experts=4, num_experts_per_tok=2)
+QWEN_MOE = small(
+    "qwen3_moe", num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, head_dim=8
+)
+GPT_OSS = small("gpt_oss", num_local_experts=4, num_experts_per_tok=2, head_dim=8)
+Q_V = {"target_modules": ["q_proj", "v_proj"]}
+
+
+@dataclass(frozen=True)
+class Case:
+    """An adapter to be made, by PEFT's name of its configuration."""
+
+    config: dict[str, Any] = field(default_factory=lambda: LLAMA)
+    kind: str = "LoraConfig"
+    options: dict[str, Any] = field(default_factory=lambda: dict(Q_V))
+    rows: int | None = None
+    """Tokens after resizing."""
+    save: dict[str, Any] = field(default_factory=dict)
+    is_near: float = 0.01
+    """How far logits may be apart, of their spread."""
+
+
+def lora(config: dict[str, Any] = LLAMA, **options: Any) -> Case:
+    options = {"r": 4, "lora_alpha": 12, **options}
+    if "target_parameters" not in options:
+        options.setdefault("target_modules", ["q_proj", "v_proj"])
+    return Case(config=config, options=options)
+
+
+def resized(rows: int, config: dict[str, Any] = LLAMA, *, save: Any = "auto", **options: Any) -> Case:
+    case = lora(config, **options)
+    return Case(case.config, case.kind, case.options, rows, {"save_embedding_layers": save})
+
+
+def other(kind: str, config: dict[str, Any] = LLAMA, **options: Any) -> Case:
+    options.setdefault("target_modules", ["q_proj", "v_proj"])
+    return Case(config=config, kind=kind, options=options)
+
+
+CASES = {
+    "plain": lora(),
+    "rslora": lora(use_rslora=True, target_modules="all-linear"),
+    "patterns": lora(rank_pattern={"q_proj": 2}, alpha_pattern={"layers.1.self_attn.v_proj": 3}),
+    "regex patterns": lora(rank_pattern={r".*\.1\.self_attn\.q_proj": 2}),
+    "dora": lora(use_dora=True),
+    "dora of conv1d": lora(GPT2, use_dora=True, target_modules=["c_attn"], fan_in_fan_out=True),
+    "dora of an embedding": lora(use_dora=True, target_modules=["embed_tokens", "q_proj"]),
+    "lora bias": lora(small("qwen2"), lora_bias=True),
+    "all biases": lora(small("qwen2"), bias="all"),
+    "biases of lora": lora(small("qwen2"), bias="lora_only"),
+    "conv1d": lora(GPT2, target_modules=["c_attn", "c_proj"], fan_in_fan_out=True),
+    "some layers": lora(layers_to_transform=[1]),
+    "excluded": lora(target_modules="all-linear", exclude_modules=["down_proj"]),
+    "targets as a regex": lora(target_modules=r".*layers\.0\..*_proj"),
+    "whole head": lora(modules_to_save=["lm_head"]),
+    "whole head, tied": lora(TIED, modules_to_save=["lm_head"]),
+    "whole embedding, tied": lora(TIED, modules_to_save=["embed_tokens"]),
+    "whole embedding and head, tied": lora(TIED, modules_to_save=["embed_tokens", "lm_head"]),
+    "kept tied": lora(TIED, modules_to_save=["embed_tokens"], ensure_weight_tying=True),
+    "whole norm": lora(modules_to_save=["input_layernorm"]),
+    "lora of a head": lora(target_modules=["lm_head", "q_proj"]),
+    "lora of a tied head": lora(TIED, target_modules=["lm_head", "q_proj"]),
+    "lora of an embedding": lora(target_modules=["embed_tokens", "q_proj"]),
+    "lora of a tied embedding": lora(TIED, target_modules=["embed_tokens", "q_proj"]),
+    "lora of both, tied": lora(TIED, target_modules=["embed_tokens", "lm_head"]),
+    "lora of gpt2's embedding": lora(GPT2, target_modules=["wte", "c_attn"]),
+    "tokens": lora(trainable_token_indices=[3, 5, 699]),
+    "tokens, tied": lora(TIED, trainable_token_indices=[3, 5, 699]),
+    "tokens of both": lora(trainable_token_indices={"embed_tokens": [3, 5], "lm_head": [7]}),
+    "pissa": lora(init_lora_weights="pissa"),
+    "olora": lora(init_lora_weights="olora"),
+    "loftq": lora(init_lora_weights="loftq", loftq_config={"loftq_bits": 4}),
+    "eva": lora(init_lora_weights="eva"),
+    "orthogonal": lora(init_lora_weights="orthogonal"),
+    "mica": lora(init_lora_weights="mica"),
+    "larger, auto": resized(706),
+    "larger, padded": resized(768),
+    "smaller": resized(690),
+    "larger, not saved": resized(706, save=False),
+    "larger, saved": resized(706, save=True),
+    "larger, tied": resized(706, TIED),
+    "smaller, tied": resized(690, TIED),
+    "larger, trained": resized(706, modules_to_save=["embed_tokens", "lm_head"]),
+    "larger, trained, tied": resized(706, TIED, modules_to_save=["embed_tokens", "lm_head"]),
+    "larger, lora of both": resized(706, target_modules=["embed_tokens", "lm_head"]),
+    "larger, tokens": resized(706, trainable_token_indices=[700, 701, 702, 703, 704, 705]),
+    "larger, gpt2": resized(706, GPT2, target_modules=["c_attn"]),
+    "larger, bloom": resized(706, BLOOM, target_modules=["query_key_value"]),
+    "bloom": lora(BLOOM, target_modules=["query_key_value", "dense"]),
+    "mpt": lora(MPT, target_modules=["Wqkv", "up_proj"]),
+    "gptj": lora(GPTJ),
+    "codegen": lora(CODEGEN, target_modules=["qkv_proj"]),
+    "gpt-oss": lora(GPT_OSS),
+    "gpt-oss, experts": lora(
+        GPT_OSS,
+        target_modules=["q_proj"],
+        target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
+    ),
+    "mixtral": lora(MIXTRAL),
+    "mixtral, experts": lora(
+        MIXTRAL, target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    ),
+    "qwen3-moe, experts": lora(
+        QWEN_MOE, target_modules=["q_proj"], target_parameters=["mlp.experts.down_proj"]
+    ),
+    "phi3": lora(small("phi3", pad_token_id=0), target_modules=["qkv_proj", "gate_up_proj"]),
+    "falcon": lora(
+        small("falcon", alibi=False, new_decoder_architecture=True),
+        target_modules=["query_key_value"],
+    ),
+    "opt": lora(
+        small("opt", ffn_dim=48, word_embed_proj_dim=32, max_position_embeddings=128),
+        target_modules=["q_proj", "fc1"],
+    ),
+    "gpt-neox": lora(small("gpt_neox"), target_modules=["query_key_value"]),
+    "gemma2": lora(small("gemma2", head_dim=8, tie_word_embeddings=True)),
+    "mamba": lora(
+        {"model_type": "mamba", "vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 2},
+        target_modules=["in_proj", "x_proj"],
+    ),
+    "adalora": other("AdaLoraConfig", total_step=10, init_r=4),
+    "ia3": other(
+        "IA3Config", target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"]
+    ),
+    "loha": other("LoHaConfig", r=4),
+    "lokr": other("LoKrConfig", r=4),
+    "oft": other("OFTConfig", oft_block_size=8),
+    "boft": other("BOFTConfig", boft_block_size=4),
+    "vera": other("VeraConfig", r=4, target_modules=["q_proj", "o_proj"]),
+    "vera, not saved": other(
+        "VeraConfig", r=4, target_modules=["q_proj", "o_proj"], save_projection=False
+    ),
+    "layer norms": other("LNTuningConfig", target_modules=["input_layernorm"]),
+    "only tokens": other("TrainableTokensConfig", target_modules=["embed_tokens"], token_indices=[4]),
+    "fourier": other("FourierFTConfig", n_frequency=20),
+    "hra": other("HRAConfig", r=4),
+    "miss": other("MissConfig", r=4),
+    "shira": other("ShiraConfig", r=4),
+    "randlora": other("RandLoraConfig", r=4),
+    "road": other("RoadConfig", group_size=8),
+    "c3a": other("C3AConfig", block_size=4),
+    "waveft": other("WaveFTConfig", n_frequency=20),
+    "delora": other("DeloraConfig", r=4),
+    "vblora": other("VBLoRAConfig", r=4, vector_length=8, num_vectors=16),
+    "gralora": other("GraloraConfig", r=4, gralora_k=2),
+    "psoft": other("PsoftConfig", r=4),
+    "tinylora": other("TinyLoraConfig", r=2),
+    "hira": other("HiraConfig", r=4),
+}
+
+
+def make(case: Case, directory: Path) -> tuple[Path, Path]:
+    """Write a base in fp32 and an adapter on it."""
+    import peft
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    values = dict(case.config)
+    kind = values.pop("model_type")
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(kind, **values)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    base = directory / "base"
+    model.save_pretrained(base, max_shard_size="60KB")
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    if case.rows is not None:
+        model.resize_token_embeddings(case.rows)
+    torch.manual_seed(1)
+    adapted = peft.get_peft_model(
+        model, getattr(peft, case.kind)(task_type="CAUSAL_LM", **case.options)
+    )
+    for parameter in adapted.parameters():
+        if parameter.requires_grad:
+            parameter.data += 0.05 * torch.randn_like(parameter)
+    adapted.save_pretrained(directory / "adapter", **case.save)
+    return base, directory / "adapter"
+
+
+def judged(case: Case, base: Path, adapter: Path) -> Any:
+    """Return PEFT's logits of base and adapter, in fp32."""
+    import peft
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    if case.rows is not None and case.save.get("save_embedding_layers") is not False:
+        model.resize_token_embeddings(case.rows)
+    return peft.PeftModel.from_pretrained(model, adapter).eval()
+
+
+def logits(model: Any, count: int = 690) -> Any:
+    import torch
+
+    tokens = torch.arange(3, count, 11).reshape(1, -1)
+    with torch.no_grad():
+        return model(input_ids=tokens).logits.float()
+
+
+def merged_model(base: Path, adapter: Path, directory: Path) -> Any:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from sweep.merging.merged import Merge
+
+    directory.mkdir()
+    Merge(adapter, base).write(directory)
+    model, found = AutoModelForCausalLM.from_pretrained(
+        directory, dtype=torch.float32, output_loading_info=True
+    )
+    assert not any(found[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    return model.eval()
+
+
+def apart(found: Any, expected: Any) -> float:
+    """Return how far logits are apart, as a share of their spread."""
+    assert found.shape == expected.shape
+    return float((found - expected).abs().mean() / expected.std())
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+def test_the_logits_after_reloading_are_pefts(case: Case, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    base, adapter = make(case, tmp_path)
+    expected = logits(judged(case, base, adapter))
+    found = logits(merged_model(base, adapter, tmp_path / "merged"))
+    assert apart(found, expected) < case.is_near
+    plain = logits(AutoModelForCausalLM.from_pretrained(base).float().eval())
+    width = min(plain.shape[-1], expected.shape[-1])
+    assert apart(plain[..., :width], expected[..., :width]) > 2 * case.is_near
