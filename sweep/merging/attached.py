@@ -19,7 +19,10 @@ from search_spaces.models import load_model_spec
 from sweep.training.model import DECODER_KEYS
 
 PREFIX = "base_model.model."
-FAULTS = (ValueError, RuntimeError, KeyError, TypeError, AttributeError, NotImplementedError)
+FAULTS = (
+    *(ValueError, RuntimeError, KeyError, IndexError, TypeError, AttributeError),
+    *(AssertionError, ImportError),
+)
 """What PEFT raises for an adapter that does not fit a model, or that it cannot build."""
 
 
@@ -91,7 +94,9 @@ class Adapter:
         self.tensors = {}
         for name, tensor in stored.items():
             if ".original_module." not in name:
-                self.tensors[_saved_name(name)] = tensor
+                # PEFT keeps its part in fp32 beside a base of 16 bits, too.
+                wide = tensor.float() if tensor.is_floating_point() else tensor
+                self.tensors[_saved_name(name)] = wide
 
     def attach(self, model: Any, *, is_hollow: bool = False, **changes: Any) -> PeftModel:
         """Return a model with this adapter on it, ready to compute.
@@ -145,8 +150,8 @@ class Adapter:
 
 def _saved_name(name: str) -> str:
     """Return the name that PEFT saves a tensor by, of one in the model's own state dict."""
-    if ".modules_to_save.default." in name:
-        return name.replace(".modules_to_save.default.", ".")
+    # PEFT 0.21 writes a whole module's copy by this name where it saves embeddings as well.
+    name = name.replace(".modules_to_save.", ".")
     parts = name.split(".")
     if "default" in parts[1:] and "default" not in parts[:1]:
         parts.remove("default")

@@ -163,7 +163,8 @@ class Merge:
                 module = getattr(base_of(module), part)
             tensor = getattr(base_of(module), leaf)
             if tensor is not own:
-                found[name] = tensor.detach()
+                # PEFT adds to the one on the model in its place.
+                found[name] = tensor.detach().clone()
         for name in list(found):
             for other in self._tied[name]:
                 found.setdefault(other, found[name])

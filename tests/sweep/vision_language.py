@@ -25,6 +25,10 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "text_config": {"rope_scaling": {"type": "mrope", **MROPE}},
         "vision_config": QWEN,
     },
+    "qwen2_vl": {
+        "text_config": {"rope_scaling": {"type": "mrope", **MROPE}},
+        "vision_config": {"depth": 1, "embed_dim": 32, "num_heads": 2, "hidden_size": 64},
+    },
     "qwen3_vl": {
         "text_config": {"rope_scaling": {"rope_type": "default", **MROPE}},
         "vision_config": {**QWEN, "deepstack_visual_indexes": [0]},

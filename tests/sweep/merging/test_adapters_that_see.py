@@ -1,0 +1,102 @@
+"""Adapters that PEFT trained on whole vision-language models, which are stored as the hub has them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.sweep.merging.test_adapters import apart
+from tests.sweep.vision_language import CONFIGS, make_checkpoint
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+OPTIONS: dict[str, dict[str, Any]] = {
+    "by name": {"target_modules": ["q_proj", "v_proj"]},
+    "all linear": {"target_modules": "all-linear"},
+    "language alone": {"target_modules": r".*language_model.*\.(q_proj|up_proj)"},
+    "whole embedding": {"target_modules": ["o_proj"], "modules_to_save": ["embed_tokens"]},
+}
+
+
+def whole(directory: Path) -> Any:
+    import torch
+    from transformers import AutoModelForImageTextToText
+
+    return AutoModelForImageTextToText.from_pretrained(directory, dtype=torch.float32).eval()
+
+
+def adapted(base: Path, adapter: Path, **options: Any) -> None:
+    """Write an adapter of a whole model."""
+    import torch
+    from peft import LoraConfig, get_peft_model
+
+    peft = get_peft_model(whole(base), LoraConfig(r=4, task_type="CAUSAL_LM", **options))
+    for parameter in peft.parameters():
+        if parameter.requires_grad:
+            parameter.data += 0.1 * torch.randn_like(parameter)
+    peft.save_pretrained(adapter)
+
+
+def logits(model: Any) -> Any:
+    import torch
+
+    with torch.no_grad():
+        return model(input_ids=torch.arange(20, 60).reshape(1, -1)).logits.float()
+
+
+def check(base: Path, adapter: Path, merged: Path) -> None:
+    from peft import PeftModel
+
+    from sweep.merging.merged import Merge
+
+    merged.mkdir()
+    Merge(adapter, base).write(merged)
+    expected = logits(PeftModel.from_pretrained(whole(base), adapter).eval())
+    effect = apart(logits(whole(base)), expected)
+    assert effect > 0.01
+    assert apart(logits(whole(merged)), expected) < 0.01 + 0.05 * effect
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_the_whole_models_logits_are_pefts(
+    kind: str, options: dict[str, Any], tmp_path: Path
+) -> None:
+    from safetensors.torch import load_file
+
+    base = tmp_path / "base"
+    make_checkpoint(base, kind)
+    adapted(base, tmp_path / "adapter", **options)
+    check(base, tmp_path / "adapter", tmp_path / "merged")
+    names = [set(load_file(tmp_path / at / "model.safetensors")) for at in ("base", "merged")]
+    assert names[0] <= names[1] <= names[0] | {"lm_head.weight"}
+    config = json.loads((tmp_path / "merged" / "config.json").read_text())
+    assert config["model_type"] == kind
+
+
+OLD = {
+    "gemma3": ("model.language_model.", "language_model.model."),
+    "llava": ("model.language_model.", "language_model.model."),
+    "mistral3": ("model.language_model.", "language_model.model."),
+    "qwen2_5_vl": ("model.language_model.", "model."),
+    "qwen2_vl": ("model.language_model.", "model."),
+}
+
+
+@pytest.mark.parametrize("kind", OLD)
+def test_an_adapter_of_the_names_that_transformers_4_had_is_read(kind: str, tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    base, adapter = tmp_path / "base", tmp_path / "adapter"
+    make_checkpoint(base, kind)
+    adapted(base, adapter, **OPTIONS["language alone"])
+    file = adapter / "adapter_model.safetensors"
+    own, old = OLD[kind]
+    tensors = {name.replace(own, old): tensor for name, tensor in load_file(file).items()}
+    save_file(tensors, file, metadata={"format": "pt"})
+    config = json.loads((adapter / "adapter_config.json").read_text())
+    config["target_modules"] = ["q_proj", "up_proj"]
+    (adapter / "adapter_config.json").write_text(json.dumps(config))
+    check(base, adapter, tmp_path / "merged")
