@@ -24,6 +24,7 @@ def merge_or_compare(order: Mapping[str, Any], say: Say) -> dict[str, Any]:
     return {
         "dtype": merge.dtype,
         "form": merge.form_index,
+        "notes": merge.notes,
         "weights_merged": merge.count_merged,
         "weights_replaced": len(merge.replaced),
         "shards": len(merge.checkpoint.files),

@@ -77,6 +77,7 @@ def merge(
         merged = _run(order, on_news)
         text = _card(label, source.name, merged["dtype"])
         (directory / "README.md").write_text(text, encoding="utf-8")
+        merged["notes"] += _tokens_without_rows(directory)
     # From here on the merged model is there, whatever becomes of the comparison.
     compared = _compared({**merged, **models, "directory": str(target.absolute())}, rows, on_news)
     peak = max(merged["peak_host_bytes"], compared.get("peak_host_bytes", 0))
@@ -92,6 +93,22 @@ def merge(
         **compared,
         "peak_host_bytes": peak,
     }
+
+
+def _tokens_without_rows(directory: Path) -> list[str]:
+    """Return a note where a tokenizer has added tokens that its model has no row for."""
+    try:
+        added = read_json(directory / "tokenizer.json", label="tokenizer.json")["added_tokens"]
+        highest = max(int(token["id"]) for token in added)
+        rows = int(load_model_spec(str(directory)).config["vocab_size"])
+    except (InputError, KeyError, TypeError, ValueError):
+        return []
+    if highest < rows:
+        return []
+    return [
+        f"the tokenizer has a token {highest:,}, and the model {rows:,} rows: the adapter was saved "
+        "without the embedding that it was trained beside (save_embedding_layers=True holds it)"
+    ]
 
 
 def _run(order: Mapping[str, Any], on_news: Callable[[Mapping[str, Any]], None]) -> dict[str, Any]:

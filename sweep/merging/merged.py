@@ -106,7 +106,7 @@ class Merge:
         self._base: Any = peft.get_base_model()
         self.targets = self._find_targets()
         self.replaced = self._find_replaced()
-        for name in (*self._own_names(self.targets), *self.replaced):
+        for name in (*self._target_of, *self.replaced):
             if self._source(name) is None:
                 raise InputError(f"the adapter changes '{name}', which the base does not hold")
 
@@ -192,6 +192,10 @@ class Merge:
         lacking = self._rows - tensor.shape[0]
         if lacking <= 0:
             return tensor[: self._rows]
+        self.notes.append(
+            f"{name}: neither the base nor the adapter holds the last {lacking} of its "
+            f"{self._rows} tokens, which are the mean of the others now"
+        )
         mean = tensor.mean(dim=0, keepdim=True)
         return torch.cat([tensor, mean.expand(lacking, *tensor.shape[1:])])
 

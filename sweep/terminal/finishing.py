@@ -294,14 +294,20 @@ def merge(
 
         asked: dict[str, Any] = {"output": output, "model": model, "dtype": dtype, "rows": rows}
         report = run_merge(adapter, **asked, on_news=tell)
-    whole, compared = report["weights_replaced"], report["comparison"]
-    tokenizer = f"that of the {report['tokenizer']}" if report["tokenizer"] else "none"
-    replaced = f", {units.plural(whole, 'tensor')} replaced" if whole else ""
+    lines = [f"Merged {report['adapter']} into {report['base']}: {report['output']}"]
+    compared = report["comparison"]
+    replaced = ""
+    if whole := report["weights_replaced"]:
+        replaced = f", {units.plural(whole, 'tensor')} replaced"
+    tokenizer = "none"
+    if report["tokenizer"]:
+        tokenizer = f"that of the {report['tokenizer']}"
     if report["trained_on"] is not None:
         console.note_folded(f"warning: the adapter names another base: {report['trained_on']}.")
-    lines = [
-        f"Merged {report['adapter']} into {report['base']}: {report['output']}",
-        f"{units.plural(report['weights_merged'], 'weight')} merged{replaced}; "
+    for note in report["notes"]:
+        console.note_folded(f"warning: {note}.")
+    lines += [
+        f"{units.plural(report['weights_merged'], 'module')} merged{replaced}; "
         f"{units.gib(report['weights_bytes'])} of {report['dtype']} in "
         f"{units.plural(report['shards'], 'file')}, {report['merge_seconds']:.0f} s, "
         f"host memory up to {units.gib(report['peak_host_bytes'])}.",
@@ -312,11 +318,20 @@ def merge(
     else:
         lines += comparison_lines(compared)
     console.say_result(report, "\n".join(lines), as_json=as_json)
-    if compared is None or compared["is_near"]:
+    if compared is None:
+        if rows == 0:
+            return 0
+        console.note_folded(
+            "The merged model is whole and kept; whether it computes what base and adapter do was "
+            "not seen."
+        )
+        return NOT_NEAR
+    if compared["is_near"]:
         return 0
-    console.note(
-        "error: the merged model's logits are further from base and adapter than rounding explains:"
-        " is this the base that the adapter was trained on?"
+    share = compared["mean_abs"] / compared["logits_spread"]
+    console.note_folded(
+        f"error: the merged model is kept, but its logits are {units.percent(share)} of their "
+        "spread from those of base and adapter, which is more than rounding explains."
     )
     return NOT_NEAR
 

@@ -46,21 +46,28 @@ def logits(model: Any) -> Any:
         return model(input_ids=torch.arange(20, 60).reshape(1, -1)).logits.float()
 
 
-def check(base: Path, adapter: Path, merged: Path) -> None:
+def of_peft(base: Path, adapter: Path) -> Any:
     from peft import PeftModel
 
+    return logits(PeftModel.from_pretrained(whole(base), adapter).eval())
+
+
+def check(base: Path, adapter: Path, merged: Path, expected: Any) -> None:
     from sweep.merging.merged import Merge
 
     merged.mkdir()
     Merge(adapter, base).write(merged)
-    expected = logits(PeftModel.from_pretrained(whole(base), adapter).eval())
     effect = apart(logits(whole(base)), expected)
     assert effect > 0.01
     assert apart(logits(whole(merged)), expected) < 0.01 + 0.05 * effect
 
 
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
-@pytest.mark.parametrize("kind", CONFIGS)
+CASES = [pytest.param(kind, OPTIONS["by name"], id=f"{kind}") for kind in CONFIGS]
+for name in ("all linear", "language alone", "whole embedding"):
+    CASES.append(pytest.param("gemma3", OPTIONS[name], id=name))
+
+
+@pytest.mark.parametrize(("kind", "options"), CASES)
 def test_the_whole_models_logits_are_pefts(
     kind: str, options: dict[str, Any], tmp_path: Path
 ) -> None:
@@ -69,7 +76,8 @@ def test_the_whole_models_logits_are_pefts(
     base = tmp_path / "base"
     make_checkpoint(base, kind)
     adapted(base, tmp_path / "adapter", **options)
-    check(base, tmp_path / "adapter", tmp_path / "merged")
+    expected = of_peft(base, tmp_path / "adapter")
+    check(base, tmp_path / "adapter", tmp_path / "merged", expected)
     names = [set(load_file(tmp_path / at / "model.safetensors")) for at in ("base", "merged")]
     assert names[0] <= names[1] <= names[0] | {"lm_head.weight"}
     config = json.loads((tmp_path / "merged" / "config.json").read_text())
@@ -92,6 +100,7 @@ def test_an_adapter_of_the_names_that_transformers_4_had_is_read(kind: str, tmp_
     base, adapter = tmp_path / "base", tmp_path / "adapter"
     make_checkpoint(base, kind)
     adapted(base, adapter, **OPTIONS["language alone"])
+    expected = of_peft(base, adapter)
     file = adapter / "adapter_model.safetensors"
     own, old = OLD[kind]
     tensors = {name.replace(own, old): tensor for name, tensor in load_file(file).items()}
@@ -99,4 +108,4 @@ def test_an_adapter_of_the_names_that_transformers_4_had_is_read(kind: str, tmp_
     config = json.loads((adapter / "adapter_config.json").read_text())
     config["target_modules"] = ["q_proj", "up_proj"]
     (adapter / "adapter_config.json").write_text(json.dumps(config))
-    check(base, adapter, tmp_path / "merged")
+    check(base, adapter, tmp_path / "merged", expected)
