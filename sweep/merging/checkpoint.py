@@ -126,10 +126,11 @@ class Names:
         converter = deepcopy(self._converters[pattern])
         for name, of_name in sources:
             assert of_name is not None, "all of a fused parameter's tensors are converted"
-            converter.add_tensor(unit, name, of_name, self._checkpoint.read(name))  # type: ignore[arg-type]
+            converter.add_tensor(unit, name, of_name, self._checkpoint.read(name))
         made = converter.convert(unit, model=self._model, config=self._model.config)
         value = made[parameter]
-        return value[0] if isinstance(value, list) else value
+        tensor: torch.Tensor = value[0] if isinstance(value, list) else value
+        return tensor
 
     def stored(self, values: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return parameters that are made together, by the names and shapes of the checkpoint."""

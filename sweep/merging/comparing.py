@@ -110,8 +110,8 @@ class Models:
     def _logits(self, model: Any, tokens: torch.Tensor) -> torch.Tensor:
         model.eval()
         logits = []
-        for row in tokens.to(self.device).split(1):
-            logits.append(model(input_ids=row).logits.float().cpu())
+        for row in tokens.to(self.device):
+            logits.append(model(input_ids=row.unsqueeze(0)).logits.float().cpu())
         return torch.cat(logits)
 
 

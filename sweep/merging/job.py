@@ -21,7 +21,7 @@ from search_spaces.checkpoints import (
     weights_fingerprint,
 )
 from search_spaces.documents import exists, home_expanded, is_directory, read_json
-from search_spaces.errors import EnvironmentFault, InputError, SweepError, quote, words_of
+from search_spaces.errors import EnvironmentFault, InputError, SweepError, words_of
 from search_spaces.models import ModelSpec, fetch_weights, is_hub_id, load_model_spec
 from storage import files
 from sweep.child_environment import child_environment
@@ -106,8 +106,8 @@ def _tokens_without_rows(directory: Path) -> list[str]:
     if highest < rows:
         return []
     return [
-        f"the tokenizer has a token {highest:,}, and the model {rows:,} rows: the adapter was saved "
-        "without the embedding that it was trained beside (save_embedding_layers=True holds it)"
+        f"the tokenizer has a token {highest:,}, and the model {rows:,} rows: the adapter was "
+        "saved without the embedding of its training (save_embedding_layers=True holds it)"
     ]
 
 

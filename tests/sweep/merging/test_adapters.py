@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -66,7 +64,9 @@ def lora(config: dict[str, Any] = LLAMA, **options: Any) -> Case:
     return Case(config=config, options=options)
 
 
-def resized(rows: int, config: dict[str, Any] = LLAMA, *, save: Any = "auto", **options: Any) -> Case:
+def resized(
+    rows: int, config: dict[str, Any] = LLAMA, *, save: Any = "auto", **options: Any
+) -> Case:
     case = lora(config, **options)
     return Case(case.config, case.kind, case.options, rows, {"save_embedding_layers": save})
 
@@ -165,7 +165,9 @@ CASES = {
         "VeraConfig", r=4, target_modules=["q_proj", "o_proj"], save_projection=False
     ),
     "layer norms": other("LNTuningConfig", target_modules=["input_layernorm"]),
-    "only tokens": other("TrainableTokensConfig", target_modules=["embed_tokens"], token_indices=[14]),
+    "only tokens": other(
+        "TrainableTokensConfig", target_modules=["embed_tokens"], token_indices=[14]
+    ),
     "fourier": other("FourierFTConfig", n_frequency=20),
     "hra": other("HRAConfig", r=4),
     "miss": other("MissConfig", r=4),

@@ -1,4 +1,4 @@
-"""Adapters that PEFT trained on whole vision-language models, which are stored as the hub has them."""
+"""Adapters that PEFT trained on whole vision-language models, stored as the hub has them."""
 
 from __future__ import annotations
 

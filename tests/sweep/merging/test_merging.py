@@ -19,6 +19,7 @@ from search_spaces.config import TrialConfig
 from search_spaces.errors import EnvironmentFault, InputError
 from search_spaces.models import load_model_spec
 from sweep.cli import main
+from sweep.merging import job
 from sweep.merging.job import merge
 from sweep.terminal import finishing
 from tests.sweep.merging.made import make_adapter, make_base
@@ -267,9 +268,6 @@ def test_a_disk_that_is_full_leaves_nothing_behind(
     ("values", "words"),
     [
         ({"peft_type": None}, "peft_type: must name the kind of adapter"),
-        ({"peft_type": "PREFIX_TUNING"}, "adds to a model's inputs, not to its weights"),
-        ({"peft_type": "OF_TOMORROW"}, "PEFT cannot read the adapter"),
-        ({"init_lora_weights": "pissa_niter_4"}, "changed the base before the training"),
         ({"layer_replication": [[0, 2]]}, "layer_replication: .* more layers than its base"),
         ({"base_model_name_or_path": None}, "names no base: name it with --model"),
         ({"base_model_name_or_path": "demo"}, "an architecture without weights"),
@@ -284,12 +282,69 @@ def test_what_cannot_be_merged_is_refused(
 
 
 @pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"peft_type": "PREFIX_TUNING"}, "adds to a model's inputs, not to its weights"),
+        ({"peft_type": "OF_TOMORROW"}, "PEFT cannot read the adapter"),
+        ({"init_lora_weights": "pissa_niter_4"}, "changed the base before the training"),
+        ({"init_lora_weights": "corda"}, "changed the base before the training"),
+        ({"alora_invocation_tokens": [1, 2]}, "PEFT cannot merge"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore")
+def test_what_peft_cannot_merge_is_refused(
+    values: dict[str, Any], words: str, adapter: Path, base: Path, tmp_path: Path
+) -> None:
+    rewrite(adapter / ADAPTER_CONFIG, **values)
+    with pytest.raises(InputError, match=words):
+        merged_here(adapter, base, tmp_path / "merged")
+
+
+def test_a_comparison_that_fails_keeps_the_merged_model(
+    adapter: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    run = job.run_subprocess
+
+    def killed(command: Any, request: Any, **options: Any) -> Any:
+        if request["task"] == "compare":
+            raise EnvironmentFault("the child process ended with SIGKILL")
+        return run(command, request, **options)
+
+    monkeypatch.setattr(job, "run_subprocess", killed)
+    output = tmp_path / "merged"
+    assert main(["merge", str(adapter), "--output", str(output), "--json"]) == 1
+    told = capsys.readouterr()
+    report = json.loads(told.out)
+    assert report["comparison"] is None
+    assert "SIGKILL" in report["not_compared"]
+    assert (output / INDEX).is_file()
+
+
+def test_an_adapter_in_a_pickle_is_merged(adapter: Path, base: Path, tmp_path: Path) -> None:
+    import torch
+    from safetensors.torch import load_file
+
+    expected = tensors_in(merged_here(adapter, base, tmp_path / "one"))
+    torch.save(load_file(adapter / ADAPTER), adapter / "adapter_model.bin")
+    (adapter / ADAPTER).unlink()
+    found = tensors_in(merged_here(adapter, base, tmp_path / "two"))
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+
+
+@pytest.mark.parametrize(
     ("old", "new", "words"),
     [
         ("layers.0", "layers.9", r"changes 'model\.layers\.9\."),
         ("lora_B.weight", "lora_B.bias", r"lora_B\.bias.*does not hold"),
         ("lora_A", "lora_X", r"lora_X.*does not hold"),
-        ("layers.1.self_attn.q_proj.lora_A", "layers.1.self_attn.k_proj.lora_A", r"k_proj.*does not hold"),
+        (
+            "layers.1.self_attn.q_proj.lora_A",
+            "layers.1.self_attn.k_proj.lora_A",
+            r"k_proj.*not hold",
+        ),
     ],
 )
 def test_tensors_that_belong_to_nothing_are_named(
