@@ -131,7 +131,8 @@ def compare(models: Models, *, rows: int, say: Say = lambda _: None) -> dict[str
     `say` is told how many models were looked at, of how many.
     """
     as_trained = _trained_as(models.adapter)
-    is_looked_at = models.is_cheap and as_trained.is_quantized
+    # `sweep train` quantizes the first of a checkpoint's models.
+    is_looked_at = models.is_cheap and as_trained.is_quantized and models.form == 0
     looks = 3 if is_looked_at else 2
     spec = load_model_spec(str(models.merged))
     length = min(_ROW_TOKENS, spec.max_positions or _ROW_TOKENS)

@@ -331,7 +331,7 @@ class Merge:
         found: dict[str, torch.Tensor] = {}
         for stored, tensor in tensors.items():
             for name in self._names.parameters.get(stored, []):
-                for other in self._tied[name]:
+                for other in self._tied.get(name, ()):
                     is_changed = self._is_changed(name) or self._is_changed(other)
                     if other == name or not is_changed:
                         continue

@@ -152,6 +152,16 @@ CASES = {
     ),
     "gpt-neox": lora(small("gpt_neox"), target_modules=["query_key_value"]),
     "gemma2": lora(small("gemma2", head_dim=8, tie_word_embeddings=True)),
+    "deepseek": lora(
+        small(
+            "deepseek_v3",
+            **{"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
+            **{"q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4},
+            **{"v_head_dim": 8, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1},
+        ),
+        target_modules=["kv_b_proj", "down_proj"],
+        target_parameters=["mlp.experts.down_proj"],
+    ),
     "adalora": other("AdaLoraConfig", total_step=10, init_r=4),
     "ia3": other(
         "IA3Config", target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"]
