@@ -12,7 +12,12 @@ import torch
 from peft import PeftConfig, PeftModel, get_peft_model, set_peft_model_state_dict
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils import AuxiliaryTrainingWrapper, load_peft_weights
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+)
 
 from search_spaces.errors import InputError, did_you_mean, words_of
 from search_spaces.models import load_model_spec
@@ -24,6 +29,9 @@ FAULTS = (
     *(AssertionError, ImportError),
 )
 """What PEFT raises for an adapter that does not fit a model, or that it cannot build."""
+
+
+_OTHER_TASKS = ("SEQ_CLS", "TOKEN_CLS", "QUESTION_ANS", "SEQ_2_SEQ_LM")
 
 
 @dataclass(frozen=True)
@@ -61,7 +69,8 @@ def forms_of(base: Path) -> Iterator[Form]:
     if spec.is_part:
         decoder = AutoConfig.for_model(**spec.config)
         yield Form(decoder, AutoModelForCausalLM, DECODER_KEYS)
-    for auto in (AutoModelForCausalLM, AutoModelForImageTextToText):
+    # Adapters of embedding models are of a model without its head.
+    for auto in (AutoModelForCausalLM, AutoModelForImageTextToText, AutoModel):
         config = AutoConfig.from_pretrained(base, trust_remote_code=False)
         if type(config) in auto._model_mapping:
             yield Form(config, auto)
@@ -90,6 +99,11 @@ class Adapter:
             raise InputError(
                 f"the adapter is {self.kind}: it adds to a model's inputs, not to its weights, and "
                 "cannot be merged; load base and adapter with PEFT"
+            )
+        if self.config.task_type in _OTHER_TASKS:
+            raise InputError(
+                f"the adapter's task_type is {self.config.task_type}: its model ends in another "
+                "head than a language model's, and is not merged; load base and adapter with PEFT"
             )
         self.tensors = {}
         for name, tensor in stored.items():

@@ -111,7 +111,10 @@ class Models:
         model.eval()
         logits = []
         for row in tokens.to(self.device):
-            logits.append(model(input_ids=row.unsqueeze(0)).logits.float().cpu())
+            output = model(input_ids=row.unsqueeze(0))
+            # A model without a head ends in its last layer's states.
+            last = output.logits if hasattr(output, "logits") else output.last_hidden_state
+            logits.append(last.float().cpu())
         return torch.cat(logits)
 
 

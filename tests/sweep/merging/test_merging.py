@@ -19,8 +19,8 @@ from search_spaces.config import TrialConfig
 from search_spaces.errors import EnvironmentFault, InputError
 from search_spaces.models import load_model_spec
 from sweep.cli import main
-from sweep.merging import job
 from sweep.merging.job import merge
+from sweep.subprocess_jobs import run_subprocess
 from sweep.terminal import finishing
 from tests.sweep.merging.made import make_adapter, make_base
 from tests.sweep.vision_language import make_checkpoint
@@ -306,14 +306,12 @@ def test_a_comparison_that_fails_keeps_the_merged_model(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    run = job.run_subprocess
-
     def killed(command: Any, request: Any, **options: Any) -> Any:
         if request["task"] == "compare":
             raise EnvironmentFault("the child process ended with SIGKILL")
-        return run(command, request, **options)
+        return run_subprocess(command, request, **options)
 
-    monkeypatch.setattr(job, "run_subprocess", killed)
+    monkeypatch.setattr("sweep.merging.job.run_subprocess", killed)
     output = tmp_path / "merged"
     assert main(["merge", str(adapter), "--output", str(output), "--json"]) == 1
     told = capsys.readouterr()
