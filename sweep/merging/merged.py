@@ -105,6 +105,8 @@ class Merge:
         self._base: Any = peft.get_base_model()
         self.targets = self._find_targets()
         self.replaced = self._find_replaced()
+        # Before that it was not known what the adapter holds in full.
+        self.notes.clear()
         for name in (*self._target_of, *self.replaced):
             if self._source(name) is None:
                 raise InputError(f"the adapter changes '{name}', which the base does not hold")
