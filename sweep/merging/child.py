@@ -25,7 +25,7 @@ def merge_or_compare(order: Mapping[str, Any], say: Say) -> dict[str, Any]:
         "dtype": merge.dtype,
         "form": merge.form_index,
         "notes": merge.notes,
-        "weights_merged": merge.count_merged,
+        "weights_merged": len(merge.targets),
         "weights_replaced": len(merge.replaced),
         "shards": len(merge.checkpoint.files),
         "weights_bytes": nbytes,

@@ -40,7 +40,7 @@ class Merge:
     Attributes:
         dtype: of the merged model; the base's own 16-bit type where None is given.
         checkpoint: the base's files.
-        form, form_index: as what the checkpoint is loaded, and which of `forms_of` it is.
+        form_index: as which of `forms_of` the checkpoint is loaded.
         targets: the modules that PEFT wrapped, by name.
         replaced: parameters that the adapter holds in full, by name.
         notes: what a person is to know of the merged model.
@@ -49,7 +49,7 @@ class Merge:
         InputError: the two do not belong together.
     """
 
-    form: Form
+    form_index: int
     targets: list[str]
     replaced: dict[str, torch.Tensor]
 
@@ -78,7 +78,6 @@ class Merge:
 
     def _attach(self, form: Form) -> None:
         """Put the adapter on one of the checkpoint's models, and find what it changes."""
-        self.form = form
         model = form.skeleton()
         self._names = Names(model, self.checkpoint, form.key_mapping)
         self._rows = self._adapter.vocabulary(model)
@@ -106,6 +105,8 @@ class Merge:
         self._base: Any = peft.get_base_model()
         self.targets = self._find_targets()
         self.replaced = self._find_replaced()
+        # Before that it was not known what the adapter holds in full.
+        self.notes.clear()
         for name in (*self._target_of, *self.replaced):
             if self._source(name) is None:
                 raise InputError(f"the adapter changes '{name}', which the base does not hold")
@@ -192,10 +193,12 @@ class Merge:
         lacking = self._rows - tensor.shape[0]
         if lacking <= 0:
             return tensor[: self._rows]
-        self.notes.append(
+        note = (
             f"{name}: neither the base nor the adapter holds the last {lacking} of its "
             f"{self._rows} tokens, which are the mean of the others now"
         )
+        if note not in self.notes:
+            self.notes.append(note)
         mean = tensor.mean(dim=0, keepdim=True)
         return torch.cat([tensor, mean.expand(lacking, *tensor.shape[1:])])
 
@@ -254,11 +257,6 @@ class Merge:
                 self._merge(path)
             return self._merged.pop(name)
         return self._narrow(name, self._load(name))
-
-    @property
-    def count_merged(self) -> int:
-        """How many modules PEFT merged."""
-        return len(self.targets)
 
     def _is_changed(self, name: str) -> bool:
         return name in self._target_of or name in self.replaced or name in self._resized_names

@@ -305,7 +305,7 @@ def params() -> Iterator[Any]:
         yield pytest.param(case, id=name, marks=marks)
 
 
-@pytest.mark.parametrize("case", params())
+@pytest.mark.parametrize("case", list(params()))
 def test_the_logits_after_reloading_are_pefts(case: Case, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
