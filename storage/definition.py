@@ -203,6 +203,8 @@ class StudySnapshot:
     """When that began, UTC in ISO 8601; None where the database does not tell."""
     warnings: tuple[str, ...] = ()
     """Anything a reader should know, such as a library version that changed between runs."""
+    left_out: tuple[str, ...] = ()
+    """Of those, which trials are left out as they are not sound."""
     ended: dict[str, Any] | None = None
     """Why the search ended last, and what it was not able to rule out; None where it has not."""
     offer: Offer | None = None

@@ -167,7 +167,8 @@ def list_studies(
             continue
         known, holder = its.attributes, driven.get(study)
         environments = [run.environment for run in known.runs]
-        warnings = [*left_out_words(its.left_out, of=f"study '{study}'")]
+        left_out = left_out_words(its.left_out, of=f"study '{study}'")
+        warnings = [*left_out]
         warnings += [
             f"run {number} changed {', '.join(changed)}; its trials may not compare with earlier "
             "ones"
@@ -196,6 +197,7 @@ def list_studies(
                 holder=None if holder is None else holder.who,
                 driven_since=None if holder is None else holder.since,
                 warnings=tuple(warnings),
+                left_out=left_out,
             )
         )
     return found

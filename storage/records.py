@@ -124,7 +124,7 @@ class QualityReport(_Frozen):
     """In how many of the pairs the chosen completion gained more; null where none are."""
     reward_accuracy_ci95: tuple[Share, Share] | None = None
     """Wilson's 95 % interval of the share of pairs that are such; null where none are."""
-    eval_blocks: tuple[tuple[NonNegative, Count], ...] | None = None
+    eval_blocks: tuple[tuple[Finite, Count], ...] | None = None
     """Mean loss and supervised tokens, or pairs, of each block of them, the same ones for every
     configuration: they tell how sure a difference of two losses is. Null outside a study's storage.
     """

@@ -33,7 +33,10 @@ def warn(text: str) -> None:
 
 def read(study: str, *, url: str, warn: Callable[[str], None] = warn) -> StudySnapshot:
     """Return a study, with its speeds on the target GPU and that GPU's cheapest offer."""
-    return with_offer(_on_target(read_study(study, url=url, home=runs_directory())), warn=warn)
+    snapshot = read_study(study, url=url, home=runs_directory())
+    for words in snapshot.left_out:
+        warn(words)
+    return with_offer(_on_target(snapshot), warn=warn)
 
 
 def with_offer(snapshot: StudySnapshot, *, warn: Callable[[str], None] = warn) -> StudySnapshot:

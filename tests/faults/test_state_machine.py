@@ -36,7 +36,7 @@ from storage.reading import read_study
 from storage.records import Attempt, Crashed, Lost, Outcome, TrialRecord
 from storage.study import OpenStudy
 from storage.urls import parse_url
-from tests.storage.builders import BATCHES, DISTRIBUTIONS, fits, open_it
+from tests.storage.builders import BATCHES, DISTRIBUTIONS, agreeing, fits, open_it
 
 NAME = "study"
 STARTED = "2025-01-01T00:00:00+00:00"
@@ -347,9 +347,10 @@ class Study(RuleBasedStateMachine):
     def _leave(self, run: Run) -> bool:
         """Leave a measurement on disk, as the worker does before it answers; False if it cannot."""
         file = OutcomeFile(self.home / NAME / OUTCOME)
+        config = TrialConfig(micro_batch_size=run.batch)
         try:
             with self._disk():
-                file.write(run.attempt, TrialConfig(micro_batch_size=run.batch), fits(run.speed))
+                file.write(run.attempt, config, agreeing(fits(run.speed), config))
         except EnvironmentFault:
             return False
         return True
@@ -379,7 +380,12 @@ class Study(RuleBasedStateMachine):
 
 def _record(number: int, run: Run, outcome: Outcome) -> TrialRecord:
     config = TrialConfig(micro_batch_size=run.batch)
-    return TrialRecord(number=number, config=config, outcome=outcome, attempt_id=run.attempt.id)
+    return TrialRecord(
+        number=number,
+        config=config,
+        outcome=agreeing(outcome, config),
+        attempt_id=run.attempt.id,
+    )
 
 
 @contextmanager

@@ -126,10 +126,10 @@ def test_tokens_are_as_named_or_as_the_study_chose_before(tmp_path: Path) -> Non
     ],
 )
 def test_a_minute_or_an_epoch(speed: float, loss_tokens: int | None, tokens: int) -> None:
-    nothing = dict.fromkeys(("rows", "rows_cut", "rows_left_out", "tokens_left_out", "steps"), 2)
+    nothing = dict.fromkeys(("rows", "rows_cut", "rows_left_out", "steps"), 2)
     of_loss = loss_tokens or 1
     sizes = {"tokens": of_loss + 10, "padded_tokens": 2 * of_loss, "loss_tokens": of_loss}
-    epoch = EpochRecord(**nothing, **sizes, tokens_cut=0.0)
+    epoch = EpochRecord(**nothing, **sizes, tokens_cut=0.0, tokens_left_out=0.0)
     assert default_tokens(speed, None if loss_tokens is None else epoch) == tokens
 
 

@@ -158,7 +158,8 @@ def test_what_can_be_refused_without_reading_texts_is(reader: Reader) -> None:
 
 
 def fitting(config: TrialConfig) -> Outcome:
-    return Measured(measurement=a_measurement(config, peak_allocated_bytes=2**20))
+    measured = a_measurement(config, peak_allocated_bytes=2**20, trainable_parameters=1000)
+    return Measured(measurement=measured)
 
 
 def driven(what: Prepared, url: str, otherwise: Any = fitting) -> ReplayRunner:
