@@ -27,8 +27,8 @@ from storage.records import (
     held_to_budget,
 )
 
-TOKENS_WITHIN = 1e-6
-"""Relative: speed times seconds is worked out from the tokens of a step."""
+TOKENS_WITHIN = 1e-3
+"""Relative: speed times seconds are the tokens of a step, in files of figures that are rounded."""
 _SHOWN_MAX = 3
 """Trials that are left out and named with the reason; of more the number is said."""
 _outcomes: TypeAdapter[Outcome] = TypeAdapter(Outcome)

@@ -137,19 +137,27 @@ def test_what_a_training_raised_has_a_typed_cause(
     assert message.retire
 
 
-@pytest.mark.parametrize("change", [{"model_type": "unheard-of"}, {"hidden_act": "snap"}])
-def test_a_model_that_cannot_be_built_crashed_while_building_and_may_be_tried_again(
-    change: dict[str, str],
-) -> None:
+def outcome_of(**changes: str) -> Outcome:
+    """What a worker says of the demo's model with another config."""
     from sweep.running.worker import Worker
 
-    broken = dataclasses.replace(DEMO, config={**DEMO.config, **change})
+    broken = dataclasses.replace(DEMO, config={**DEMO.config, **changes})
     settings = CPU.model_copy(update={"model": broken.to_json(), "budget_bytes": 2**40})
     request = TrialRequest(config=CONFIG, steps=StepBudget())
-    outcome = Worker(settings, send=lambda _: None).run(RunCommand(request=request)).outcome
+    return Worker(settings, send=lambda _: None).run(RunCommand(request=request)).outcome
+
+
+def test_a_model_that_cannot_be_built_crashed_while_building_and_may_be_tried_again() -> None:
+    outcome = outcome_of(hidden_act="snap")
     assert isinstance(outcome, Crashed), outcome
     assert (outcome.phase, outcome.verdict in RETRYABLE) == ("build", True)
-    assert next(iter(change.values())) in outcome.detail
+    assert "snap" in outcome.detail
+
+
+def test_a_model_of_a_type_that_nothing_here_has_is_not_tried_again() -> None:
+    outcome = outcome_of(model_type="unheard-of")
+    assert isinstance(outcome, Invalid), outcome
+    assert "unheard-of" in outcome.detail
 
 
 # What is read from a worker is a message, or says why it is none.
