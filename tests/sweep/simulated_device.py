@@ -111,6 +111,7 @@ class Exact(MemoryPredictor):
 def a_measurement(config: TrialConfig, *, spread: float = 0.005, **changes: Any) -> Measurement:
     speed = tokens_per_second(config)
     step = config.tokens_per_step / speed
+    peak = changes.get("peak_allocated_bytes", peak_bytes(config))
     values: dict[str, Any] = {
         "tokens_per_second": speed,
         "samples_per_second": speed / config.seq_len,
@@ -118,8 +119,8 @@ def a_measurement(config: TrialConfig, *, spread: float = 0.005, **changes: Any)
         "step_seconds_ci95": (step * (1 - spread), step * (1 + spread)),
         "steps_measured": 12,
         "steps_warmup": 2,
-        "peak_allocated_bytes": peak_bytes(config),
-        "trainable_parameters": 1_000_000 * config.lora_rank,
+        "peak_allocated_bytes": peak,
+        "trainable_parameters": min(1_000_000 * config.lora_rank, peak // 16),
         "final_loss": 10.4,
         "setup_seconds": 1.0,
         "measured_seconds": 12 * step,

@@ -267,7 +267,10 @@ def test_what_a_trial_measured_corrects_what_is_predicted_at_another_length(rows
     assert unmeasured is not None
     config, speeds = TrialConfig.model_validate(SHORT), {}
     for seconds in (0.01, 10.0):
-        measurement = a_measurement(step_seconds=seconds, step_seconds_ci95=None, flags=())
+        speed = config.tokens_per_step / seconds
+        measurement = a_measurement(
+            tokens_per_second=speed, step_seconds=seconds, step_seconds_ci95=None, flags=()
+        )
         study = a_study(config, measurement=measurement, model=DEMO, emulated_on=None)
         (rows / "short.json").write_text(record_of(study).model_dump_json())
         found = prepared(rows, model=None, **at_64)
