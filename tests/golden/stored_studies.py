@@ -27,7 +27,7 @@ from tests.reports.synthetic import (
     record,
     snapshot,
 )
-from tests.storage.builders import confirmed, open_it
+from tests.storage.builders import agreeing, confirmed, open_it
 from tests.sweep.export.studies import some_texts
 from tests.sweep.predict.rows import EIGHT_BIT
 
@@ -120,7 +120,8 @@ def _of_cards() -> StudySnapshot:
         measured = {"cards": config.data_parallel, "faithfulness": close, "flags": ("throttled",)}
         trials.append(fits(number, speed, config, **measured))
     trials[3] = record(3, ended.Crashed(phase="warmup", cause="signal"), trials[3].config)
-    return snapshot(trials, name="cards", definition=about)
+    agreed = [t.model_copy(update={"outcome": agreeing(t.outcome, t.config)}) for t in trials]
+    return snapshot(agreed, name="cards", definition=about)
 
 
 def _of_nothing_that_fits() -> StudySnapshot:
