@@ -22,7 +22,7 @@ from sqlalchemy import exc
 from sqlalchemy.engine import make_url
 from sqlalchemy.pool import NullPool
 
-from search_spaces.errors import EnvironmentFault, install_extra, words_of
+from search_spaces.errors import EnvironmentFault, InputError, install_extra, words_of
 from search_spaces.redaction import redact
 from storage import files
 from storage.urls import DatabaseUrl, PostgresUrl, SqliteUrl
@@ -392,6 +392,8 @@ def _is_file(url: SqliteUrl) -> bool:
         return False
     except OSError as error:
         raise EnvironmentFault(f"cannot open database {url}: {error.strerror}") from error
+    if stat.S_ISDIR(kind):
+        raise InputError(f"database {url}: {url.path} is a directory: name a file in it")
     if not stat.S_ISREG(kind):
         raise EnvironmentFault(f"database {url}: {url.path} is no file: name another, or remove it")
     return True

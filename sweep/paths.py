@@ -20,11 +20,18 @@ RESERVED = frozenset({"contributions", "crashes", "prices.yaml", "sweep.db"})
 
 
 def runs_directory() -> Path:
-    """Return the directory of all studies' files: ``runs``, under ``SWEEP_HOME`` where set."""
+    """Return the directory of all studies' files: ``runs``, under ``SWEEP_HOME`` where set.
+
+    Raises:
+        InputError: ``SWEEP_HOME`` is a file.
+    """
     # Imported here: it takes longer than all of the help that this module is loaded for.
     from search_spaces.documents import home_expanded
 
-    return home_expanded(os.environ.get("SWEEP_HOME") or ".") / "runs"
+    home = home_expanded(os.environ.get("SWEEP_HOME") or ".")
+    if os.path.isfile(home):
+        raise InputError(f"SWEEP_HOME: {home} is a file: name a directory")
+    return home / "runs"
 
 
 def storage_url(typed: str | None) -> str:

@@ -34,6 +34,7 @@ from sweep.data.kinds import (
     first_rows,
     on_completions,
     pair_of,
+    shown,
     turns_in,
 )
 from sweep.data.rows import INPUT, MASK
@@ -591,7 +592,7 @@ def _without(turns: Sequence[Mapping[str, Any]], keys: set[str]) -> list[dict[st
 
 def _listed(names: Sequence[str]) -> str:
     more = len(names) - _NAMES_SHOWN
-    return ", ".join(names[:_NAMES_SHOWN]) + (f" and {more} more" if more > 0 else "")
+    return ", ".join(map(shown, names[:_NAMES_SHOWN])) + (f" and {more} more" if more > 0 else "")
 
 
 # Read and encoded

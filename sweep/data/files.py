@@ -27,18 +27,32 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 LINE_BYTES_MAX = 2**26
 """Of JSON lines; what has no line ends is not read as a whole."""
 ARRAY_BYTES_MAX = 2**29
 """Of a JSON array, which is read as a whole."""
 
 _SEPARATORS = {".csv": ",", ".tsv": "\t"}
-_ENDINGS = (".jsonl", ".ndjson", ".json", *_SEPARATORS, ".parquet")
+_BUILDERS = {
+    ".jsonl": "json",
+    ".ndjson": "json",
+    ".json": "json",
+    ".csv": "csv",
+    ".tsv": "csv",
+    ".parquet": "parquet",
+}
+"""What datasets reads files with, by their ending."""
+_README = "README.md"
+"""Of a directory: may say, as on the hub, which files are its splits."""
 _UNPACKERS: dict[str, Callable[[Any], Any]] = {
     ".gz": lambda file: gzip.GzipFile(fileobj=file),
     ".bz2": bz2.BZ2File,
     ".xz": lzma.LZMAFile,
 }
+_PACKED_BEGINNINGS = {b"\x1f\x8b": ".gz", b"BZh": ".bz2", b"\xfd7zXZ\0": ".xz"}
+"""How compressed files begin, whatever they are called."""
 _READ = (
     ".jsonl, .ndjson, .json, .csv, .tsv (with .gz, .bz2 or .xz behind it, where it is compressed) "
     'or .parquet; of plain texts, write each as a line {"text": ...} of a .jsonl'
@@ -128,6 +142,19 @@ def dataset_files(name: str) -> list[tuple[str, Path]]:
     return found
 
 
+def telling_files(name: str) -> list[Path]:
+    """Return the files by which a dataset is known: those with rows, and of a directory the README
+    that may say which of them are read.
+
+    Raises:
+        RowsError: there is no such file or directory, or nothing in it can be read.
+        OSError: it is there and cannot be read.
+    """
+    found = [path for _, path in dataset_files(name)]
+    readme = _path(name) / _README
+    return [*found, readme] if readme.is_file() else found
+
+
 def _path(name: str) -> Path:
     with suppress(RuntimeError):
         return Path(name).expanduser()
@@ -152,7 +179,7 @@ def ending(path: Path) -> str | None:
     name = path.name.lower()
     packing = Path(name).suffix
     end = Path(name.removesuffix(packing)).suffix if packing in _UNPACKERS else packing
-    is_known = end in _ENDINGS and not (end == ".parquet" and packing in _UNPACKERS)
+    is_known = end in _BUILDERS and not (end == ".parquet" and packing in _UNPACKERS)
     return end if is_known else None
 
 
@@ -196,7 +223,7 @@ class Source:
         else:
             self.files = dataset_files(name)
             if len(self.files) > 1:
-                self._leave_splits_out()
+                self._leave_files_out()
         self.unit = "MB read" if self.files else "rows read"
         """What `done` and `total` count."""
         sizes = sum(path.stat().st_size for _, path in self.files) // 10**6
@@ -210,22 +237,35 @@ class Source:
                 _refuse_images(place, fields)
             yield place, fields
 
-    def _leave_splits_out(self) -> None:
-        """Keep the files of the training split, told as datasets tells it."""
+    def _leave_files_out(self) -> None:
+        """Keep the files that datasets reads: of the training split, and of one format."""
         from datasets.data_files import get_data_patterns, resolve_pattern
+        from datasets.load import infer_module_for_data_files_list
 
-        directory = glob.escape(str(_path(self.name)))
-        patterns = get_data_patterns(directory)
+        place, named = _splits_of_readme(self.name)
+        directory = glob.escape(str(place))
+        patterns = get_data_patterns(directory) if named is None else named
         others = sorted(map(str, set(patterns) - {_TRAIN}))
         chosen: set[Path] = set()
-        for pattern in patterns.get(_TRAIN, ()) if others else ():
+        for pattern in patterns.get(_TRAIN, ()):
+            if "://" in pattern:
+                continue
             # Of the ways to name a split no directory uses all.
             with suppress(FileNotFoundError):
                 chosen |= {Path(found).resolve() for found in resolve_pattern(pattern, directory)}
         kept = [(label, path) for label, path in self.files if path.resolve() in chosen]
-        if kept and len(kept) < len(self.files):
+        if named is not None and not kept:
+            where = f"{self.name}: its {_README} names no file of a split {_TRAIN}"
+            raise RowsError(f"{where} that is here and can be read: name a file")
+        if not kept:
+            return
+        builder, _ = infer_module_for_data_files_list([str(path) for _, path in kept])
+        if builder in _BUILDERS.values():
+            kept = [each for each in kept if _BUILDERS[ending(each[1]) or ""] == builder]
+        if len(kept) < len(self.files):
             left = f"{len(self.files) - len(kept)} of its {len(self.files)} files are left out"
-            self.notes = (f"its split {_TRAIN} is read; {left} ({', '.join(others)})",)
+            why = ", ".join(others) or "as datasets leaves them out"
+            self.notes = (f"its split {_TRAIN} is read; {left} ({why})",)
             self.files = kept
 
     def _of_files(self) -> Iterator[Read]:
@@ -244,6 +284,36 @@ class Source:
             for fields in _of_arrow(table):
                 self.done += 1
                 yield Place(self.name, self.done), fields
+
+
+def _splits_of_readme(name: str) -> tuple[Path, dict[str, list[str]] | None]:
+    """Return the directory in which a directory's README says that the files are, and the patterns
+    of files by split that it names; None where it does not."""
+    from datasets.data_files import sanitize_patterns
+    from datasets.utils.metadata import MetadataConfigs
+    from huggingface_hub import DatasetCardData, metadata_load
+
+    directory = _path(name)
+    readme = directory / _README
+    if not readme.is_file():
+        return directory, None
+    try:
+        card = DatasetCardData(**(metadata_load(readme) or {}))
+        configs = MetadataConfigs.from_dataset_card_data(card)
+        default = configs.get_default_config_name()
+        told = {} if default is None else configs[default]
+        patterns = told.get("data_files")
+        named = None if patterns is None else sanitize_patterns(patterns)
+    except (ValueError, TypeError, yaml.YAMLError) as error:
+        why = " ".join(str(error).split())[:200]
+        raise RowsError(f"{name}/{_README}: its metadata cannot be read: {why}") from error
+    if configs and default is None:
+        several = f"several configurations ({', '.join(configs)})"
+        raise RowsError(f"{name}: its {_README} has {several}: name a file")
+    directory /= str(told.get("data_dir") or "")
+    if not directory.is_dir():
+        raise RowsError(f"{name}: its {_README} names a directory that is not here: {directory}")
+    return directory, named
 
 
 def _refuse_images(place: Place, fields: Mapping[str, Any]) -> None:
@@ -318,7 +388,11 @@ def _rows_of(path: Path, label: str) -> Iterator[tuple[int, dict[str, Any] | Bro
         yield from _parquet_rows(path, label)
         return
     with path.open("rb") as raw:
-        unpack = _UNPACKERS.get(path.suffix.lower())
+        packing = path.suffix.lower()
+        for beginning, known in _PACKED_BEGINNINGS.items():
+            if raw.peek(8).startswith(beginning):
+                packing = known
+        unpack = _UNPACKERS.get(packing)
         file = raw if unpack is None else io.BufferedReader(unpack(raw))
         try:
             head = file.peek(256)

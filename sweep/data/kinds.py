@@ -84,7 +84,8 @@ class Layout:
     @property
     def notes(self) -> tuple[str, ...]:
         """Which columns are read as something that they are not called."""
-        renamed = [f"{column} as {name}" for name, column in self.columns.items() if name != column]
+        columns = self.columns.items()
+        renamed = [f"{shown(column)} as {name}" for name, column in columns if name != column]
         if self.are_named or not renamed:
             return ()
         joined = ", joined as they are" if {"prompt", "completion"} <= self.columns.keys() else ""
@@ -162,7 +163,17 @@ def all_broken(place: Place, broken: Broken, count: int, name: str) -> str:
 
 def _refuse_wrapped(name: str, row: Mapping[str, Any]) -> None:
     """Refuse a file of one object under a key of which stand the rows."""
-    lists = {column: value for column, value in row.items() if _are_objects(value)}
+    are_rows = len(row) > 1 and all(isinstance(value, Mapping) for value in row.values())
+    if are_rows and len({tuple(value) for value in row.values()}) == 1:
+        raise RowsError(
+            f"{name}: it is one object, and its rows are the values of its keys: write them alone "
+            "as a list to a file"
+        )
+    lists = {
+        column: value
+        for column, value in row.items()
+        if _are_objects(value) and not _is_chat(value)
+    }
     if lists:
         longest = max(lists, key=lambda column: len(lists[column]))
         raise RowsError(
@@ -248,8 +259,9 @@ def _layout(kind: str, samples: Mapping[str, Any]) -> Layout:
 
 
 def _named(names: Iterable[str], samples: Mapping[str, Any]) -> list[str]:
-    """Return the columns that have one of some names, in the names' order, however written."""
-    written = {column.lower(): column for column in samples}
+    """Return the columns that have one of some names, in the names' order, in any case of letters
+    and with blanks around."""
+    written = {column.strip().lower(): column for column in samples}
     return [written[name] for name in names if name in written]
 
 
@@ -292,12 +304,17 @@ def _usual_layout(samples: Mapping[str, Any]) -> Layout | None:
 
 def _no_column(name: str, column: str, samples: Mapping[str, Any], why: str = "") -> str:
     near = difflib.get_close_matches(column, samples, n=1)
-    meant = f"did you mean {near[0]!r}?" if near else f"known are {_shown(samples)}"
+    meant = f"did you mean {near[0]!r}?" if near else f"known are {_all_shown(samples)}"
     return f"{name}: no column {column!r}{why}; {meant}"
 
 
-def _shown(samples: Mapping[str, Any]) -> str:
-    columns = list(samples)
+def shown(column: str) -> str:
+    """Return a column's name for messages: quoted where it could not be seen."""
+    return column if column and column.strip() == column else quoted(column)
+
+
+def _all_shown(samples: Mapping[str, Any]) -> str:
+    columns = list(map(shown, samples))
     return ", ".join(columns[:12]) + (f" and {len(columns) - 12} more" if columns[12:] else "")
 
 
@@ -309,7 +326,12 @@ def _unknown(name: str, samples: Mapping[str, Any]) -> str:
     texts = {column: value for column, value in samples.items() if isinstance(value, str)}
     told = [column for column, value in texts.items() if _SPEAKERS.search(value)]
     has_parts = any(isinstance(value, list | dict) for value in samples.values())
-    if len(texts) == 1 and not has_parts:
+    chats = [column for column, value in samples.items() if _is_chat(turns_in(value))]
+    if "input_ids" in samples:
+        cure = "tokens are not read: name the texts that they were made of"
+    elif len(chats) > 1:
+        cure = f"{' and '.join(chats)} each hold a chat: keep one of these columns"
+    elif len(texts) == 1 and not has_parts:
         cure = "name the one with the texts with --set data.text_column=NAME"
     elif len(told) == 1:
         cure = f"if {told[0]} is all of an example, --set data.text_column={told[0]} says so"
@@ -318,7 +340,7 @@ def _unknown(name: str, samples: Mapping[str, Any]) -> str:
             "name what is asked and what is answered, both texts, with "
             "--set data.prompt_column=NAME --set data.completion_column=NAME"
         )
-    return f"{name}: its columns are {_shown(samples)}, and {known}: {cure}"
+    return f"{name}: its columns are {_all_shown(samples)}, and {known}: {cure}"
 
 
 # Read
@@ -360,7 +382,7 @@ def example_of(fields: Mapping[str, Any], layout: Layout) -> Example:
         else:
             prompt = _turns(fields, columns["prompt"])
     else:
-        completion = _turns(fields, columns[kind])
+        completion = _turns(fields, columns[kind], may_be_texts=True)
         if system := _optional_text(fields, columns.get("system")):
             turn = {"role": "system", "content": system}
             if completion[0]["role"] != "system":
@@ -386,11 +408,13 @@ def _turns_of_prompt(turns: Sequence[Mapping[str, Any]], prompt: str, column: st
 def _for_template(fields: Mapping[str, Any]) -> tuple[list[Any] | None, dict[str, Any]]:
     """Return what a row has for its chat template: tools, and options."""
     tools, options = (_decoded(fields.get(name)) for name in _FOR_TEMPLATE)
+    if is_nothing(tools):
+        tools = None
     if not isinstance(tools, list | None):
         raise Broken(f"tools must be a list, got {quoted(tools)}")
     if not isinstance(options, dict | None):
         raise Broken(f"chat_template_kwargs must map keys to values, got {quoted(options)}")
-    return tools or None, options or {}
+    return tools, options or {}
 
 
 def pair_of(fields: Mapping[str, Any], layout: Layout) -> tuple[Example, Example]:
@@ -504,8 +528,16 @@ def _are_inputs(value: Any) -> bool:
     return _are_objects(value) and all("output" in turn for turn in value)
 
 
-def _turns(fields: Mapping[str, Any], column: str) -> list[dict[str, Any]]:
-    """Return a row's turns with role and content, whoever named them."""
+def _turns(
+    fields: Mapping[str, Any], column: str, *, may_be_texts: bool = False
+) -> list[dict[str, Any]]:
+    """Return a row's turns with role and content, whoever named them.
+
+    Args:
+        fields: the row's.
+        column: which has them.
+        may_be_texts: whether a list of texts is a chat, and not several answers or the like.
+    """
     value = fields.get(column)
     if value is None:
         raise Broken(f"{column} is {'null' if column in fields else 'missing'}")
@@ -515,6 +547,8 @@ def _turns(fields: Mapping[str, Any], column: str) -> list[dict[str, Any]]:
             raise Broken(f"{column} is empty")
         raise Broken(f"{column} must be a list of turns, got {quoted(value)}")
     if all(isinstance(turn, str) for turn in given):
+        if not may_be_texts:
+            raise Broken(f"{column} must be text or turns, got {quoted(value)}")
         # As in LIMA: the user and the assistant by turns.
         sides = ("user", "assistant")
         given = [{"role": sides[n % 2], "content": text} for n, text in enumerate(given)]

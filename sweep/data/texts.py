@@ -28,7 +28,14 @@ from search_spaces.models import ModelSpec
 from search_spaces.redaction import redact
 from search_spaces.texts import TextsChoice, TextsSummary
 from sweep.child_environment import child_environment
-from sweep.data.files import RowsError, Source, dataset_files, is_on_hub, is_saved
+from sweep.data.files import (
+    RowsError,
+    Source,
+    dataset_files,
+    is_on_hub,
+    is_saved,
+    telling_files,
+)
 from sweep.data.kinds import Asked, first_rows, on_completions
 from sweep.data.tokenizers import find_tokenizer
 from sweep.paths import runs_directory
@@ -347,7 +354,7 @@ def require_vocabulary(summary: TextsSummary, model: ModelSpec) -> None:
 def seen(name: str) -> list[list[int]]:
     """Return size and time of each file of a dataset, by which it is known that somebody wrote to
     one."""
-    found = [path.stat() for _, path in dataset_files(name)]
+    found = [path.stat() for path in telling_files(name)]
     return [[each.st_size, each.st_mtime_ns] for each in found]
 
 
@@ -360,10 +367,10 @@ def content_of(name: str, *, on_progress: Progress) -> str:
         RowsError: there is no such dataset.
         OSError: a file cannot be read.
     """
-    found, named = dataset_files(name), home_expanded(name)
-    total, done = sum(path.stat().st_size for _, path in found) // 10**6, 0
+    found, named = telling_files(name), home_expanded(name)
+    total, done = sum(path.stat().st_size for path in found) // 10**6, 0
     hashed = hashlib.sha256()
-    for _, path in found:
+    for path in found:
         on_progress("MB looked at", done // 10**6, total)
         inside = "".join(path.suffixes) if path == named else str(path.relative_to(named))
         with path.open("rb") as file:

@@ -32,8 +32,8 @@ from search_spaces.redaction import remember
 from storage.directory import SPOOL
 from storage.directory import STUDY as IDENTITY
 from storage.files import replace
-from sweep.data.files import is_on_hub
-from sweep.data.texts import text_files
+from sweep.data.files import is_on_hub, telling_files
+from sweep.data.texts import text_files, translated
 from sweep.namesakes import NAMES
 from sweep.paths import runs_directory
 from sweep.request import BESIDE, RunRequest
@@ -167,7 +167,8 @@ def packed(
         """Let a file go along, or of a directory what a study reads; return its name there."""
         found, is_whole = [path], kind == "model" and space.weights == "pretrained"
         if path.is_dir() and kind == "data":
-            found = [file for _, file in text_files(str(path))]
+            with translated(str(path)):
+                found = telling_files(str(path))
         elif path.is_dir():
             found = sorted((*path.iterdir(), *path.glob("additional_chat_templates/*")))
             shown = (file for file in found if file.is_file() and file.name[0] != ".")

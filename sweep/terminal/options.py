@@ -390,9 +390,12 @@ def amounts(typed: Sequence[str] | None, known: Sequence[str]) -> dict[str, Any]
     return found
 
 
+_EMPTY = "an argument is an empty text, which names nothing"
+
+
 def refuse_mistyped(command: Any, words: Sequence[str]) -> None:
     """Raise `InputError` where an option of one value is given two, in whatever spelling, or where
-    an empty text is one."""
+    an empty text is one, or an argument."""
     options = [known for known in command.params if known.param_type_name == "option"]
     known = {name: option for option in options for name in (*option.opts, *option.secondary_opts)}
     given: dict[str, dict[str, None]] = {}
@@ -400,7 +403,9 @@ def refuse_mistyped(command: Any, words: Sequence[str]) -> None:
     for word in rest:
         name, sign, value = word.partition("=")
         if word == "--":
-            return
+            break
+        if not word:
+            raise InputError(_EMPTY)
         if name not in known:
             continue
         option = known[name]
@@ -412,3 +417,5 @@ def refuse_mistyped(command: Any, words: Sequence[str]) -> None:
         both[name if option.is_flag else f"{name} {value}"] = None
         if len(both) > 1 and not option.multiple:
             raise InputError(f"{' and '.join(both)} are both given: keep one")
+    if "" in rest:
+        raise InputError(_EMPTY)

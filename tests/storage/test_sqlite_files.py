@@ -67,6 +67,8 @@ def test_a_database_that_cannot_be_one_is_a_fault_at_once_that_names_it(
         for action in (open_it, list_studies):
             with pytest.raises(EnvironmentFault, match=words):
                 action(f"sqlite:///{home}/{name}", home)
+    with pytest.raises(InputError, match="is a directory: name a file in it"):
+        open_it(f"sqlite:///{tmp_path}", home)
     for place in (path, Path("/proc")):
         with pytest.raises(EnvironmentFault, match="cannot write the database"):
             open_it(f"sqlite:///{place}/runs/sweep.db", tmp_path)

@@ -284,6 +284,17 @@ def test_a_home_that_may_not_be_searched_is_the_machines_fault(
     assert "mistake" not in refused.err
 
 
+@pytest.mark.parametrize("words", [["plan", "a10"], ["status"], ["best", "x"]])
+def test_a_home_that_is_a_file_is_bad_input(
+    home: Path, words: list[str], sweep: Sweep, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (home / "notes").touch()
+    monkeypatch.setenv("SWEEP_HOME", str(home / "notes"))
+    refused = sweep(*words)
+    assert refused.code == 2
+    assert f"SWEEP_HOME: {home / 'notes'} is a file: name a directory" in refused.err
+
+
 @pytest.mark.parametrize(
     ("name", "known"),
     [("größe", "größe"), ("gro\u0308ße", "größe"), ("_mine", "mine"), ("a b", "a-b")],

@@ -129,7 +129,11 @@ def test_an_instruction_is_put_as_alpaca_put_it() -> None:
         ),
         (
             "messages",
-            {"messages": [SYSTEM | {"content": ""}, *TURNS], "chat_template_kwargs": {"a": 1}},
+            {
+                "messages": [SYSTEM | {"content": ""}, *TURNS],
+                "chat_template_kwargs": {"a": 1},
+                "tools": {},
+            },
             Example([], [SYSTEM | {"content": ""}, *TURNS], None, {"a": 1}),
         ),
     ],
@@ -161,6 +165,9 @@ def messages(*turns: Any) -> dict[str, Any]:
         ("prompt-completion", {"prompt": "a", "completion": ""}, "completion is empty"),
         ("prompt-completion", {"prompt": TURNS, "completion": "b"}, "must be a list of turns, got"),
         ("prompt-completion", {"prompt": TURNS, "completion": TURNS[:1]}, "no turn of the assis"),
+        # Several answers are no chat.
+        ("prompt-completion", {"prompt": "a", "completion": ["b", "c"]}, "must be text or turns"),
+        ("prompt-completion", {"prompt": ["a"], "completion": ["b", "c"]}, "must be text or turns"),
         ("messages", {}, "messages is missing"),
         ("messages", messages(), "messages is empty"),
         ("messages", {"messages": "hello"}, "messages must be a list of turns, got 'hello'"),

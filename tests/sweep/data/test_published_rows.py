@@ -222,9 +222,15 @@ def test_a_null_that_was_written_is_trained_on_as_in_trl(tokenizer: Any, tmp_pat
     assert found == theirs(tokenizer, rows, tmp_path)
 
 
-def test_rows_under_a_key_are_told(tokenizer: Any) -> None:
+def test_rows_under_a_key_are_told(tokenizer: Any, tmp_path: Path) -> None:
     with pytest.raises(RowsError, match='its rows stand under "data"'):
         ours(CASES / "wrapped.json", tokenizer)
+    by_id = {str(number): {"prompt": "a", "completion": "b"} for number in range(3)}
+    with pytest.raises(RowsError, match="its rows are the values of its keys"):
+        ours(written(tmp_path, [by_id]), tokenizer)
+    one_comparison = {"left": turns("a?", "b."), "right": turns("a?", "c.")}
+    with pytest.raises(RowsError, match="left and right each hold a chat"):
+        ours(written(tmp_path, [one_comparison]), tokenizer)
 
 
 # Published shapes
@@ -295,6 +301,11 @@ SHAPES: dict[str, tuple[list[dict[str, Any]], list[dict[str, Any]], str]] = {
         [{"Input": "a", "Output": "b"}],
         [{"prompt": "a", "completion": "b"}],
         "Input as prompt",
+    ),
+    "a header with blanks": (
+        [{"prompt": "a", " completion": " b", "": 0}],
+        [{"prompt": "a", "completion": " b"}],
+        "' completion' as completion, joined as they are; columns not read: ''",
     ),
     "KTO": (
         [{"prompt": "a?", "completion": "b", "label": True}],
@@ -388,6 +399,13 @@ def test_what_a_question_is_about_is_in_its_prompt(
             True,
         ),
         ({"story": "Once.", "id": 7}, "--set data.text_column=NAME", True),
+        ({" Frage": "Wo?", "": "Da."}, "its columns are ' Frage', '', and", False),
+        ({"input_ids": [1, 5], "labels": [-100, 5]}, "tokens are not read", False),
+        (
+            {"id": "1", "left": turns("a?", "b."), "right": turns("a?", "c.")},
+            "left and right each hold a chat: keep one of these columns",
+            False,
+        ),
     ],
 )
 def test_the_settings_that_say_what_unknown_columns_are_are_named(

@@ -57,6 +57,10 @@ TABLE = b"text,n\na,1\nb,2\n"
         ("a.tsv", TABLE.replace(b",", b"\t")),
         ("b.tsv", TABLE.replace(b",", b"|")),
         ("a.tsv.gz", gzip.compress(TABLE.replace(b",", b"\t"))),
+        # Compressed, and not called so.
+        ("packed.jsonl", gzip.compress(LINES)),
+        ("packed.json", lzma.compress(ARRAY)),
+        ("packed.csv", bz2.compress(TABLE)),
     ],
 )
 def test_a_file_is_read_as_its_name_says(tmp_path: Path, name: str, data: bytes) -> None:
@@ -145,13 +149,13 @@ def test_a_directory_is_its_files_in_order_without_what_is_hidden(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    for name in ("b.csv", "a.jsonl", "sub/c.jsonl", ".hidden/d.jsonl", ".e.jsonl", "__f/g.jsonl"):
-        written(Path("d", name), "text\nb\n" if name.endswith("csv") else '{"text": "a"}\n')
+    for name in ("b.json", "a.jsonl", "sub/c.jsonl", ".hidden/d.jsonl", ".e.jsonl", "__f/g.jsonl"):
+        written(Path("d", name), '{"text": "a"}\n')
     written(Path("d", "README.md"), "no texts")
     for name in ("d", "d/", "./d"):
         places = [place for place, _ in Source(name)]
-        named = [f"{name.rstrip('/')}/{file}" for file in ("a.jsonl", "b.csv", "sub/c.jsonl")]
-        assert places == [Place(named[0], 1), Place(named[1], 2), Place(named[2], 1)]
+        named = [f"{name.rstrip('/')}/{file}" for file in ("a.jsonl", "b.json", "sub/c.jsonl")]
+        assert places == [Place(each, 1) for each in named]
 
 
 @pytest.mark.parametrize(
@@ -164,6 +168,7 @@ def test_a_directory_is_its_files_in_order_without_what_is_hidden(
         ),
         (["test.jsonl"], []),
         (["x.jsonl", "y.jsonl"], []),
+        (["x.JSONL", "y.ndjson", "z.json"], []),
     ],
 )
 def test_of_a_directory_with_splits_the_training_split_is_read(
@@ -177,6 +182,78 @@ def test_of_a_directory_with_splits_the_training_split_is_read(
     assert len(source.notes) == bool(other)
     if other:
         assert "its split train is read; 1 of its 3 files are left out (test)" in source.notes
+
+
+CONFIGS = "---\nconfigs:\n- config_name: a\n  data_files: {}\n---\n# A dataset\n"
+
+
+@pytest.mark.parametrize(
+    ("readme", "others"),
+    [
+        # As cloned from the hub: its README says what is read.
+        (CONFIGS.format("read/*.jsonl"), ["raw/b.jsonl"]),
+        (
+            CONFIGS.format("[{split: train, path: read/*}, {split: test, path: raw/*}]"),
+            ["raw/b.jsonl"],
+        ),
+        ("---\nconfigs:\n- {config_name: a, data_dir: read}\n---\n", ["raw/b.jsonl"]),
+        # The same rows once more, in another format.
+        ("---\nlicense: mit\n---\n", ["read/a.csv"]),
+        ("no metadata", ["read/a.csv"]),
+        # What older versions of datasets left.
+        (None, ["dataset_infos.json", "config.json"]),
+    ],
+)
+def test_of_a_directory_the_files_that_datasets_reads_are_read(
+    tmp_path: Path, readme: str | None, others: list[str]
+) -> None:
+    from datasets import load_dataset
+
+    directory = tmp_path / "set"
+    written(directory / "read/a.jsonl", '{"text": "a"}\n{"text": "b"}\n')
+    for name in others:
+        written(directory / name, "text\na\n" if name.endswith(".csv") else '{"text": {}}\n')
+    if readme is not None:
+        written(directory / "README.md", readme)
+    source = Source(str(directory))
+    found = [fields["text"] for _, fields in source if isinstance(fields, dict)]
+    theirs = load_dataset(str(directory), split="train", cache_dir=str(tmp_path / "cache"))
+    assert found == list(theirs["text"]) == ["a", "b"]
+    assert len(source.notes) == 1
+    left = f"{len(others)} of its {1 + len(others)} files are left out"
+    assert left in source.notes[0]
+
+
+@pytest.mark.parametrize(
+    ("readme", "words"),
+    [
+        (CONFIGS.format("https://example.invalid/a.jsonl"), "its README.md names no file"),
+        (
+            "---\nconfigs:\n- {config_name: a, data_dir: gone}\n---\n",
+            "a directory that is not here",
+        ),
+        (CONFIGS.format("nothing*.jsonl"), "its README.md names no file of a split train"),
+        (
+            CONFIGS.format("[{split: test, path: a.jsonl}]"),
+            "its README.md names no file of a split train",
+        ),
+        ("---\nconfigs: [1\n---\n", "README.md: its metadata cannot be read"),
+        ("---\nconfigs: 5\n---\n", "README.md: its metadata cannot be read"),
+        (
+            "---\nconfigs:\n- {config_name: a, data_files: a.jsonl}\n"
+            "- {config_name: b, data_files: b.jsonl}\n---\n",
+            r"several configurations \(a, b\): name a file",
+        ),
+    ],
+)
+def test_a_readme_that_does_not_say_what_is_read_is_refused(
+    tmp_path: Path, readme: str, words: str
+) -> None:
+    for name in ("a.jsonl", "b.jsonl"):
+        written(tmp_path / name, '{"text": "a"}\n')
+    written(tmp_path / "README.md", readme)
+    with pytest.raises(RowsError, match=words):
+        Source(str(tmp_path))
 
 
 def test_what_save_to_disk_left_is_read(tmp_path: Path) -> None:

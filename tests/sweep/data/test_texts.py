@@ -263,6 +263,9 @@ def test_a_directorys_names_are_part_of_its_texts(
     ]
     assert known != other
     assert {*same} == {known}
+    # A README may say which of its files are read.
+    Path("d/README.md").write_text("---\nlicense: mit\n---\n")
+    assert module.content_of("d", on_progress=lambda *_: None) != known
 
 
 def test_the_demos_tokenizer_fits_its_model() -> None:

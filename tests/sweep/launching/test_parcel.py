@@ -90,17 +90,17 @@ def test_what_is_typed_goes_along_in_the_place_of_what_the_space_names(here: Pat
 
 
 def test_nothing_goes_along_but_what_a_study_reads(here: Path) -> None:
-    names = ("a.jsonl", ".env", ".git/a.jsonl", "notes.txt", "more/b.csv", "sub/x.json")
+    names = ("a.jsonl", ".env", ".git/a.jsonl", "README.md", "more/b.csv", "sub/x.json")
     names += ("additional_chat_templates/tools.jinja", "MODEL.BIN", "onnx/model.onnx")
     for name in names:
         (here / "mixed" / name).parent.mkdir(parents=True, exist_ok=True)
         (here / "mixed" / name).write_text('{"text": "a"}\n')
     _, files = packed(of_space(texts="mixed", tokenizer="mixed"))
     assert [name for name in sorted(files) if "mixed" in name] == [
-        *(f"data/mixed/{name}" for name in ("a.jsonl", "more/b.csv", "sub/x.json")),
+        *(f"data/mixed/{name}" for name in ("README.md", "a.jsonl", "more/b.csv", "sub/x.json")),
+        "tokenizer/mixed/README.md",
         "tokenizer/mixed/a.jsonl",
         "tokenizer/mixed/additional_chat_templates/tools.jinja",
-        "tokenizer/mixed/notes.txt",
     ]
 
 

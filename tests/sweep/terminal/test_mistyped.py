@@ -107,6 +107,10 @@ run cpu-demo --max-dollars nan            | --max-dollars must be a finite numbe
 run cpu-demo --storage mysql://u:pw@h/db  | known are sqlite
 run cpu-demo --storage ''                 | --storage: an empty text names nothing
 run cpu-demo --study ../etc               | study name must be
+run ''                                    | an argument is an empty text
+run -- ''                                 | an argument is an empty text
+data --model demo ''                      | an argument is an empty text
+train '' --data d.jsonl --output adapter  | an argument is an empty text
 run cpu-demo --from nope                  | no studies yet
 run cpu-demo --rank=8 --rank 16           | --rank 8 and --rank 16 are both given
 run cpu-demo --rank 8 --set lora-rank=8   | lora_rank is given twice: keep one
