@@ -30,6 +30,7 @@ from search_spaces.quantized import (
     StoredQuantization,
     name_of_base,
     of_decoder,
+    said_beside,
     stored_quantization,
 )
 from search_spaces.ropes import check_ropes, longest_length
@@ -86,21 +87,102 @@ _ON_TEXTS = {
     "qwen3_vl_text": "qwen3",
 }
 """Decoders that on texts, where all positions of a token are equal, are others."""
-_LEFT_OUT = {
-    "gemma3_text": {
+_LEFT_OUT: dict[str, dict[str, int]] = {
+    "cohere2": {
+        "num_hidden_layers": 40,
+        "hidden_size": 8192,
+        "num_attention_heads": 64,
+        "intermediate_size": 22_528,
+        "vocab_size": 256_000,
+        "max_position_embeddings": 8192,
+    },
+    "gemma": {
+        "num_hidden_layers": 28,
+        "hidden_size": 3072,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 16,
+        "head_dim": 256,
+        "intermediate_size": 24_576,
+        "vocab_size": 256_000,
+        "max_position_embeddings": 8192,
+    },
+    "gemma2": {
+        "num_hidden_layers": 26,
+        "hidden_size": 2304,
         "num_attention_heads": 8,
         "num_key_value_heads": 4,
         "head_dim": 256,
-        "vocab_size": 262_208,
+        "intermediate_size": 9216,
+        "vocab_size": 256_000,
+        "max_position_embeddings": 8192,
     },
-    "llama": {
-        "hidden_size": 4096,
+    "gemma3_text": {
+        "num_hidden_layers": 26,
+        "hidden_size": 2304,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "intermediate_size": 9216,
+        "vocab_size": 262_208,
+        "max_position_embeddings": 131_072,
+    },
+    "granite": {
         "num_hidden_layers": 32,
+        "hidden_size": 4096,
         "num_attention_heads": 32,
         "intermediate_size": 11_008,
+        "vocab_size": 32_000,
+        "max_position_embeddings": 2048,
+    },
+    "llama": {
+        "num_hidden_layers": 32,
+        "hidden_size": 4096,
+        "num_attention_heads": 32,
+        "intermediate_size": 11_008,
+        "vocab_size": 32_000,
+        "max_position_embeddings": 2048,
+    },
+    "ministral3": {
+        "num_hidden_layers": 34,
+        "hidden_size": 4096,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "intermediate_size": 14_336,
+        "vocab_size": 131_072,
+        "max_position_embeddings": 262_144,
+    },
+    "mistral": {
+        "num_hidden_layers": 32,
+        "hidden_size": 4096,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "intermediate_size": 14_336,
+        "vocab_size": 32_000,
+        "max_position_embeddings": 131_072,
+    },
+    "qwen2": {
+        "num_hidden_layers": 32,
+        "hidden_size": 4096,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 32,
+        "intermediate_size": 22_016,
+        "vocab_size": 151_936,
+        "max_position_embeddings": 32_768,
+    },
+    "qwen3": {
+        "num_hidden_layers": 32,
+        "hidden_size": 4096,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 32,
+        "head_dim": 128,
+        "intermediate_size": 22_016,
+        "vocab_size": 151_936,
+        "max_position_embeddings": 32_768,
     },
 }
-"""Sizes that published text configs leave to the defaults of transformers' classes."""
+"""Sizes of transformers' classes, by the type of a text config that is stored inside of another:
+``save_pretrained`` leaves out of it what equals them, so that a published one may lack any."""
 _PUBLISHED = dict.fromkeys(
     ("gemma-3-4b", "gemma-3-12b", "gemma-3-27b"),
     "with a vision tower: to train its text decoder download it and name the directory",
@@ -389,7 +471,8 @@ def _hub_ids() -> dict[str, str]:
 def _read_config(path: Path, *, label: str) -> dict[str, Any]:
     if not exists(path, label=label):
         raise InputError(f"{label}: no such file; a model's directory needs its config.json")
-    return checked_config(read_json(path, label=label), label=label)
+    config = read_json(path, label=label)
+    return checked_config({**config, **said_beside(path.parent, config)}, label=label)
 
 
 def checked_config(config: dict[str, Any], *, label: str) -> dict[str, Any]:

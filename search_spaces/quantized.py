@@ -10,13 +10,22 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
+from search_spaces.documents import exists
 from search_spaces.errors import InputError, quote
 
 KEY = "quantization_config"
 _KEYS = (KEY, "compression_config", "quantization")
 """What transformers writes; what compressed-tensors wrote before, and MLX writes."""
+_BESIDE = {
+    "hf_quant_config.json": "modelopt",
+    "quantize_config.json": "gptq",
+    "quant_config.json": "awq",
+}
+"""Files in which NVIDIA's Model Optimizer, AutoGPTQ and AutoAWQ said it before ``config.json`` did,
+and what their weights are."""
 _FOUR_BIT: tuple[Literal["nf4", "fp4"], ...] = ("nf4", "fp4")
 _LEFT = "llm_int8_skip_modules"
 _DTYPES = ("bfloat16", "float16", "float32")
@@ -86,6 +95,17 @@ def stored_quantization(config: Mapping[str, Any], *, label: str = "") -> Stored
     bits = said.get("bits", said.get("w_bit"))
     size = f", {bits} bits" if isinstance(bits, int) and not isinstance(bits, bool) else ""
     return StoredQuantization(f"{method or 'a format that it does not name'}{size}", None)
+
+
+def said_beside(directory: Path, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a file beside a ``config.json`` says of quantized weights; empty where the config
+    says it, or none does."""
+    if any(config.get(key) is not None for key in _KEYS):
+        return {}
+    for file, method in _BESIDE.items():
+        if exists(directory / file, label=file):
+            return {KEY: {"quant_method": f"{method}, says {file}"}}
+    return {}
 
 
 def _four_bit(said: Mapping[str, Any], *, label: str) -> StoredQuantization:

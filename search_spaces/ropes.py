@@ -67,6 +67,11 @@ def check_ropes(config: Mapping[str, Any], *, label: str, most: int) -> None:
             raise InputError(
                 f"{label}: {named}: factor must be a number above 0, got {quote(factor)}"
             )
+        if kind == "su" and rope.get("original_max_position_embeddings") is None:
+            raise InputError(
+                f"{label}: {named}: type su is the former name of longrope, and transformers 5.17 "
+                "finds no original_max_position_embeddings for it: write longrope"
+            )
         original = _original(rope, config)
         if original is not None and not _is_positive(original):
             what = "original_max_position_embeddings must be a number above 0"

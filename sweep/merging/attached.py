@@ -18,6 +18,8 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
 )
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightRenaming, rename_source_key
 
 from search_spaces.errors import InputError, did_you_mean, words_of
 from search_spaces.models import load_model_spec
@@ -128,15 +130,14 @@ class Adapter:
         config.base_model_name_or_path = None
         for key, value in changes.items():
             setattr(config, key, value)
+        tensors = self._tensors_of(model)
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 peft = get_peft_model(model, config, low_cpu_mem_usage=is_hollow)
-                found = set_peft_model_state_dict(peft, self.tensors, low_cpu_mem_usage=is_hollow)
+                found = set_peft_model_state_dict(peft, tensors, low_cpu_mem_usage=is_hollow)
         except FAULTS as error:
-            raise InputError(
-                f"PEFT cannot put the adapter on this base: {words_of(error)}"
-            ) from error
+            raise InputError(f"PEFT cannot put the adapter on this base: {_why(error)}") from error
         if found.unexpected_keys:
             target = found.unexpected_keys[0].removeprefix(PREFIX).replace(".default", "")
             hint = did_you_mean(target, [name for name, _ in model.named_parameters()])
@@ -156,10 +157,38 @@ class Adapter:
             path = names[id(head)]
             axes |= {f"{path}.weight": 0, f"{path}.base_layer.weight": 0}
             axes |= {f"{path}.lora_B.weight": 0}
+        tensors = self._tensors_of(model)
         for name, axis in axes.items():
-            if (tensor := self.tensors.get(PREFIX + name)) is not None:
+            if (tensor := tensors.get(PREFIX + name)) is not None:
                 return int(tensor.shape[axis])
         return None
+
+    def _tensors_of(self, model: Any) -> dict[str, torch.Tensor]:
+        """Return the tensors by the names that the model's modules have now.
+
+        In transformers 4 the parts of vision-language models had others. PEFT 0.21 renames some of
+        them, and none that is whole (`modules_to_save`).
+        """
+        rules = get_model_conversion_mapping(model)
+        renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
+        modules = {path for path, _ in model.named_modules()}
+        found = {}
+        for name, tensor in self.tensors.items():
+            own = name.removeprefix(PREFIX)
+            path = own.rpartition(".lora_")[0] or own.rpartition(".")[0]
+            renamed, _ = rename_source_key(path, renamings, [])
+            if path not in modules and renamed in modules:
+                name = f"{PREFIX}{renamed}{own.removeprefix(path)}"
+            found[name] = tensor
+        return found
+
+
+def _why(error: Exception) -> str:
+    """Return what an error says; below its first line torch lists tensors of other sizes."""
+    lines = str(error).splitlines()
+    if len(lines) > 1 and "size mismatch" in lines[1]:
+        return f"{lines[1].strip()} Name the base that it was trained on with --model"
+    return words_of(error)
 
 
 def _saved_name(name: str) -> str:

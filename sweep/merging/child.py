@@ -17,10 +17,9 @@ def merge_or_compare(order: Mapping[str, Any], say: Say) -> dict[str, Any]:
     """Do one of the two, and return what the report says of it."""
     if order["task"] == "compare":
         return compare_if_there_is_room(order, say) | {"peak_host_bytes": _peak_bytes()}
-    adapter, base, merged = (Path(order[key]) for key in ("adapter", "base", "directory"))
     began = time.perf_counter()
-    merge = Merge(adapter, base, dtype=order["dtype"])
-    nbytes = merge.write(merged, say)
+    merge = Merge(Path(order["adapter"]), Path(order["base"]), dtype=order["dtype"])
+    nbytes = merge.write(Path(order["directory"]), say)
     return {
         "dtype": merge.dtype,
         "form": merge.form_index,

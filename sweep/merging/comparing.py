@@ -45,10 +45,15 @@ def compare_if_there_is_room(order: Mapping[str, Any], say: Say) -> dict[str, An
     if lacking > 0 and not has_gpu:
         short = f"this machine's memory lacks {lacking / 2**30:.1f} GiB for it"
         return {"comparison": None, "not_compared": short}
-    adapter, base, merged = (Path(order[key]) for key in ("adapter", "base", "directory"))
-    device = "cuda" if has_gpu else "cpu"
-    is_cheap = has_gpu or nbytes <= _CHEAP_BYTES
-    models = Models(base, adapter, merged, order["dtype"], order["form"], device, is_cheap)
+    models = Models(
+        base=Path(order["base"]),
+        adapter=Path(order["adapter"]),
+        merged=Path(order["directory"]),
+        dtype=order["dtype"],
+        form=order["form"],
+        device="cuda" if has_gpu else "cpu",
+        is_cheap=has_gpu or nbytes <= _CHEAP_BYTES,
+    )
     try:
         compared = compare(models, rows=order["rows"], say=say)
     except torch.OutOfMemoryError:
@@ -147,7 +152,9 @@ def compare(models: Models, *, rows: int, say: Say = lambda _: None) -> dict[str
     say({"compared": 2, "of": looks})
     # What a resized vocabulary has more is in no base.
     common = min(logits.shape[-1] for logits in (without, reference, found))
-    without, reference, found = (x[..., :common] for x in (without, reference, found))
+    without = without[..., :common]
+    reference = reference[..., :common]
+    found = found[..., :common]
     difference = _difference(found, reference)
     spread = float(reference.std())
     compared: dict[str, Any] = {

@@ -134,7 +134,8 @@ def _read_adapter(name: str) -> dict[str, Any]:
         InputError: there is none, or it is not one that can be merged; the message says why.
         EnvironmentFault: its files are there and cannot be read.
     """
-    directory, label = Path(name), f"{name}/{ADAPTER_CONFIG}"
+    directory = Path(name)
+    label = f"{name}/{ADAPTER_CONFIG}"
     if not name or not is_directory(directory, label=f"adapter '{name}'"):
         raise InputError(f"adapter '{name}': no such directory")
     for file in (ADAPTER_CONFIG, ADAPTER):
@@ -181,7 +182,8 @@ def _base(adapter: Path, named: str | None, *, typed: str | None) -> tuple[Path,
         method = f"{stored.get('quant_method', 'quantization_config')}"
         raise InputError(f"the base is stored quantized ({method}): name the 16-bit one, --model")
     known = _trained_on(adapter, named if typed else None)
-    kind, digest = known.get("model_type"), known.get("weights_fingerprint")
+    kind = known.get("model_type")
+    digest = known.get("weights_fingerprint")
     if kind and _decoder(kind) != _decoder(spec.model_type):
         of_adapter = f"and the adapter was trained on a {kind}: name that one with --model"
         raise InputError(f"base '{name}' is a {spec.model_type}, {of_adapter}")
@@ -203,8 +205,10 @@ def _trained_on(adapter: Path, named: str | None) -> Mapping[str, Any]:
         written = read_json(adapter / "training.json", label=label).get("model")
         if isinstance(written, dict) and "model_type" in written:
             return written
+    if named is None:
+        return {}
     with suppress(SweepError):
-        return {"model_type": load_model_spec(named).model_type} if named else {}
+        return {"model_type": load_model_spec(named).model_type}
     return {}
 
 
@@ -229,7 +233,10 @@ def _written_whole(output: Path) -> Iterator[Path]:
             files.lock(descriptor)
             undo.callback(shutil.rmtree, temporary, ignore_errors=True)
             for path in temporary.iterdir():
-                shutil.rmtree(path) if path.is_dir() else path.unlink()
+                if path.is_dir():
+                    shutil.rmtree(path)
+                else:
+                    path.unlink()
             yield temporary
             mode = (temporary / "config.json").stat().st_mode
             for path in (path for path in temporary.rglob("*") if path.is_file()):
@@ -248,24 +255,30 @@ def _copy_beside(adapter: Path, base: Path, directory: Path) -> str | None:
     """Copy all of the base that is not weights, and the adapter's tokenizer over it; return whose
     tokenizer it is.
     """
-    left_out, own = list(_WEIGHTS), TokenizerFiles("adapter", adapter).files
+    left_out = list(_WEIGHTS)
     if (adapter / "tokenizer_config.json").is_file():
         # Older ones of these beside it would win over it.
         left_out += ["special_tokens_map.json", "added_tokens.json"]
         left_out += ["chat_template.jinja", "chat_template.json"]
-    of_base = [
-        path
-        # Other directories hold weights in another format, caches or samples.
-        for path in (*base.iterdir(), *base.glob("additional_chat_templates/*.jinja"))
-        if path.is_file() and not path.name.startswith((".", "adapter_"))
-        if not path.name.endswith(tuple(left_out))
-    ]
-    for source, paths in ((base, of_base), (adapter, own)):
-        for path in paths:
-            target = directory / path.relative_to(source)
-            target.parent.mkdir(exist_ok=True)
-            shutil.copyfile(path, target)
-    return "adapter" if own else "base" if TokenizerFiles("base", base).files else None
+    # Other directories hold weights in another format, caches or samples.
+    for path in (*base.iterdir(), *base.glob("additional_chat_templates/*.jinja")):
+        is_kept = not path.name.startswith((".", "adapter_"))
+        if path.is_file() and is_kept and not path.name.endswith(tuple(left_out)):
+            _copy(path, source=base, directory=directory)
+    own = TokenizerFiles("adapter", adapter).files
+    for path in own:
+        _copy(path, source=adapter, directory=directory)
+    if own:
+        return "adapter"
+    if TokenizerFiles("base", base).files:
+        return "base"
+    return None
+
+
+def _copy(path: Path, *, source: Path, directory: Path) -> None:
+    target = directory / path.relative_to(source)
+    target.parent.mkdir(exist_ok=True)
+    shutil.copyfile(path, target)
 
 
 def _card(base: str, adapter: str, dtype: str) -> str:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from peft.tuners.lora import LoraLayer
+from peft.utils import ModulesToSaveWrapper
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
@@ -52,6 +53,8 @@ class Merge:
     form_index: int
     targets: list[str]
     replaced: dict[str, torch.Tensor]
+    _target_of: dict[str, str]
+    """Of each of the base's parameters in a module that PEFT wrapped, that module."""
 
     def __init__(self, adapter: Path, base: Path, *, dtype: str | None = None) -> None:
         self._config = read_json(base / "config.json", label=f"{base}/config.json")
@@ -95,8 +98,9 @@ class Merge:
         self._make_hollow(model)
         parameters = model.named_parameters(remove_duplicate=False)
         self._own: dict[str, torch.nn.Parameter] = dict(parameters)
+        self._target_of = {}
+        self.replaced = {}
         if not self._is_streamed:
-            self.replaced = {}
             for name in self._own:
                 if self._source(name) is not None:
                     self._own[name].data = self._load(name).clone()
@@ -139,7 +143,7 @@ class Merge:
             is_inside = any(path.startswith(f"{outer}.") for outer in found)
             if is_target(module) and not is_inside:
                 found.append(path)
-        self._target_of: dict[str, str] = {}
+        self._target_of = {}
         targets = []
         for path in found:
             module = self._base.get_submodule(path)
@@ -178,6 +182,12 @@ class Merge:
                 return other
         return None
 
+    def _is_held_whole(self, name: str) -> bool:
+        """Whether the adapter has a module's own copy (`modules_to_save`), and the base's is not
+        used."""
+        path = self._target_of.get(name)
+        return path is not None and isinstance(self._base.get_submodule(path), ModulesToSaveWrapper)
+
     # Weights.
 
     def _load(self, name: str) -> torch.Tensor:
@@ -193,12 +203,13 @@ class Merge:
         lacking = self._rows - tensor.shape[0]
         if lacking <= 0:
             return tensor[: self._rows]
-        note = (
-            f"{name}: neither the base nor the adapter holds the last {lacking} of its "
-            f"{self._rows} tokens, which are the mean of the others now"
-        )
-        if note not in self.notes:
-            self.notes.append(note)
+        if not self._is_held_whole(name):
+            note = (
+                f"{name}: neither the base nor the adapter holds the last {lacking} of its "
+                f"{self._rows} tokens, which are the mean of the others now"
+            )
+            if note not in self.notes:
+                self.notes.append(note)
         mean = tensor.mean(dim=0, keepdim=True)
         return torch.cat([tensor, mean.expand(lacking, *tensor.shape[1:])])
 
@@ -277,8 +288,9 @@ class Merge:
         if not any(self._is_changed(parameter) for parameter in parameters):
             tensor = self.checkpoint.read(name)
             # The few tensors that a 16-bit base keeps in fp32 stay so.
-            is_wide = tensor.dtype == torch.float32 != self.checkpoint.stored
-            return tensor if is_wide else self._narrow(name, tensor)
+            if tensor.dtype == torch.float32 and self.checkpoint.stored != torch.float32:
+                return tensor
+            return self._narrow(name, tensor)
         values = {parameter: self._value(parameter) for parameter in parameters}
         self._written |= self._names.stored(values)
         return self._written.pop(name)

@@ -21,7 +21,7 @@ from huggingface_hub.errors import (
 
 from search_spaces.errors import EnvironmentFault, InputError
 from search_spaces.linears import is_tied, parameters
-from search_spaces.models import ModelSpec, load_model_spec, shipped_models, translate
+from search_spaces.models import SIZES, ModelSpec, load_model_spec, shipped_models, translate
 
 GOOD: dict[str, Any] = {
     "model_type": "llama",
@@ -95,6 +95,26 @@ def test_a_vision_language_models_decoder_is_a_model(
         sizes[key] for key in ("num_hidden_layers", "hidden_size")
     )
     assert not load_model_spec(write_config(tmp_path, GOOD)).is_part
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        *("cohere2", "gemma", "gemma2", "gemma3_text", "granite", "llama", "ministral3", "mistral"),
+        *("qwen2", "qwen3"),
+    ],
+)
+def test_sizes_that_a_nested_config_leaves_out_are_those_of_transformers(
+    tmp_path: Path, kind: str
+) -> None:
+    from transformers import CONFIG_MAPPING
+
+    saw = "gemma3" if kind == "gemma3_text" else "llava"
+    nested = {"model_type": saw, "text_config": {"model_type": kind}}
+    spec = load_model_spec(write_config(tmp_path, nested))
+    own = CONFIG_MAPPING[kind]
+    for key in SIZES:
+        assert spec.config.get(key) == getattr(own, key, None), key
 
 
 def test_the_fingerprint_is_blind_to_what_does_not_shape_the_model(tmp_path: Path) -> None:

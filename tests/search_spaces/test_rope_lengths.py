@@ -177,6 +177,8 @@ def test_the_rule_about_lengths_knows_the_factor(name: str) -> None:
         {"rope_type": "yarn", "factor": True},
         {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": "many"},
         {"type": "linear", "factor": 1e300},
+        # Phi-3 in its first release.
+        {"type": "su", "short_factor": [1.0] * 8, "long_factor": [1.0] * 8},
     ],
 )
 def test_scaling_from_which_no_length_follows_is_refused_by_its_key(rope: object) -> None:

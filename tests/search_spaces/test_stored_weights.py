@@ -98,6 +98,24 @@ def test_what_is_stored_in_another_format_is_refused_by_its_name(kind: str) -> N
 
 
 @pytest.mark.parametrize(
+    ("file", "kind"),
+    [
+        ("hf_quant_config.json", "modelopt"),
+        ("quantize_config.json", "gptq"),
+        ("quant_config.json", "awq"),
+    ],
+)
+def test_a_file_beside_the_config_says_it_too(tmp_path: Path, file: str, kind: str) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(SIZES))
+    assert load_model_spec(str(tmp_path)).stored is None
+    (tmp_path / file).write_text("{}")
+    reason = broken(load_model_spec(str(tmp_path)))
+    assert reason is not None
+    assert kind in reason
+    assert file in reason
+
+
+@pytest.mark.parametrize(
     "quantization",
     [None, {"quant_method": "bitsandbytes", "load_in_4bit": False, "load_in_8bit": False}],
 )

@@ -319,6 +319,26 @@ def test_the_logits_after_reloading_are_pefts(case: Case, tmp_path: Path) -> Non
     assert apart(found, expected) < 0.002 + 0.05 * effect
 
 
+@pytest.mark.parametrize(
+    ("saved", "filled"),
+    [
+        (["embed_tokens", "lm_head"], []),
+        (["embed_tokens"], ["lm_head.weight"]),
+    ],
+)
+def test_added_tokens_that_nothing_holds_are_said(
+    saved: list[str], filled: list[str], tmp_path: Path
+) -> None:
+    from sweep.merging.merged import Merge
+
+    case = resized(706, save=False, modules_to_save=saved)
+    base, adapter = make(case, tmp_path)
+    (tmp_path / "merged").mkdir()
+    merge = Merge(adapter, base)
+    merge.write(tmp_path / "merged")
+    assert [note.partition(":")[0] for note in merge.notes] == filled
+
+
 def test_an_adapter_of_a_model_without_a_head_is_merged_into_the_whole(tmp_path: Path) -> None:
     import peft
     import torch

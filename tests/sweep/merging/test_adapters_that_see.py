@@ -84,28 +84,53 @@ def test_the_whole_models_logits_are_pefts(
     assert config["model_type"] == kind
 
 
-OLD = {
-    "gemma3": ("model.language_model.", "language_model.model."),
-    "llava": ("model.language_model.", "language_model.model."),
-    "mistral3": ("model.language_model.", "language_model.model."),
-    "qwen2_5_vl": ("model.language_model.", "model."),
-    "qwen2_vl": ("model.language_model.", "model."),
-}
+LANGUAGE = OPTIONS["language alone"]
+LLAVA = ("model.language_model.", "language_model.model.")
+QWEN = ("model.language_model.", "model.")
+OLD = [
+    pytest.param("gemma3", LANGUAGE, [LLAVA], id="gemma3"),
+    pytest.param("llava", LANGUAGE, [LLAVA], id="llava"),
+    pytest.param("mistral3", LANGUAGE, [LLAVA], id="mistral3"),
+    pytest.param("qwen2_5_vl", LANGUAGE, [QWEN], id="qwen2_5_vl"),
+    pytest.param("qwen2_vl", LANGUAGE, [QWEN], id="qwen2_vl"),
+    pytest.param(
+        "qwen2_5_vl",
+        {"target_modules": ["q_proj", "up_proj", "qkv"]},
+        [QWEN, ("model.visual.", "visual.")],
+        id="vision tower too",
+    ),
+    pytest.param(
+        "llava",
+        LANGUAGE | {"modules_to_save": ["multi_modal_projector", "lm_head"]},
+        [
+            LLAVA,
+            ("model.multi_modal_projector.", "multi_modal_projector."),
+            ("base_model.model.lm_head.", "base_model.model.language_model.lm_head."),
+        ],
+        id="whole modules",
+    ),
+]
 
 
-@pytest.mark.parametrize("kind", OLD)
-def test_an_adapter_of_the_names_that_transformers_4_had_is_read(kind: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("kind", "options", "renamed"), OLD)
+def test_an_adapter_of_the_names_that_transformers_4_had_is_read(
+    kind: str, options: dict[str, Any], renamed: list[tuple[str, str]], tmp_path: Path
+) -> None:
     from safetensors.torch import load_file, save_file
 
     base, adapter = tmp_path / "base", tmp_path / "adapter"
     make_checkpoint(base, kind)
-    adapted(base, adapter, **OPTIONS["language alone"])
+    adapted(base, adapter, **options)
     expected = of_peft(base, adapter)
     file = adapter / "adapter_model.safetensors"
-    own, old = OLD[kind]
-    tensors = {name.replace(own, old): tensor for name, tensor in load_file(file).items()}
+    tensors = {}
+    for name, tensor in load_file(file).items():
+        for own, old in renamed:
+            name = name.replace(own, old)
+        tensors[name] = tensor
     save_file(tensors, file, metadata={"format": "pt"})
-    config = json.loads((adapter / "adapter_config.json").read_text())
-    config["target_modules"] = ["q_proj", "up_proj"]
-    (adapter / "adapter_config.json").write_text(json.dumps(config))
+    if options == LANGUAGE:
+        config = json.loads((adapter / "adapter_config.json").read_text())
+        config["target_modules"] = ["q_proj", "up_proj"]
+        (adapter / "adapter_config.json").write_text(json.dumps(config))
     check(base, adapter, tmp_path / "merged", expected)

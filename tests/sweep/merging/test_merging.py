@@ -353,6 +353,12 @@ def test_tensors_that_belong_to_nothing_are_named(
         merged_here(adapter, base, tmp_path / "merged")
 
 
+def test_tensors_of_another_size_are_named(adapter: Path, base: Path, tmp_path: Path) -> None:
+    rewritten(adapter / ADAPTER, lambda held: {k: t[:, :2].clone() for k, t in held.items()})
+    with pytest.raises(InputError, match=r"size mismatch for .*lora_.*--model"):
+        merged_here(adapter, base, tmp_path / "merged")
+
+
 def test_a_base_that_the_adapter_was_not_trained_on_is_refused(
     adapter: Path, base: Path, tmp_path: Path
 ) -> None:
