@@ -54,8 +54,7 @@ def export(
         lost.append(f"it needs {' and '.join(export.beside)} beside it, which -o FILE writes too.")
     if path is None and export.record:
         lost.append("`sweep verify` needs its record beside it, which -o FILE writes too.")
-    if trial is None:
-        lost += _unsure(snapshot)
+    lost += _unsure(snapshot, trial)
     for sentence in lost:
         console.note_folded(f"{format}: {sentence}", indent=2)
     if path is None:
@@ -71,10 +70,10 @@ def export(
         console.say(str(each))
 
 
-def _unsure(snapshot: StudySnapshot) -> Iterator[str]:
-    """Yield in how far the winner of a study may not be the best."""
+def _unsure(snapshot: StudySnapshot, trial: int | None) -> Iterator[str]:
+    """Yield in how far the winner of a study may not be the best; nothing of another trial."""
     ranking = rank_study(snapshot)
-    if ranking.winner is None:
+    if ranking.winner is None or trial not in (None, ranking.winner.number):
         return
     if not ranking.is_settled:
         yield f"its winner is {status_words(ranking, study=snapshot.name)}."

@@ -65,7 +65,8 @@ def test_the_winner_goes_to_stdout_or_to_a_file(said: Said, tmp_path: Path) -> N
     ast.parse(printed)
     assert said("study", "-o", "-")[1] == printed
     assert said("study", "--format", "axolotl", "-o", str(path), "--force")[:2] == (0, f"{path}\n")
-    assert said("study", "--format", "json")[::2] == (0, ""), "it can say all"
+    code, _, err = said("study", "--format", "json")
+    assert (code, err) == (0, "json: its winner is not confirmed: sweep confirm study.")
 
 
 def test_what_a_script_imports_and_its_record_are_written_beside_it(

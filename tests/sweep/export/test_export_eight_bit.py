@@ -30,7 +30,8 @@ def trained_by_sweep(source: Path, kind: Any, config: Any, model: ModelSpec) -> 
 
     place, beside = str(model.path), source.with_name("ours")
     only = kind == "preference"
-    question = Question(str(source), kind, None, only, place, place, "", str(beside), "x")
+    asked = {"format": kind}
+    question = Question(str(source), asked, only, place, place, "", str(beside), "x")
     directory = prepare(question, on_progress=lambda *_: None)
     ours = job(
         source.with_name("out"),
