@@ -75,12 +75,15 @@ def parse_url(url: str) -> DatabaseUrl:
         form = "three slashes and the path of a file, without options"
         raise InputError(f"storage '{guarded}': {form}, as in 'sqlite:///runs/sweep.db'")
     try:
-        return SqliteUrl(home_expanded(path).resolve())
-    except (OSError, RuntimeError) as error:
-        # A RuntimeError is what Python before 3.13 raises of links in a circle.
+        resolved = home_expanded(path).resolve()
+        str(resolved).encode()
+    except (OSError, RuntimeError, UnicodeEncodeError) as error:
+        # A RuntimeError is what Python before 3.13 raises of links in a circle. Neither SQLite nor
+        # a study's definition has a path that is not UTF-8.
         raise EnvironmentFault(
             f"storage '{guarded}': {words_of(error)}: name another file"
         ) from error
+    return SqliteUrl(resolved)
 
 
 def _parse_postgresql(url: str) -> PostgresUrl:
