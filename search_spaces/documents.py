@@ -410,12 +410,6 @@ def _faults(error: ValidationError) -> list[Fault]:
     return sorted(error.errors(), key=lambda fault: not _is_unknown_key(fault))
 
 
-def is_of_another_version(error: ValidationError) -> bool:
-    """Whether it names a key or a kind that this version does not know."""
-    faults = error.errors()
-    return any(_is_unknown_key(one) or one["type"] == "union_tag_invalid" for one in faults)
-
-
 def _is_unknown_key(fault: Fault) -> bool:
     is_extra = fault["type"] in ("extra_forbidden", "invalid_key")
     return is_extra or isinstance(_raised(fault), UnknownKeyError)
@@ -450,6 +444,8 @@ def _words(
     if kind == "value_error":
         return f"{subject}{raised}"
     context = fault.get("ctx", {})
+    if kind == "union_tag_invalid":
+        return f"{subject}has an unknown {context['discriminator']}: {quote(context['tag'])}"
     known = (text.format(**context) for start, text in _RULES.items() if kind.startswith(start))
     value = "" if kind == "missing" else f", got {quote(fault['input'])}"
     hint = _yaml_hint(fault) if document.node is not None else ""

@@ -23,12 +23,13 @@ from typing import Annotated, Any, Literal
 from optuna.trial import FrozenTrial, TrialState
 from pydantic import BaseModel, Field, ValidationError
 
-from search_spaces.documents import explain, is_of_another_version
+from search_spaces.documents import explain
 from search_spaces.errors import InputError
 from search_spaces.gpus import GIB
 from search_spaces.models import ModelSpec
 from search_spaces.space import Objective
-from storage.definition import StudyDefinition, UnreadableStudy
+from storage.database import DAMAGED
+from storage.definition import Fingerprint, StudyDefinition, UnreadableStudy
 from storage.ranking import LESS_IS_BETTER, objective_value
 from storage.records import RETRYABLE, OutOfMemory, TrialRecord, Verdict, need_of
 from storage.soundness import Soundness, sound_records
@@ -50,11 +51,15 @@ WORST_LOSS = 12.0
 """Held-out loss of a trial that has none, in nats a token."""
 
 
+class DamagedTrialError(ValueError):
+    """What is stored of a trial cannot be read, or is another trial's."""
+
+
 class Run(BaseModel):
     """One run of a study's driver."""
 
     started_at: str
-    environment: dict[str, Any]
+    environment: Fingerprint
 
 
 class StudyAttributes(BaseModel):
@@ -97,10 +102,10 @@ def read_stored(
 ) -> StoredStudy | UnreadableStudy:
     """Return what is stored of a study, or why it cannot be read.
 
-    A trial that holds what nothing measures is left out. One that only another version writes makes
-    the study unreadable.
+    A trial that cannot be read, or that holds what nothing measures, is left out. A study that a
+    newer version wrote says so by its format.
     """
-    written, what = attributes.get("format"), ""
+    written = attributes.get("format")
     if isinstance(written, int) and written > FORMAT_WRITTEN:
         words = f"a newer sweep wrote it (format {written}, this one knows {FORMAT_WRITTEN})"
         return UnreadableStudy(name, f"{words}: `pip install -U qlora-sweep`", len(trials))
@@ -112,13 +117,10 @@ def read_stored(
         running = list[TrialRecord]()
         left_out = dict[int, str]()
         for trial in trials:
-            what = f"trial {trial.number}: "
             try:
                 record = _record(trial)
-            except ValidationError as error:
-                if is_of_another_version(error):
-                    raise
-                left_out[trial.number] = explain(error)
+            except DamagedTrialError as error:
+                left_out[trial.number] = str(error)
                 continue
             if record is None:
                 continue
@@ -130,7 +132,7 @@ def read_stored(
         records, unsound = sound_records(told, Soundness.of(known.definition))
         left_out |= unsound
     except ValidationError as error:
-        return UnreadableStudy(name, what + explain(error), len(trials))
+        return UnreadableStudy(name, explain(error), len(trials))
     except (InputError, LookupError, TypeError, ValueError) as error:
         return UnreadableStudy(name, str(error), len(trials))
     return StoredStudy(known, tuple(records), tuple(running), left_out)
@@ -150,14 +152,25 @@ def begun_of(trial: FrozenTrial) -> TrialRecord | None:
 
 
 def _readable(trial: FrozenTrial) -> TrialRecord | None:
-    with suppress(ValidationError):
+    with suppress(DamagedTrialError):
         return _record(trial)
     return None
 
 
 def _record(trial: FrozenTrial) -> TrialRecord | None:
+    """Return what is stored of a trial; None of one that never ran. Raises `DamagedTrialError`."""
+    if DAMAGED in trial.user_attrs:
+        raise DamagedTrialError(trial.user_attrs[DAMAGED])
     values = trial.user_attrs.get(RECORD)
-    return None if values is None else TrialRecord.model_validate(values)
+    if values is None:
+        return None
+    try:
+        record = TrialRecord.model_validate(values)
+    except ValidationError as error:
+        raise DamagedTrialError(explain(error)) from None
+    if record.number != trial.number:
+        raise DamagedTrialError(f"what is stored is of trial {record.number}")
+    return record
 
 
 @dataclass(frozen=True)

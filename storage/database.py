@@ -37,6 +37,8 @@ _ANSWER_SECONDS = 20.0
 """How long a connection to a server may be silent while an answer is due."""
 _RETRY_SECONDS = (0.2, 1.0, 3.0)
 """Pauses before what failed is tried again: a connection was lost."""
+DAMAGED = "damaged"
+"""User attribute of a trial whose rows Optuna cannot read: why. None is stored."""
 RESTART_SECONDS = (10.0, 20.0)
 """Further pauses of a driver, which outlasts a server that restarts."""
 _CONNECT: dict[str, Any] = {
@@ -56,6 +58,7 @@ _THREE = (
     "does the server run? A driver needs three connections while it starts: close other sessions, "
     "or raise max_connections, of a pooler default_pool_size"
 )
+_RESTORE = "put a copy in its place, or choose another --storage"
 _LASTING = {
     r"authentication failed|no password|requires? (a )?password": "check the user and the password",
     r"pg_hba\.conf": "see the server's pg_hba.conf, or try '?sslmode=require' behind the URL",
@@ -68,12 +71,13 @@ _LASTING = {
     r"disk I/O error": "free some space there, or raise a file's limit (`ulimit -f`)",
     r"certificate|does not support SSL": "see sslmode and sslrootcert of the URL",
     r"readonly database|unable to open": "make the file and its directory writable",
-    r"malformed|not a database": "put a copy in its place, or choose another --storage",
+    r"malformed|not a database": _RESTORE,
 }
 """What to do about a failure that waiting does not help, by a pattern of its words."""
 _PASSING = {
     r"Connection refused": "does the server run on that host and port?",
     r"too many (clients|connections)|connection slots|no more connections|query_wait": _THREE,
+    r"database is locked": "another process has it open: close that one",
     r"in a read-only": "a standby only reads: name the primary, or '?target_session_attrs=primary'",
 }
 """The same of what may be over soon."""
@@ -89,8 +93,24 @@ class Storage(RDBStorage):
 
     def _get_trials(self, *args: Any, **kwargs: Any) -> list[FrozenTrial]:
         # What Optuna's cache and every sampler read.
-        trials = super()._get_trials(*args, **kwargs)
+        try:
+            trials = super()._get_trials(*args, **kwargs)
+        except ValueError as error:
+            # A time that is none: no row of the table can be had then.
+            raise StorageInternalError(str(error)) from error
         return [_without_result(t) if t.number in self.left_out else t for t in trials]
+
+    def _build_frozen_trial_from_trial_model(self, trial: Any) -> FrozenTrial:
+        # Text, parameters or values that were edited: the other trials can still be had.
+        try:
+            return super()._build_frozen_trial_from_trial_model(trial)
+        except (ValueError, LookupError, TypeError) as error:
+            damaged = optuna.trial.create_trial(state=TrialState.FAIL)
+            damaged.number = trial.number
+            damaged._trial_id = trial.trial_id
+            damaged.state = TrialState.FAIL if trial.state.is_finished() else trial.state
+            damaged.user_attrs = {DAMAGED: f"its rows cannot be read: {words_of(error)}"}
+            return damaged
 
     def trials_of(self, study: str, *states: TrialState) -> list[FrozenTrial]:
         """Return a study's trials, of some states or all. Raises `KeyError` where it is gone.
@@ -300,6 +320,8 @@ def reason(error: BaseException) -> str:
     SQL and parameters are not in it, nor any password.
     """
     original = _original(error)
+    if isinstance(original, ValueError):
+        return f"what is stored cannot be read: {words_of(original)}: {_RESTORE}"
     known = {**_LASTING, **_PASSING}
     hints = (words for pattern, words in known.items() if re.search(pattern, str(original)))
     return ": ".join([words_of(original), *[*hints][:1]])

@@ -8,9 +8,9 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, PositiveInt
+from pydantic import AfterValidator, BaseModel, ConfigDict, PositiveInt
 
 from search_spaces.config import TrialConfig
 from search_spaces.costs import usd_per_million_tokens
@@ -41,6 +41,16 @@ def is_file_name(name: str) -> bool:
     """Whether a study's name can be that of a directory: others are some other tool's."""
     is_plain = re.fullmatch(r"[^\W_][\w.-]*", name) is not None
     return is_plain and len(name.encode()) <= _NAME_BYTES_MAX
+
+
+def _fingerprint(environment: dict[str, Any]) -> dict[str, Any]:
+    if not isinstance(environment.get("versions", {}), dict):
+        raise ValueError("versions must map libraries to versions")
+    return environment
+
+
+Fingerprint = Annotated[dict[str, Any], AfterValidator(_fingerprint)]
+"""What a run ran on: GPU, driver, versions, commit."""
 
 
 class Target(BaseModel):

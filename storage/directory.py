@@ -16,14 +16,13 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from search_spaces.config import TrialConfig, canonical
 from search_spaces.errors import InputError, words_of
 from storage import files
-from storage.definition import StudyDefinition
+from storage.definition import Fingerprint, StudyDefinition
 from storage.records import Attempt, Lost, Outcome, TrialRecord, Verdict
 from storage.soundness import Soundness, left_out_words
 
@@ -53,7 +52,7 @@ class StudyFile(BaseModel):
     """Where the study was last driven, without a password."""
     definition: StudyDefinition
     """What it is about: a spool is taken over by it where no database is left."""
-    environment: dict[str, Any]
+    environment: Fingerprint
 
 
 def read_identity(directory: Path) -> StudyFile | None:

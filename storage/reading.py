@@ -77,7 +77,12 @@ def read_spooled_study(path: Path) -> StudySnapshot:
     if known is None or known.identity != identity:
         missing = "no study.json beside it says what its results are of"
         raise InputError(f"--from {path}: {missing}; put it back into its study's directory")
-    spooled = directory.Spool(path, identity, Soundness.of(known.definition)).read()
+    try:
+        soundness = Soundness.of(known.definition)
+    except (InputError, LookupError, TypeError, ValueError) as error:
+        beside = f"what study.json beside it says of the model cannot be read ({error})"
+        raise InputError(f"--from {path}: {beside}; put it back as it was") from error
+    spooled = directory.Spool(path, identity, soundness).read()
     records = spooled.records
     return StudySnapshot(
         name=known.name,
@@ -187,7 +192,7 @@ def list_studies(
             StudySnapshot(
                 name=study,
                 definition=known.definition,
-                environment=environments[-1],
+                environment=environments[-1] if environments else {},
                 records=tuple(r for r in its.records if r.purpose == "search"),
                 confirmations=tuple(r for r in its.records if r.purpose != "search"),
                 running=its.running,

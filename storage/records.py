@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import UTC, datetime
 from enum import StrEnum
 from typing import Annotated, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 from search_spaces.config import TrialConfig, canonical
+from search_spaces.errors import EnvironmentFault
 from search_spaces.redaction import redact
 
 Detail = Annotated[str, AfterValidator(redact)]
@@ -67,15 +68,31 @@ Finite = Annotated[float, Field(gt=-1e18, lt=1e18)]
 """Such as an end of an interval, which may be below 0."""
 
 
+_YEARS = range(2000, 2201)
+
+
 def _moment(text: str) -> str:
     moment = datetime.fromisoformat(text)
-    if moment.tzinfo is None or not 2000 <= moment.year <= 2200:
+    if moment.tzinfo is None or moment.year not in _YEARS:
         raise ValueError("must be a time of this age, with its zone")
     return text
 
 
 Moment = Annotated[str, AfterValidator(_moment)]
 """ISO 8601, as a rule UTC."""
+
+
+def moment_now() -> str:
+    """Return the present, as a `Moment`.
+
+    Raises:
+        EnvironmentFault: the machine's clock is decades off, as one that lost its battery.
+    """
+    now = datetime.now(UTC)
+    text = now.isoformat(timespec="milliseconds")
+    if now.year not in _YEARS:
+        raise EnvironmentFault(f"the clock of this machine says {text}: set it, then run again")
+    return text
 
 
 class _Frozen(BaseModel):

@@ -181,7 +181,7 @@ def left_out_words(left_out: Mapping[int, str], *, of: str) -> tuple[str, ...]:
     more = len(named) - _SHOWN_MAX
     rest = f"; and {more} more" if more > 0 else ""
     are = "1 trial is" if len(named) == 1 else f"{len(named)} trials are"
-    return (f"{are} left out of {of}, as no trial comes to what is stored: {shown}{rest}",)
+    return (f"{are} left out of {of}, as what is stored cannot be: {shown}{rest}",)
 
 
 def sound_records(

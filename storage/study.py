@@ -12,7 +12,6 @@ import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -44,6 +43,7 @@ from storage.records import (
     Lost,
     OutOfMemory,
     TrialRecord,
+    moment_now,
 )
 from storage.soundness import Soundness, left_out_words
 from storage.urls import DatabaseUrl, parse_url
@@ -87,8 +87,7 @@ def open_study(
         words = directory.stranger_words(folder, name, identity_in(where, name), str(where))
         if words:
             raise InputError(words)
-    started_at = datetime.now(UTC).isoformat(timespec="milliseconds")
-    run = codec.Run(started_at=started_at, environment=dict(environment))
+    run = codec.Run(started_at=moment_now(), environment=dict(environment))
     driver = uuid.uuid4().hex
     mark = uuid.uuid4().hex
     new_identity = uuid.uuid4().hex

@@ -10,7 +10,7 @@ from sqlalchemy.engine import make_url
 from sqlalchemy.exc import ArgumentError
 
 from search_spaces.documents import home_expanded, is_directory
-from search_spaces.errors import InputError
+from search_spaces.errors import EnvironmentFault, InputError, words_of
 from search_spaces.redaction import redact, remember
 
 _EXAMPLE = "postgresql://user@host:port/database"
@@ -74,7 +74,16 @@ def parse_url(url: str) -> DatabaseUrl:
     if path == rest or "?" in path or "\0" in path or path in ("", ":memory:"):
         form = "three slashes and the path of a file, without options"
         raise InputError(f"storage '{guarded}': {form}, as in 'sqlite:///runs/sweep.db'")
-    return SqliteUrl(home_expanded(path).resolve())
+    try:
+        resolved = home_expanded(path).resolve()
+        str(resolved).encode()
+    except (OSError, RuntimeError, UnicodeEncodeError) as error:
+        # A RuntimeError is what Python before 3.13 raises of links in a circle. Neither SQLite nor
+        # a study's definition has a path that is not UTF-8.
+        raise EnvironmentFault(
+            f"storage '{guarded}': {words_of(error)}: name another file"
+        ) from error
+    return SqliteUrl(resolved)
 
 
 def _parse_postgresql(url: str) -> PostgresUrl:

@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import InitVar, dataclass, field
-from datetime import UTC, datetime
 from functools import partial
 from typing import Protocol
 
@@ -34,6 +33,7 @@ from storage.records import (
     OutOfMemory,
     PrunedSlow,
     TrialRecord,
+    moment_now,
 )
 from storage.study import OpenStudy
 from sweep.predict.forecast import Forecaster
@@ -313,7 +313,7 @@ class Driver:
             handle = study.ask(distributions, params=params)
         else:
             handle = study.ask_again()
-        started_at = datetime.now(UTC).isoformat(timespec="milliseconds")
+        started_at = moment_now()
         begun = study.begin(handle, config, started_at, errand=errand)
         failed = study.ledger.attempts(config, errand)
         record = TrialRecord(

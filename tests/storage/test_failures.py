@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sqlite3
 import traceback
+from datetime import datetime, tzinfo
 from pathlib import Path
 
 import psycopg
@@ -12,9 +13,10 @@ from optuna.exceptions import StorageInternalError
 from sqlalchemy.exc import DBAPIError, IntegrityError, OperationalError
 
 from search_spaces.errors import EnvironmentFault, InputError
-from storage import database
+from storage import database, records
 from storage.database import faults, reason, retried
 from storage.urls import PostgresUrl, SqliteUrl, parse_url
+from tests.storage.builders import open_it
 
 
 def as_optuna_raises(error: Exception) -> StorageInternalError:
@@ -141,3 +143,17 @@ def test_a_password_that_a_driver_quotes_is_in_no_message_and_no_traceback(quote
         raise raised
     assert quoted not in "".join(traceback.format_exception(caught.value))
     assert caught.value.__suppress_context__
+
+
+@pytest.mark.parametrize("year", [1970, 2201])
+def test_a_clock_that_is_decades_off_is_a_fault(
+    year: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Clock(datetime):
+        @classmethod
+        def now(cls, tz: tzinfo | None = None) -> datetime:  # type: ignore[override]
+            return datetime(year, 1, 1, tzinfo=tz)
+
+    monkeypatch.setattr(records, "datetime", Clock)
+    with pytest.raises(EnvironmentFault, match=f"says {year}-.*set it"):
+        open_it(f"sqlite:///{tmp_path}/sweep.db", tmp_path)

@@ -63,7 +63,13 @@ def test_a_database_that_cannot_be_one_is_a_fault_at_once_that_names_it(
     content = path.read_bytes()
     path.write_bytes(content[:4096] + b"\x5a" * (len(content) - 4096))
     os.mkfifo(home / "pipe.db")
-    for name, words in (("sweep.db", r"sweep\.db: "), ("pipe.db", r"pipe\.db is no file")):
+    (home / "loop.db").symlink_to("loop.db")
+    for name, words in (
+        ("sweep.db", r"sweep\.db: "),
+        ("pipe.db", r"pipe\.db is no file"),
+        ("loop.db", r"loop\.db"),
+        ("\udcff.db", "name another file"),
+    ):
         for action in (open_it, list_studies):
             with pytest.raises(EnvironmentFault, match=words):
                 action(f"sqlite:///{home}/{name}", home)
@@ -148,7 +154,7 @@ def test_a_locked_database_is_waited_for_and_in_the_end_the_result_is_in_the_spo
         monkeypatch.setattr(database, "_LOCK_SECONDS", 0.1)
         trial = study.ask(DISTRIBUTIONS)
         record = begun(study, trial, a_record(trial.number))
-        safe = r"locked; the result of trial 1 \(fits\) is safe in .*spool"
+        safe = r"locked: .*; the result of trial 1 \(fits\) is safe in .*spool"
         with locked(home / "sweep.db"), pytest.raises(EnvironmentFault, match=safe):
             study.tell(trial, record)
     with open_it(url, home) as study:

@@ -14,7 +14,7 @@ import pytest
 from optuna.exceptions import StorageInternalError, UpdateFinishedTrialError
 from optuna.trial import TrialState
 
-from search_spaces.errors import InputError
+from search_spaces.errors import EnvironmentFault, InputError
 from storage.codec import FORMAT_WRITTEN
 from storage.definition import StudySnapshot, UnreadableStudy
 from storage.reading import list_studies, read_study, shown_storage
@@ -85,43 +85,65 @@ def configured(record: dict[str, Any], **changes: Any) -> Any:
     return record | {"config": record["config"] | changes}
 
 
-DAMAGES: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
-    "an unknown verdict": (lambda r: r | {"outcome": {"verdict": "melted"}}, "verdict|'melted'"),
-    "a key of a newer version": (lambda r: r | {"moon": "full"}, "unknown key 'moon'"),
-    "a newer configuration": (lambda r: configured(r, lora_colour="red"), "unknown key 'lora_col"),
-}
 UNSOUND: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
+    "an unknown verdict": (
+        lambda r: r | {"outcome": {"verdict": "melted"}},
+        "outcome has an unknown 'verdict': 'melted'",
+    ),
+    "an unknown key": (lambda r: r | {"moon": "full"}, "unknown key 'moon'"),
+    "a newer configuration": (lambda r: configured(r, lora_colour="red"), "unknown key 'lora_col"),
+    "the result of another trial": (lambda r: r | {"number": 0}, "is of trial 0"),
     "no outcome": (lambda r: r | {"outcome": None}, "outcome"),
     "a speed in words": (measured, "tokens_per_second"),
     "a rank beyond bounds": (lambda r: configured(r, lora_rank=10**300), "lora_rank"),
 }
 
 
-@pytest.mark.parametrize("what", DAMAGES)
-def test_a_study_with_a_trial_that_cannot_be_read_is_refused_by_name_and_others_stay(
-    what: str, path: Path
-) -> None:
-    how, words = DAMAGES[what]
-    other = the_study(path, "other")
-    put(path, "record", json.dumps(how(stored_text(path, "record"))))
-    assert_only_mine_is_unreadable(path, f"trial {DAMAGED}: .*({words})")
-    assert the_study(path, "other").records == other.records
-    with pytest.raises(InputError, match=f"study 'mine' cannot be read: trial {DAMAGED}"):
-        open_it(f"sqlite:///{path}", path.parent, name="mine")
-    with open_it(f"sqlite:///{path}", path.parent, name="other") as study:
-        assert len(study.records()) == 4
+ROWS: dict[str, tuple[str, str]] = {
+    "text that is cut": (
+        "UPDATE trial_user_attributes SET value_json = '{\"a' WHERE key = 'record' AND ",
+        "Unterminated",
+    ),
+    "a NUL byte": (
+        "UPDATE trial_user_attributes SET value_json = x'00' WHERE key = 'record' AND ",
+        "cannot be read",
+    ),
+    "an unknown distribution": (
+        'UPDATE trial_params SET distribution_json = \'{"name": "X"}\' WHERE ',
+        "distribution",
+    ),
+    "a choice that is none": ("UPDATE trial_params SET param_value = 99 WHERE ", "cannot be read"),
+}
+"""What Optuna itself cannot read."""
 
 
-@pytest.mark.parametrize("what", UNSOUND)
+@pytest.mark.parametrize("what", [*UNSOUND, *ROWS])
 def test_a_trial_that_is_not_sound_is_left_out_and_the_others_stay(what: str, path: Path) -> None:
-    how, words = UNSOUND[what]
-    put(path, "record", json.dumps(how(stored_text(path, "record"))))
+    if what in ROWS:
+        query, words = ROWS[what]
+        assert change(path, query + OF_TRIAL, DAMAGED)
+    else:
+        how, words = UNSOUND[what]
+        put(path, "record", json.dumps(how(stored_text(path, "record"))))
     mine = the_study(path)
     assert DAMAGED not in [record.number for record in mine.records]
     assert len(mine.records) == 3
     assert any(re.search(f"trial {DAMAGED}: .*({words})", said) for said in mine.warnings)
     with open_it(f"sqlite:///{path}", path.parent, name="mine") as study:
         assert len(study.records()) == 3
+        # What a sampler reads.
+        assert len(study.study.get_trials(states=(TrialState.COMPLETE,))) == 3
+
+
+def test_a_time_that_is_none_is_a_fault_of_the_database(path: Path) -> None:
+    change(path, f"UPDATE trials SET datetime_start = 'next week' WHERE {OF_TRIAL}", DAMAGED)
+    with pytest.raises(EnvironmentFault, match=r"next week.*put a copy in its place"):
+        the_study(path)
+
+
+def test_a_study_without_runs_is_read(path: Path) -> None:
+    of_study("runs", "[]")(path)
+    assert (the_study(path).environment, len(the_study(path).records)) == ({}, 4)
 
 
 def test_what_was_asked_for_or_closed_unbegun_is_no_trial_and_no_fault(path: Path) -> None:
@@ -202,6 +224,11 @@ def test_a_name_that_is_no_directorys_is_read_and_touches_no_file(name: str, pat
     [
         ("definition", "7", "study 'mine' cannot be .*definition"),
         ("runs", "7", "study 'mine' cannot be .*runs"),
+        (
+            "runs",
+            '[{"started_at": "", "environment": {"versions": 1}}]',
+            "study 'mine' cannot be .*versions must map",
+        ),
         ("format", '"two"', "study 'mine' cannot be .*format"),
         ("format", str(FORMAT_WRITTEN + 1), r"a newer sweep wrote it \(format 2.*pip install -U"),
     ],

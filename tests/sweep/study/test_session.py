@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import math
 import random
+import re
 import shlex
 import sqlite3
 from collections.abc import Iterator, Sequence
@@ -384,6 +385,16 @@ def test_a_spool_that_cannot_be_taken_over_is_refused(home: Path, url: str) -> N
     assert [s.name for s in list_studies(url, runs_directory())] == ["cpu-demo"]
     with pytest.raises(InputError, match="no such file"):
         read_spooled_study(moved)
+    beside = spool.with_name("study.json")
+    whole = beside.read_text()
+    for key, damage, words in (
+        (r'"hidden_size": \d+', '"hidden_size": "big"', "of the model cannot be read"),
+        (r'"versions": \{', '"versions": [], "others": {', r"no study\.json"),
+    ):
+        beside.write_text(re.sub(key, damage, whole))
+        with pytest.raises(InputError, match=words):
+            read_spooled_study(spool)
+    beside.write_text(whole)
     spool.rename(moved)
     with pytest.raises(InputError, match=r"study\.json"):
         read_spooled_study(moved)
