@@ -54,7 +54,6 @@ from tests.sweep.simulated_device import (
     a_study,
     at_speed,
     best_speed,
-    peak_bytes,
     tokens_per_second,
     train,
 )
@@ -153,7 +152,7 @@ def test_the_class_that_is_asked_for_is_searched_and_of_others_the_fastest_is_pr
     (other,) = found.ended["unmeasured_classes"]
     assert other["config"]["lora_rank"] == 8
     # It is right but for the factor that all have in common, which trials have shown.
-    speed = 1.5 * tokens_per_second(TrialConfig.model_validate(other["config"]))
+    speed = 0.9 * tokens_per_second(TrialConfig.model_validate(other["config"]))
     assert other["tokens_per_second"] == pytest.approx(speed, rel=0.05)
     assert other["peak_allocated_bytes"] <= BUDGET
 

@@ -207,8 +207,8 @@ def test_of_a_folder_the_bad_files_are_refused_each_with_its_reason_and_the_rest
     assert found["code"] == 0
     assert [file["refused"] is None for file in found["files"]] == [True, False, False]
     assert "not valid JSON" in found["files"][1]["refused"]
-    assert "cannot be read" in found["files"][2]["refused"]
-    assert "the name is empty" in sweep("calibrate", "").err
+    assert "a link that leads to itself" in found["files"][2]["refused"]
+    assert "empty text" in sweep("calibrate", "").err
     assert "nowhere: no such file" in sweep("calibrate", "nowhere").err
     assert "name the files" in sweep("calibrate", "--catalogue", "out.json").err
 
