@@ -25,7 +25,7 @@ from sweep.running.replay import ReplayRunner
 from sweep.study.driver import Driver
 from sweep.study.tuner import tune
 from tests.sweep.imagined_study import MISTRAL
-from tests.sweep.simulated_device import a_measurement
+from tests.sweep.simulated_device import at_speed
 from tests.sweep.typed import Sweep
 
 DATA = Path(__file__).parents[1] / "data"
@@ -277,8 +277,7 @@ def _study(home: Path, config: TrialConfig, baseline: dict[str, Any]) -> str:
 
     def run(config: TrialConfig) -> Measured:
         speed = 2000.0 if config.compile else 500.0
-        found = {"tokens_per_second": speed, "peak_allocated_bytes": 16 * GIB}
-        return Measured(measurement=a_measurement(config, **found))
+        return at_speed(config, speed, peak_allocated_bytes=16 * GIB)
 
     with open_study("a10", url=_url(home), environment={}, home=home / "runs", **made) as study:
         tune(Driver(study, runner=ReplayRunner(otherwise=run), forecaster=forecaster))
