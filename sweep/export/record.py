@@ -39,7 +39,7 @@ from storage.confirmations import Ratio
 from storage.definition import StudySnapshot, Target
 from storage.files import WRITTEN_BY
 from storage.ranking import NoGain, Ranking, measured_of, rank_study
-from storage.records import NOT_SHOWN, EpochRecord, Measurement, TrialRecord, Verdict
+from storage.records import NOT_SHOWN, Count, EpochRecord, Measurement, TrialRecord, Verdict
 from sweep.predict.forecast import Forecast
 
 Trainer = Literal["script", "trl", "axolotl", "llama-factory", "unsloth"]
@@ -100,6 +100,8 @@ class RecordedMeasurement(Measurement):
 
     tokens_per_second: PositiveFloat
     peak_allocated_bytes: PositiveInt
+    steps_measured: Count
+    """None of what is only predicted."""
     final_loss: float | None  # type: ignore[assignment]
     """None of what is only predicted."""
 
