@@ -10,6 +10,7 @@ import os
 import tempfile
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 
@@ -118,7 +119,10 @@ def _report_crash(error: Exception) -> str:
     text = shown("".join(traceback.format_exception(error)))
     name = f"crash-{datetime.now():%Y%m%d-%H%M%S}-{os.getpid()}-{os.urandom(4).hex()}.log"
     message = f"error: {errors.words_of(error)}"
-    for directory in (crash_log_directory(), Path(tempfile.gettempdir())):
+    directories = [Path(tempfile.gettempdir())]
+    with suppress(errors.InputError):
+        directories.insert(0, crash_log_directory())
+    for directory in directories:
         try:
             files.make_directory(directory)
             files.create(directory / name, text.encode())
