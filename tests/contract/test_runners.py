@@ -223,7 +223,8 @@ def test_a_byte_less_than_the_peak_is_out_of_memory_and_the_peak_itself_fits(
 def test_an_observer_can_stop_a_trial_and_keeps_what_was_measured(
     case: Case, runner: Runner
 ) -> None:
-    changes = {"measured_min": 1000, "measured_max": 1000, "seconds_max": 60}
+    # So many that the interval is not given up as one that would never be narrow enough.
+    changes = {"measured_max": 1_000_000, "relative_interval": 1e-3, "seconds_max": 60}
     outcome = runner.run(
         TrialRequest(config=case.fits, steps=STEPS.model_copy(update=changes)),
         observe=lambda p: p.tokens_per_second_high is not None,
