@@ -203,6 +203,26 @@ def find_gpu(name: str) -> GpuSpec:
     return spec
 
 
+def asked_bytes(budget_gib: float, *, available: int, gpu: str) -> int:
+    """Return the bytes of a budget that was asked for.
+
+    Args:
+        budget_gib: in GiB.
+        available: bytes that a training has on the GPU.
+        gpu: its name, for the message.
+
+    Raises:
+        InputError: it is more than that.
+    """
+    asked = int(budget_gib * GIB)
+    if asked > available:
+        raise InputError(
+            f"budget_gib {budget_gib:g} is more than the {available / GIB:.2f} GiB that a training "
+            f"has on the {gpu}"
+        )
+    return asked
+
+
 def gpu_names() -> dict[str, GpuSpec]:
     """Return the GPUs by all their names, the catalogue's own before any alias."""
     catalogue = gpu_catalogue()

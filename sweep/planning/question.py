@@ -25,7 +25,14 @@ from search_spaces.costs import AskedWork
 from search_spaces.documents import Document, Strict, parse_object, read_text, validate
 from search_spaces.errors import InputError, did_you_mean
 from search_spaces.feasibility import refuse_impossible, refuse_without_texts
-from search_spaces.gpus import GIB, GpuSpec, find_gpu, gpu_catalogue, gpu_names, match_product
+from search_spaces.gpus import (
+    GpuSpec,
+    asked_bytes,
+    find_gpu,
+    gpu_catalogue,
+    gpu_names,
+    match_product,
+)
 from search_spaces.loading import (
     Offered,
     load_space,
@@ -300,12 +307,7 @@ class Question:
             )
         budget_bytes = gpu.budget_bytes
         if asked is not None:
-            if int(asked * GIB) > budget_bytes:
-                raise InputError(
-                    f"budget_gib {asked:g} is more than the {budget_bytes / GIB:.2f} GiB that a "
-                    f"training has on the {gpu.name}"
-                )
-            budget_bytes = int(asked * GIB)
+            budget_bytes = asked_bytes(asked, available=budget_bytes, gpu=gpu.name)
         return build_forecaster(
             self.model,
             Target(gpu=gpu.name, device="cuda", budget_bytes=budget_bytes),
@@ -418,17 +420,12 @@ def _check(request: PlanRequest) -> None:
         "--cheapest": request.is_cheapest,
         "--calibrate": request.is_calibrating,
         "--devices": request.devices is not None,
-        "--exact": request.is_calibrating and request.is_exact,
+        "--exact": request.is_exact
+        and (request.is_calibrating or request.is_longest or request.is_cheapest),
     }
     given = [option for option, is_typed in typed.items() if is_typed]
     if len(given) > 1:
         raise InputError(f"{' and '.join(given)} are different questions: keep one")
-    if request.is_exact and (request.is_longest or request.is_cheapest):
-        searched = "--longest" if request.is_longest else "--cheapest"
-        raise InputError(
-            f"{searched} searches and --exact asks about one configuration: keep one; a setting "
-            "that is typed, as --set checkpoint_fraction=1, is fixed in the search"
-        )
     ways = request.configuration.keys() & {"data_parallel", "sharding"}
     if request.devices is not None and ways:
         raise InputError(f"--devices compares values of {min(ways)}: leave that out")

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from reports import units
 from search_spaces.config import WEIGHT_BITS, TrialConfig
 from search_spaces.errors import EnvironmentFault, InputError
-from search_spaces.gpus import GIB, GpuSpec, find_gpu, product_of
+from search_spaces.gpus import GIB, GpuSpec, asked_bytes, find_gpu, product_of
 from search_spaces.linears import expert_weights, is_tied, linear_shapes
 from search_spaces.models import ModelSpec
 from search_spaces.rules import Violation, violation
@@ -110,14 +110,11 @@ def _budget(space: SearchSpace, card: Card, spec: GpuSpec | None, *, stands_in: 
         available = spec.budget_bytes - missing
     if space.budget_gib is None:
         return available
-    asked = int(space.budget_gib * GIB)
-    if asked > available:
-        name = card.product if spec is None else spec.name
-        raise InputError(
-            f"space '{space.name}': budget_gib {space.budget_gib:g} is more than the "
-            f"{units.gib(available)} that a training has on the {name}"
-        )
-    return asked
+    name = card.product if spec is None else spec.name
+    try:
+        return asked_bytes(space.budget_gib, available=available, gpu=name)
+    except InputError as error:
+        raise InputError(f"space '{space.name}': {error}") from error
 
 
 def check_budget(space: SearchSpace, model: ModelSpec, target: Target) -> None:
