@@ -16,16 +16,9 @@ from search_spaces.rules import (
     own_settings,
     violation,
 )
+from tests.search_spaces.small import SMALL
 
-SIZES: dict[str, Any] = {
-    "vocab_size": 700,
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-}
+SIZES: dict[str, Any] = {**SMALL, "head_dim": 16}
 
 
 def model(kind: str, **config: Any) -> ModelSpec:

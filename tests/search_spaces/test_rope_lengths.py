@@ -12,17 +12,10 @@ from search_spaces.config import TrialConfig
 from search_spaces.errors import InputError
 from search_spaces.models import ModelSpec, checked_config, load_model_spec, shipped_models
 from search_spaces.rules import violation
+from tests.search_spaces.small import SMALL
 
 CASES = Path(__file__).parents[1] / "data" / "configs"
-SIZES: dict[str, Any] = {
-    "model_type": "llama",
-    "vocab_size": 700,
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-}
+SIZES: dict[str, Any] = {"model_type": "llama", **SMALL}
 YARN_OF_QWEN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32_768}
 LLAMA_3 = {
     "rope_type": "llama3",

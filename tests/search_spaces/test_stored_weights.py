@@ -16,16 +16,9 @@ from search_spaces.loading import load_space, parse_space, with_own_settings
 from search_spaces.models import ModelSpec, checked_config, load_model_spec
 from search_spaces.quantized import name_of_base, of_chosen_layers, unquantized_of_layer
 from search_spaces.rules import STORED, Setting, own_settings, violation
+from tests.search_spaces.small import SMALL
 
-SIZES: dict[str, Any] = {
-    "model_type": "llama",
-    "vocab_size": 700,
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-}
+SIZES: dict[str, Any] = {"model_type": "llama", **SMALL}
 NF4 = {
     "quant_method": "bitsandbytes",
     "load_in_4bit": True,
