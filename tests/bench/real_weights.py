@@ -3,9 +3,15 @@
     python -m tests.bench.real_weights RUNS.jsonl --model DIRECTORY [--processes 3] -o OUT.jsonl
 
 Each line of RUNS is ``{"config": {...}, "seed": 0, "tokens": 1000000}``: a configuration, the seed
-of its adapters and of the order of the rows, and the tokens that it trains on. Each line of OUT is
-the same with the loss of held-out rows in nats a token, in the products that it trained in
-(``eval_loss``) and in 16-bit compute on the same base (``eval_loss_16_bit``).
+of its adapters and of the order of the rows, and the tokens that it trains on; or a list of such
+runs that one process trains one after the other, as it compiles their layers once. Each line of OUT
+is a run with the loss of held-out rows in nats a token: in the products that it trained in
+(``eval_loss``), in 16-bit compute on the same base (``eval_loss_16_bit``), and of its adapters on a
+16-bit base (``eval_loss_16_bit_base``).
+
+``"unfitted": true`` leaves 8-bit products as they are. ``"noise": {"product": 0.05}`` (or
+``"gradient"``) adds noise of that size, relative to each token's own, to what every frozen layer
+gives (or to its input's gradient): what an error of that size costs.
 
 Base, adapters and 8-bit layers are those of a trial; a step is captured as one CUDA graph, so that
 a model of 135 million parameters does not wait for its host, and several share the GPU: speeds say
@@ -15,6 +21,7 @@ nothing. The text is Python's standard library in rows without padding, one file
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import multiprocessing
 import queue
@@ -33,10 +40,10 @@ from transformers import AutoTokenizer
 from search_spaces.config import MAX_GRAD_NORM, WEIGHT_DECAY, TrialConfig, parse_config
 from search_spaces.models import load_model_spec
 from storage.records import EightBitProducts
-from sweep.training.adapters import Attached, attached
+from sweep.training.adapters import Attached, attached, eager
 from sweep.training.faithfulness import products_of
 from sweep.training.fitting import fit, multiplying_in
-from sweep.training.model import build_base, compute_type
+from sweep.training.model import BaseModel, build_base, compute_type
 from sweep.training.step import evaluating
 from tests.bench.harness import stamp
 
@@ -172,11 +179,64 @@ def held_out_loss(attachment: Attached, config: TrialConfig, rows: np.ndarray) -
     device = next(model.parameters()).device
     mask = causal_mask(config.seq_len, device)
     losses = list[torch.Tensor]()
-    with evaluating(model), autocast(config, device):
+    with evaluating(model), eager(attachment.layers), autocast(config, device):
         for part in torch.from_numpy(rows).split(16):
             tokens = part.to(device)
             losses.append(model(input_ids=tokens, attention_mask=mask, labels=tokens).loss)
     return float(torch.stack(losses).mean())
+
+
+class _Noise(torch.autograd.Function):
+    """Adds noise to values (..., features), or to their gradient, relative to each row's length."""
+
+    @staticmethod
+    def forward(ctx: Any, values: torch.Tensor, of_values: float, of_gradient: float) -> Any:
+        ctx.of_gradient = of_gradient
+        return _noisy(values, of_values)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        return _noisy(gradients[0], ctx.of_gradient), None, None
+
+
+def _noisy(values: torch.Tensor, size: float) -> torch.Tensor:
+    if size == 0:
+        return values.clone()
+    root_mean_square = values.float().square().mean(-1, keepdim=True).sqrt()
+    noise = torch.randn_like(values, dtype=torch.float32) * root_mean_square * size
+    return (values + noise).to(values.dtype)
+
+
+@contextlib.contextmanager
+def with_noise(model: torch.nn.Module, sizes: dict[str, float]) -> Iterator[None]:
+    """Add noise to the products of all frozen layers with adapters, or to their inputs' gradients.
+
+    Args:
+        model: with adapters.
+        sizes: of ``product`` and of ``gradient``, relative; what is missing has none.
+    """
+    of_product = sizes.get("product", 0.0)
+    of_gradient = sizes.get("gradient", 0.0)
+
+    def of_output(_: Any, __: Any, output: torch.Tensor) -> Any:
+        return _Noise.apply(output, of_product, 0.0)
+
+    def of_input(_: Any, inputs: tuple[torch.Tensor, ...]) -> Any:
+        return _Noise.apply(inputs[0], 0.0, of_gradient)
+
+    hooks = []
+    for name, layer in model.named_modules():
+        if not name.endswith(".base_layer"):
+            continue
+        if of_product:
+            hooks.append(layer.register_forward_hook(of_output))
+        if of_gradient:
+            hooks.append(layer.register_forward_pre_hook(of_input))
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 class Judge:
@@ -189,19 +249,32 @@ class Judge:
     def __init__(self, sources: Sources) -> None:
         self.sources = sources
 
-    def judged(self, base: Any, run: dict[str, Any]) -> dict[str, Any]:
-        """Return a run with what was learned."""
+    def judged(self, base: BaseModel, run: dict[str, Any], *, wide: BaseModel) -> dict[str, Any]:
+        """Return a run with what was learned.
+
+        Args:
+            base: as the run's configuration has it.
+            run: what to train.
+            wide: a 16-bit base, on which the adapters are judged as well.
+        """
         config = parse_config(run["config"])
         torch.manual_seed(run["seed"])
         began = time.perf_counter()
         rows = self.sources.training_rows(config.seq_len, seed=run["seed"])
         held_out = self.sources.held_out_rows(config.seq_len)
         with attached(base, config) as attachment:
+            model = attachment.model
             about = self.prepare(attachment, config, run, rows)
-            losses = train(attachment, config, run, rows)
-            eval_loss = held_out_loss(attachment, config, held_out)
-            with multiplying_in(attachment.model, None):
+            with with_noise(model, run.get("noise", {})):
+                losses = train(attachment, config, run, rows)
+                eval_loss = held_out_loss(attachment, config, held_out)
+            with multiplying_in(model, None):
                 eval_loss_16_bit = held_out_loss(attachment, config, held_out)
+            learned = adapters_of(model)
+        on_wide = config.changed(quantization="none", compute_dtype="bf16", compile=False)
+        with attached(wide, on_wide) as attachment:
+            take_adapters(attachment.model, learned)
+            eval_loss_16_bit_base = held_out_loss(attachment, on_wide, held_out)
         last = losses[-max(1, len(losses) // 10) :]
         return {
             **run,
@@ -210,6 +283,7 @@ class Judge:
             "train_loss": statistics.fmean(last) if last else None,
             "eval_loss": eval_loss,
             "eval_loss_16_bit": eval_loss_16_bit,
+            "eval_loss_16_bit_base": eval_loss_16_bit_base,
             "eval_tokens": held_out.size,
             "training_tokens": self.sources.training.size,
             "seconds": time.perf_counter() - began,
@@ -222,6 +296,20 @@ class Judge:
         if not config.is_8bit_compute or run.get("unfitted"):
             return {}
         return {"eight_bit": fitted(attachment, config, rows).model_dump(mode="json")}
+
+
+def adapters_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Return copies of a model's trained parameters by name."""
+    named = model.named_parameters()
+    return {name: p.detach().clone() for name, p in named if p.requires_grad}
+
+
+@torch.no_grad()
+def take_adapters(model: torch.nn.Module, learned: dict[str, torch.Tensor]) -> None:
+    """Give a model's trained parameters the values that they have in another one."""
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            parameter.copy_(learned[name])
 
 
 def train(
@@ -257,37 +345,43 @@ def trained(
     """Train runs one after the other, and yield each with what was learned."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     spec = load_model_spec(model)
+
+    def base_of(config: TrialConfig) -> BaseModel:
+        return build_base(config, spec=spec, weights="pretrained", device=device, seed=0)
+
+    wide = base_of(TrialConfig(quantization="none", upcast_fp32=False))
     for run in runs:
         # A base that was fitted to 8 bits serves one run.
-        base = build_base(
-            parse_config(run["config"]), spec=spec, weights="pretrained", device=device, seed=0
-        )
+        base = base_of(parse_config(run["config"]))
         try:
-            yield judge.judged(base, run)
+            yield judge.judged(base, run, wide=wide)
         except Exception as error:  # noqa: BLE001 - the other runs go on
             yield {**run, "error": repr(error)[:500]}
         base.close()
+    wide.close()
 
 
 def _work(waiting: Any, ended: Any, model: str, judge: Judge) -> None:
-    for found in trained(iter(waiting.get, None), model=model, judge=judge):
+    runs = (run for group in iter(waiting.get, None) for run in group)
+    for found in trained(runs, model=model, judge=judge):
         ended.put(found)
     ended.put(None)
 
 
 def trained_at_once(
-    runs: list[dict[str, Any]],
+    groups: list[list[dict[str, Any]]],
     *,
     model: str,
     judge: Judge,
     processes: int,
     limit_seconds: float = float("inf"),
 ) -> Iterator[dict[str, Any]]:
-    """Train runs in some processes at once, in their order, and yield each as it ends."""
+    """Train groups of runs in some processes at once, in their order, each group in one process,
+    and yield each run as it ends."""
     context = multiprocessing.get_context("spawn")
     waiting, ended = context.Queue(), context.Queue()
-    for run in [*runs, *[None] * processes]:
-        waiting.put(run)
+    for group in [*groups, *[None] * processes]:
+        waiting.put(group)
     arguments = (waiting, ended, model, judge)
     workers = [context.Process(target=_work, args=arguments) for _ in range(processes)]
     for worker in workers:
@@ -307,6 +401,15 @@ def trained_at_once(
         worker.terminate()
 
 
+def groups_in(text: str) -> list[list[dict[str, Any]]]:
+    """Return the groups of runs that lines of JSON are: each a list of runs, or one run."""
+    groups = []
+    for line in text.splitlines():
+        asked = json.loads(line)
+        groups.append(asked if isinstance(asked, list) else [asked])
+    return groups
+
+
 def main() -> None:
     """Train what a file lists, and write what came of it."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -316,11 +419,11 @@ def main() -> None:
     parser.add_argument("--limit-seconds", type=float, default=float("inf"))
     parser.add_argument("-o", "--output", type=Path, required=True)
     asked = parser.parse_args()
-    lines = asked.runs.read_text(encoding="utf-8").splitlines()
+    groups = groups_in(asked.runs.read_text(encoding="utf-8"))
     with asked.output.open("w", encoding="utf-8") as file:
         file.write(json.dumps(stamp()) + "\n")
         for found in trained_at_once(
-            [json.loads(line) for line in lines],
+            groups,
             model=asked.model,
             judge=Judge(python_sources(asked.model)),
             processes=asked.processes,

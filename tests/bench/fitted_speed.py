@@ -1,0 +1,198 @@
+"""What fitting 8-bit products to the weights costs a compiled step, and what layers that stay in 16
+bits cost it.
+
+    python -m tests.bench.fitted_speed [--model mistral-7b-v0.3] [--batch 10] -o OUT.jsonl
+
+Each base and compute has a process of its own, which compiles every variant first. Then they are
+timed one process after the other, the variants of each in turns: products as they are (`plain`),
+fitted (`fitted`), and fitted with every fourth ``down_proj`` in 16 bits (`kept`). Weights are
+random: speed does not depend on them. A row also has the seconds and the memory that fitting took.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import multiprocessing
+import statistics
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from search_spaces.config import TrialConfig
+from search_spaces.models import load_model_spec
+from sweep.training.adapters import attached
+from sweep.training.eight_bit import TYPES, changed
+from sweep.training.model import build_base
+from sweep.training.step import TrainingLoop
+from tests.bench.harness import Row, stamp, write
+
+NUMERICS = (("fp8", "fp8"), ("int8", "int8"), ("nf4", "fp8"), ("nf4", "int8"))
+COMMON: Row = {
+    "lora_rank": 16,
+    "target_modules": "attention",
+    "seq_len": 512,
+    "kernels": "fused-loss",
+    "upcast_fp32": False,
+    "checkpoint_fraction": 0.0,
+    "compile": True,
+    "optimizer": "adamw_torch_fused",
+    "double_quant": False,
+}
+TURNS, STEPS, WARMUP_STEPS = 4, 8, 3
+KEPT_EVERY = 4
+"""Of the decoder layers, one in so many keeps its ``down_proj`` in 16 bits."""
+PATIENCE_SECONDS = 400
+
+
+def narrow_layers(model: torch.nn.Module) -> dict[str, Any]:
+    """Return the layers that multiply in 8 bits, by name."""
+    return {
+        name: layer
+        for name, layer in model.named_modules()
+        if hasattr(layer, "row_scales") and layer.products in TYPES
+    }
+
+
+def plain(layers: dict[str, Any]) -> contextlib.AbstractContextManager[None]:
+    """Let layers round their inputs as if nothing had been fitted."""
+    names = ("input_scales", "input_mean", "mean_product")
+    return changed((layer, name, None) for layer in layers.values() for name in names)
+
+
+def kept(layers: dict[str, Any]) -> contextlib.AbstractContextManager[None]:
+    """Let every fourth ``down_proj`` multiply in 16 bits."""
+    chosen = [layer for name, layer in layers.items() if "down_proj" in name][::KEPT_EVERY]
+    return changed((layer, "products", None) for layer in chosen)
+
+
+def seconds_of_steps(loop: TrainingLoop, steps: int) -> float:
+    """Return the seconds that a step takes, as a mean of some."""
+    torch.cuda.synchronize()
+    began = time.perf_counter()
+    for _ in range(steps):
+        loop.step()
+    torch.cuda.synchronize()
+    return (time.perf_counter() - began) / steps
+
+
+def fitting(loop: TrainingLoop) -> Row:
+    """Fit, and return what it took and found."""
+    torch.cuda.reset_peak_memory_stats()
+    began = time.perf_counter()
+    found = loop.fit_8_bits()
+    torch.cuda.synchronize()
+    return {
+        "fit_seconds": time.perf_counter() - began,
+        "fit_peak_allocated_bytes": torch.cuda.max_memory_allocated(),
+        "layers_over_the_bounds": len(found.kept_in_16_bits),
+        "errors": [error.model_dump(mode="json") for error in found.errors],
+    }
+
+
+def measured(config: TrialConfig, model: str, compiled: Any, turn: Any) -> Row:
+    """Return a row of one base and compute.
+
+    Args:
+        config: what to train.
+        model: its name.
+        compiled: a barrier that every process reaches once it has compiled.
+        turn: a lock of the GPU for what is timed.
+    """
+    device = torch.device("cuda")
+    spec = load_model_spec(model)
+    base = build_base(config, spec=spec, weights="random", device=device, seed=0)
+    with attached(base, config) as attachment:
+        loop = TrainingLoop(attachment, config, seed=0)
+        layers = narrow_layers(attachment.model)
+        seconds_of_steps(loop, WARMUP_STEPS)
+        torch.cuda.reset_peak_memory_stats()
+        seconds_of_steps(loop, 1)
+        row: Row = {"step_peak_allocated_bytes": torch.cuda.max_memory_allocated()}
+        row |= fitting(loop)
+        for layer in layers.values():
+            layer.products = config.compute_dtype
+        variants = {"plain": plain, "fitted": lambda _: contextlib.nullcontext(), "kept": kept}
+        for variant in variants.values():
+            with variant(layers):
+                seconds_of_steps(loop, WARMUP_STEPS)
+        # Where another one failed, what it would have disturbed is timed all the same.
+        with contextlib.suppress(threading.BrokenBarrierError):
+            compiled.wait(PATIENCE_SECONDS)
+        with turn:
+            row |= timed(loop, layers, variants)
+    return row
+
+
+def timed(loop: TrainingLoop, layers: dict[str, Any], variants: dict[str, Any]) -> Row:
+    """Return the seconds of a step of each variant, turn by turn, and how they compare."""
+    seconds: dict[str, list[float]] = {name: [] for name in variants}
+    for _ in range(TURNS):
+        for name, variant in variants.items():
+            with variant(layers):
+                seconds[name].append(seconds_of_steps(loop, STEPS))
+    middles = {name: statistics.median(values) for name, values in seconds.items()}
+    return {
+        "seconds_per_step": seconds,
+        "fitted_over_plain": middles["fitted"] / middles["plain"],
+        "kept_over_fitted": middles["kept"] / middles["fitted"],
+        "share_kept": share_kept(layers),
+    }
+
+
+def share_kept(layers: dict[str, Any]) -> float:
+    """Return the share of the frozen layers' weights that `kept` keeps in 16 bits."""
+    sizes = {name: layer.in_features * layer.out_features for name, layer in layers.items()}
+    chosen = [name for name in layers if "down_proj" in name][::KEPT_EVERY]
+    return sum(sizes[name] for name in chosen) / sum(sizes.values())
+
+
+def _work(config: TrialConfig, model: str, compiled: Any, turn: Any, rows: Any) -> None:
+    row: Row = {"config": config.changes_from(TrialConfig()), "model": model}
+    try:
+        row |= measured(config, model, compiled, turn)
+    except Exception as error:  # noqa: BLE001 - the others go on
+        compiled.abort()
+        row["error"] = repr(error)[:500]
+    rows.put(row)
+
+
+def rows_of(configs: list[TrialConfig], model: str) -> Iterator[Row]:
+    """Measure configurations, each in a process of its own, and yield a row each."""
+    context = multiprocessing.get_context("spawn")
+    rows, turn = context.Queue(), context.Lock()
+    compiled = context.Barrier(len(configs))
+    workers = [
+        context.Process(target=_work, args=(config, model, compiled, turn, rows))
+        for config in configs
+    ]
+    for worker in workers:
+        worker.start()
+    for _ in workers:
+        yield rows.get(timeout=2 * PATIENCE_SECONDS)
+    for worker in workers:
+        worker.join()
+
+
+def main() -> None:
+    """Print a row for each base and compute."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", default="mistral-7b-v0.3")
+    parser.add_argument("--batch", type=int, default=10)
+    parser.add_argument("-o", "--output", type=Path)
+    asked = parser.parse_args()
+    write(stamp(), asked.output)
+    configs = []
+    for quantization, compute_dtype in NUMERICS:
+        numerics = {"quantization": quantization, "compute_dtype": compute_dtype}
+        configs.append(TrialConfig(**COMMON, **numerics, micro_batch_size=asked.batch))
+    for row in rows_of(configs, asked.model):
+        write(row, asked.output)
+
+
+if __name__ == "__main__":
+    main()
