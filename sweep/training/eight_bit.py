@@ -86,7 +86,11 @@ def rounded(
     scales = values.abs().amax(1, keepdim=True).clamp(min=_TINY) / _LARGEST[kind]
     # By the reciprocal: the kernels that do this are bound by arithmetic.
     values = values * scales.reciprocal()
-    return (values.round() if kind == "int8" else values).to(TYPES[kind]), scales
+    if kind == "int8":
+        # The compiler may take the scale from values before they are cast to 16 bits, and round
+        # those after it. Less a mean these may be some percent larger: 129 would become -127.
+        values = values.round().clamp(-_LARGEST[kind], _LARGEST[kind])
+    return values.to(TYPES[kind]), scales
 
 
 def _multiplied(

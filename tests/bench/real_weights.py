@@ -9,7 +9,8 @@ is a run with the loss of held-out rows in nats a token: in the products that it
 (``eval_loss``), in 16-bit compute on the same base (``eval_loss_16_bit``), and of its adapters on a
 16-bit base (``eval_loss_16_bit_base``).
 
-``"unfitted": true`` leaves 8-bit products as they are. ``"noise": {"product": 0.05}`` (or
+``"unfitted": true`` leaves 8-bit products as they are; ``"power": 0.25`` is another one of the
+size of features by which INT8 divides its inputs. ``"noise": {"product": 0.05}`` (or
 ``"gradient"``) adds noise of that size, relative to each token's own, to what every frozen layer
 gives (or to its input's gradient): what an error of that size costs.
 
@@ -40,6 +41,7 @@ from transformers import AutoTokenizer
 from search_spaces.config import MAX_GRAD_NORM, WEIGHT_DECAY, TrialConfig, parse_config
 from search_spaces.models import load_model_spec
 from storage.records import EightBitProducts
+from sweep.training import eight_bit
 from sweep.training.adapters import Attached, attached, eager
 from sweep.training.faithfulness import products_of
 from sweep.training.fitting import fit, multiplying_in
@@ -295,7 +297,10 @@ class Judge:
         """Fit 8-bit products to the weights, as a training does, and return what came of it."""
         if not config.is_8bit_compute or run.get("unfitted"):
             return {}
-        return {"eight_bit": fitted(attachment, config, rows).model_dump(mode="json")}
+        power = run.get("power", eight_bit._SHARED_OUT)
+        with eight_bit.changed([(eight_bit, "_SHARED_OUT", power)]):
+            found = fitted(attachment, config, rows)
+        return {"eight_bit": found.model_dump(mode="json")}
 
 
 def adapters_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -358,6 +363,9 @@ def trained(
         except Exception as error:  # noqa: BLE001 - the other runs go on
             yield {**run, "error": repr(error)[:500]}
         base.close()
+        if device.type == "cuda":
+            # Others train on the same GPU.
+            torch.cuda.empty_cache()
     wide.close()
 
 
