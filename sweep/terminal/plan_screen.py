@@ -282,7 +282,7 @@ def _facts(plan: CardPlan, shown: Forecast, bill: Bill | None) -> Iterator[Fact]
     if whole is not None:
         beside = "its other parts, as a vision tower, are not loaded and not counted"
         yield "model", f"the text decoder of a {whole}: {beside}"
-    by = "by rank, alpha and model" if shown.config.method == "sft" else "published advice"
+    by = "by rank, alpha, batch and model" if shown.config.method == "sft" else "published advice"
     yield "learning", f"rate {shown.learning_rate.brief}, {by}"
     if epoch is not None and speed:
         tokens = f"{epoch.loss_tokens:,} loss tokens in {units.plural(epoch.steps, 'step')}"

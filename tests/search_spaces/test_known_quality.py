@@ -19,7 +19,6 @@ NF4 = TrialConfig()
         {"quantized_fraction": 0.5},
         {"compute_dtype": "fp32"},
         {"quantization": "fp4"},
-        {"quantization": "int8"},
     ],
     ids=str,
 )
