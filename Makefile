@@ -54,7 +54,7 @@ $(PRETRAINED): $(READY)
 
 demo: $(RUNS)    ## a study on this CPU, then one of a recorded GPU: a minute or two after the installation
 	@$(call waiting,$(VENV)/.demo.lock,demo is running); \
-	exec $(BIN)/python -P -m sweep.terminal.demo tests/data/surfaces/mistral-7b-v0.3_h200.jsonl tests/bench/results/replay_a10.json
+	exec $(BIN)/python -P -m qlora_sweep.sweep.terminal.demo tests/data/surfaces/mistral-7b-v0.3_h200.jsonl tests/bench/results/replay_a10.json
 
 test: $(READY)   ## the test suite without a GPU
 	$(BIN)/python $(PYTEST)
@@ -107,7 +107,7 @@ wheel: $(READY)  ## the wheel and the source distribution, in dist/
 	$(BIN)/python -m hatchling build
 
 evidence: $(RUNS)  ## what the files in contributions/ say of GPUs' speed, into search_spaces
-	$(BIN)/python -m sweep calibrate contributions --catalogue search_spaces/contributed_speed.json
+	$(BIN)/python -m qlora_sweep calibrate contributions --catalogue search_spaces/contributed_speed.json
 
 clean:           ## remove the environments, what was built and every study
 	rm -rf $(VENV) $(VENV).lock $(LOWEST) build dist runs

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from reports import units, words
-from reports.view import StudyView
-from search_spaces.config import KNOBS, SIZE_KEYS, canonical
-from search_spaces.dimensions import Choices
-from search_spaces.models import ModelSpec
-from storage import records
-from storage.ranking import measured_of
+from qlora_sweep.reports import units, words
+from qlora_sweep.reports.view import StudyView
+from qlora_sweep.search_spaces.config import KNOBS, SIZE_KEYS, canonical
+from qlora_sweep.search_spaces.dimensions import Choices
+from qlora_sweep.search_spaces.models import ModelSpec
+from qlora_sweep.storage import records
+from qlora_sweep.storage.ranking import measured_of
 
 _NEAREST_SHOWN = 2
 

@@ -12,13 +12,13 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
-from reports import units, words
-from reports.document import Document
-from reports.figures import Section
-from reports.words import VERDICT_LABELS
-from search_spaces.config import KNOBS, SIZE_KEYS, canonical
-from storage.ranking import fitting, measured_of
-from storage.records import (
+from qlora_sweep.reports import units, words
+from qlora_sweep.reports.document import Document
+from qlora_sweep.reports.figures import Section
+from qlora_sweep.reports.words import VERDICT_LABELS
+from qlora_sweep.search_spaces.config import KNOBS, SIZE_KEYS, canonical
+from qlora_sweep.storage.ranking import fitting, measured_of
+from qlora_sweep.storage.records import (
     OUT_OF_MEMORY,
     Need,
     TrialRecord,

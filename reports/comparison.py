@@ -16,17 +16,17 @@ from typing import Any, NamedTuple
 
 import plotly.graph_objects as go
 
-from reports import units
-from reports.figures import MARKS, PageFigure, Section, framed, whiskers
-from search_spaces import costs
-from search_spaces.config import Method, TrialConfig, parse_config, targets_in_words
-from search_spaces.errors import InputError, words_of
-from search_spaces.linears import CapacityClass
-from search_spaces.models import ModelSpec, shipped_models
-from search_spaces.prices import Offer
-from storage.definition import StudySnapshot
-from storage.ranking import measured_of, rank_study
-from storage.records import TrialRecord
+from qlora_sweep.reports import units
+from qlora_sweep.reports.figures import MARKS, PageFigure, Section, framed, whiskers
+from qlora_sweep.search_spaces import costs
+from qlora_sweep.search_spaces.config import Method, TrialConfig, parse_config, targets_in_words
+from qlora_sweep.search_spaces.errors import InputError, words_of
+from qlora_sweep.search_spaces.linears import CapacityClass
+from qlora_sweep.search_spaces.models import ModelSpec, shipped_models
+from qlora_sweep.search_spaces.prices import Offer
+from qlora_sweep.storage.definition import StudySnapshot
+from qlora_sweep.storage.ranking import measured_of, rank_study
+from qlora_sweep.storage.records import TrialRecord
 
 JOB_TOKENS = 10_000_000.0
 """What is priced until a reader says otherwise."""

@@ -14,14 +14,14 @@ from dataclasses import dataclass
 
 import yaml
 
-from reports import sentences, units, words
-from reports.advice import how_to_go_faster
-from reports.comparison import training_words
-from reports.view import StudyView, view_of
-from search_spaces.costs import AskedWork
-from storage.definition import StudySnapshot
-from storage.ranking import measured_of
-from storage.records import TrialRecord
+from qlora_sweep.reports import sentences, units, words
+from qlora_sweep.reports.advice import how_to_go_faster
+from qlora_sweep.reports.comparison import training_words
+from qlora_sweep.reports.view import StudyView, view_of
+from qlora_sweep.search_spaces.costs import AskedWork
+from qlora_sweep.storage.definition import StudySnapshot
+from qlora_sweep.storage.ranking import measured_of
+from qlora_sweep.storage.records import TrialRecord
 
 SPEED_LOSS = 0.10
 """Share of the best speed that may be given up for memory."""

@@ -11,13 +11,13 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from reports import units, words
-from search_spaces.config import KNOBS, TrialConfig
-from search_spaces.gpus import gpu_catalogue
-from search_spaces.redaction import shown
-from storage.definition import StudySnapshot
-from storage.ranking import Ranking, rank_study
-from storage.records import TrialRecord, need_of
+from qlora_sweep.reports import units, words
+from qlora_sweep.search_spaces.config import KNOBS, TrialConfig
+from qlora_sweep.search_spaces.gpus import gpu_catalogue
+from qlora_sweep.search_spaces.redaction import shown
+from qlora_sweep.storage.definition import StudySnapshot
+from qlora_sweep.storage.ranking import Ranking, rank_study
+from qlora_sweep.storage.records import TrialRecord, need_of
 
 UNKNOWN: tuple[None, str] = (None, "")
 AXES = {

@@ -19,12 +19,12 @@ import plotly.graph_objects as go
 from numpy.typing import NDArray
 from scipy.special import stdtrit
 
-from reports import units
-from reports.figures import BLUE, PageFigure, Section, dashed, framed, whiskers
-from search_spaces.config import KNOBS, TrialConfig, canonical
-from search_spaces.space import SearchSpace
-from storage.definition import StudySnapshot
-from storage.records import Measurement
+from qlora_sweep.reports import units
+from qlora_sweep.reports.figures import BLUE, PageFigure, Section, dashed, framed, whiskers
+from qlora_sweep.search_spaces.config import KNOBS, TrialConfig, canonical
+from qlora_sweep.search_spaces.space import SearchSpace
+from qlora_sweep.storage.definition import StudySnapshot
+from qlora_sweep.storage.records import Measurement
 
 DEGREES_ENOUGH = 3
 """The fewest trials beyond what a fit determines: with fewer, what it misses is hardly seen."""

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import plotly.graph_objects as go
 
-from storage.records import Verdict
+from qlora_sweep.storage.records import Verdict
 
 BLUE, GREEN, ORANGE, AMBER = "#0072B2", "#008F68", "#CC5500", "#B07800"
 FADED = "#8192A6"

@@ -15,8 +15,8 @@ from typing import Any
 
 import plotly.graph_objects as go
 
-from reports.document import AXES, Document
-from reports.figures import (
+from qlora_sweep.reports.document import AXES, Document
+from qlora_sweep.reports.figures import (
     AMBER,
     BLUE,
     FADED,
@@ -29,9 +29,9 @@ from reports.figures import (
     framed,
     whiskers,
 )
-from reports.words import VERDICT_LABELS
-from storage.ranking import fitting, measured_of
-from storage.records import TrialRecord, Verdict, need_of, predicted_need
+from qlora_sweep.reports.words import VERDICT_LABELS
+from qlora_sweep.storage.ranking import fitting, measured_of
+from qlora_sweep.storage.records import TrialRecord, Verdict, need_of, predicted_need
 
 MEMORY = "peak_allocated"
 _MEASURED = (Verdict.FITS, Verdict.PRUNED_SLOW)

@@ -11,13 +11,13 @@ from textwrap import wrap
 
 import plotly.graph_objects as go
 
-from reports.document import document_of
-from reports.figures import themes
-from reports.page import figures_of, sections, title_of
-from search_spaces.costs import AskedWork
-from search_spaces.errors import EnvironmentFault, InputError, install_extra, listed
-from storage.definition import StudySnapshot
-from storage.files import WRITTEN_BY, write_output
+from qlora_sweep.reports.document import document_of
+from qlora_sweep.reports.figures import themes
+from qlora_sweep.reports.page import figures_of, sections, title_of
+from qlora_sweep.search_spaces.costs import AskedWork
+from qlora_sweep.search_spaces.errors import EnvironmentFault, InputError, install_extra, listed
+from qlora_sweep.storage.definition import StudySnapshot
+from qlora_sweep.storage.files import WRITTEN_BY, write_output
 
 SUFFIXES = (".png", ".svg")
 _PNG_HEADER_BYTES = 33

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import plotly.graph_objects as go
 
-from reports.figures import BLUE, GREEN, ORANGE, PageFigure, digits, framed
-from reports.page import render_figure
+from qlora_sweep.reports.figures import BLUE, GREEN, ORANGE, PageFigure, digits, framed
+from qlora_sweep.reports.page import render_figure
 
 POINTS_MAX = 2000
 """Of a curve: more are put together, and nobody could see them."""

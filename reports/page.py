@@ -22,21 +22,21 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup, escape
 from plotly.io.json import to_json_plotly
 
-from reports import units
-from reports.boundary import boundary_of
-from reports.comparison import Comparison, comparison_words
-from reports.decision import decision_of
-from reports.document import Document, document_of
-from reports.effects import effects_of
-from reports.figures import PageFigure, Section, themes
-from reports.front import front_of
-from reports.search import quality_of, search_of
-from reports.sections import next_steps_of, texts_of, trials_of
-from reports.trust import trust_of
-from search_spaces.costs import AskedWork
-from search_spaces.redaction import redacted, shown
-from storage.definition import StudySnapshot
-from storage.files import replace, writing
+from qlora_sweep.reports import units
+from qlora_sweep.reports.boundary import boundary_of
+from qlora_sweep.reports.comparison import Comparison, comparison_words
+from qlora_sweep.reports.decision import decision_of
+from qlora_sweep.reports.document import Document, document_of
+from qlora_sweep.reports.effects import effects_of
+from qlora_sweep.reports.figures import PageFigure, Section, themes
+from qlora_sweep.reports.front import front_of
+from qlora_sweep.reports.search import quality_of, search_of
+from qlora_sweep.reports.sections import next_steps_of, texts_of, trials_of
+from qlora_sweep.reports.trust import trust_of
+from qlora_sweep.search_spaces.costs import AskedWork
+from qlora_sweep.search_spaces.redaction import redacted, shown
+from qlora_sweep.storage.definition import StudySnapshot
+from qlora_sweep.storage.files import replace, writing
 
 _CODE = re.compile(r"`([^`]*)`")
 _SCRIPTS = ("page.js", "table.js", "figures.js", "front.js")
@@ -158,7 +158,7 @@ def _finalized(value: Any) -> Any:
 @cache
 def _environment() -> Environment:
     return Environment(
-        loader=PackageLoader("reports"),
+        loader=PackageLoader("qlora_sweep.reports"),
         autoescape=True,
         undefined=StrictUndefined,
         finalize=_finalized,
@@ -170,13 +170,17 @@ def _environment() -> Environment:
 @cache
 def _source(name: str) -> str:
     """Return the text of a file that templates include as it is."""
-    return PackageLoader("reports").get_source(_environment(), name)[0]
+    return PackageLoader("qlora_sweep.reports").get_source(_environment(), name)[0]
 
 
 @cache
 def plotly_script() -> str:
     """Return plotly's bundle of flat figures, a third of the one that its Python package has."""
-    return files("reports").joinpath("vendor", "plotly-cartesian.min.js").read_text("utf-8")
+    return (
+        files("qlora_sweep.reports")
+        .joinpath("vendor", "plotly-cartesian.min.js")
+        .read_text("utf-8")
+    )
 
 
 @cache

@@ -12,13 +12,23 @@ from typing import Any
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
-from reports.document import AXES, Document, setting_words
-from reports.figures import AMBER, BLUE, GREEN, MARKS, PageFigure, Section, digits, framed, whiskers
-from reports.sentences import rank_claim
-from reports.words import VERDICT_LABELS, held_out
-from search_spaces.config import KNOBS, TrialConfig
-from storage.ranking import measured_of
-from storage.records import Verdict
+from qlora_sweep.reports.document import AXES, Document, setting_words
+from qlora_sweep.reports.figures import (
+    AMBER,
+    BLUE,
+    GREEN,
+    MARKS,
+    PageFigure,
+    Section,
+    digits,
+    framed,
+    whiskers,
+)
+from qlora_sweep.reports.sentences import rank_claim
+from qlora_sweep.reports.words import VERDICT_LABELS, held_out
+from qlora_sweep.search_spaces.config import KNOBS, TrialConfig
+from qlora_sweep.storage.ranking import measured_of
+from qlora_sweep.storage.records import Verdict
 
 _TICKS_MOST = 8
 

@@ -6,13 +6,13 @@ import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from reports import sentences, units, words
-from reports.advice import how_to_go_faster
-from reports.figures import Section
-from reports.view import StudyView, epoch_of, view_of
-from storage.definition import StudySnapshot
-from storage.ranking import verdict_counts
-from storage.records import TrialRecord
+from qlora_sweep.reports import sentences, units, words
+from qlora_sweep.reports.advice import how_to_go_faster
+from qlora_sweep.reports.figures import Section
+from qlora_sweep.reports.view import StudyView, epoch_of, view_of
+from qlora_sweep.storage.definition import StudySnapshot
+from qlora_sweep.storage.ranking import verdict_counts
+from qlora_sweep.storage.records import TrialRecord
 
 
 def next_steps_of(snapshot: StudySnapshot) -> Section | None:

@@ -8,16 +8,22 @@ from itertools import groupby
 from operator import attrgetter
 from typing import NamedTuple
 
-from reports import units, words
-from reports.view import Epoch, StudyView
-from search_spaces.config import CAPACITY_KEYS, SIZE_KEYS, TrialConfig, canonical, targets_in_words
-from search_spaces.quality import quality_in_words
-from search_spaces.texts import CUT_MAX
-from search_spaces.trainers import trainer_of
-from storage.confirmations import FEW_ROWS, is_told_apart
-from storage.definition import StudySnapshot
-from storage.ranking import CLAIMED_RANK, Ranking, claimed_pair, measured_of
-from storage.records import RETRYABLE, Measurement, QualityReport, TrialRecord
+from qlora_sweep.reports import units, words
+from qlora_sweep.reports.view import Epoch, StudyView
+from qlora_sweep.search_spaces.config import (
+    CAPACITY_KEYS,
+    SIZE_KEYS,
+    TrialConfig,
+    canonical,
+    targets_in_words,
+)
+from qlora_sweep.search_spaces.quality import quality_in_words
+from qlora_sweep.search_spaces.texts import CUT_MAX
+from qlora_sweep.search_spaces.trainers import trainer_of
+from qlora_sweep.storage.confirmations import FEW_ROWS, is_told_apart
+from qlora_sweep.storage.definition import StudySnapshot
+from qlora_sweep.storage.ranking import CLAIMED_RANK, Ranking, claimed_pair, measured_of
+from qlora_sweep.storage.records import RETRYABLE, Measurement, QualityReport, TrialRecord
 
 
 class ConfirmedRow(NamedTuple):

@@ -13,14 +13,14 @@ from typing import Literal
 
 import plotly.graph_objects as go
 
-from reports import units
-from reports.document import Document
-from reports.figures import BLUE, MARKS, ORANGE, PageFigure, Section, digits, framed
-from reports.sections import environment_rows
-from reports.words import VERDICT_LABELS
-from storage.definition import StudySnapshot
-from storage.ranking import measured_of
-from storage.records import TrialRecord, Verdict
+from qlora_sweep.reports import units
+from qlora_sweep.reports.document import Document
+from qlora_sweep.reports.figures import BLUE, MARKS, ORANGE, PageFigure, Section, digits, framed
+from qlora_sweep.reports.sections import environment_rows
+from qlora_sweep.reports.words import VERDICT_LABELS
+from qlora_sweep.storage.definition import StudySnapshot
+from qlora_sweep.storage.ranking import measured_of
+from qlora_sweep.storage.records import TrialRecord, Verdict
 
 TOP_SHOWN = 5
 PAUSE_SECONDS = 120.0

@@ -6,9 +6,9 @@ import math
 import re
 from typing import Any, NamedTuple
 
-from search_spaces.config import CAPACITY_KEYS, KNOBS, SIZE_KEYS, TrialConfig
-from search_spaces.errors import in_percent
-from search_spaces.gpus import GIB, gpu_catalogue
+from qlora_sweep.search_spaces.config import CAPACITY_KEYS, KNOBS, SIZE_KEYS, TrialConfig
+from qlora_sweep.search_spaces.errors import in_percent
+from qlora_sweep.search_spaces.gpus import GIB, gpu_catalogue
 
 DASH = "–"
 MIB = 2**20

@@ -10,13 +10,13 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, InstanceOf
 
-from search_spaces.config import TrialConfig
-from search_spaces.costs import usd_per_training_second
-from search_spaces.learning_rates import LearningRate, learning_rate_of
-from search_spaces.quality import KnownQuality
-from search_spaces.space import Objective
-from storage.definition import StudySnapshot, TargetSpeed
-from storage.ranking import (
+from qlora_sweep.search_spaces.config import TrialConfig
+from qlora_sweep.search_spaces.costs import usd_per_training_second
+from qlora_sweep.search_spaces.learning_rates import LearningRate, learning_rate_of
+from qlora_sweep.search_spaces.quality import KnownQuality
+from qlora_sweep.search_spaces.space import Objective
+from qlora_sweep.storage.definition import StudySnapshot, TargetSpeed
+from qlora_sweep.storage.ranking import (
     ClassBest,
     NoGain,
     Ranking,
@@ -25,7 +25,7 @@ from storage.ranking import (
     rank_study,
     verdict_counts,
 )
-from storage.records import NOT_SHOWN, EpochRecord, TrialRecord
+from qlora_sweep.storage.records import NOT_SHOWN, EpochRecord, TrialRecord
 
 _NOT_RECORDED = (
     *("steps_measured", "steps_warmup", "final_loss", "setup_seconds"),

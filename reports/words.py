@@ -6,14 +6,14 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import assert_never
 
-from reports import units
-from search_spaces.config import TrialConfig, targets_in_words
-from search_spaces.space import Objective
-from storage import records as ended
-from storage.confirmations import Ratio, binomial_ci95
-from storage.definition import Target
-from storage.ranking import LESS_IS_BETTER, NoGain, Ranking, verdict_counts
-from storage.records import (
+from qlora_sweep.reports import units
+from qlora_sweep.search_spaces.config import TrialConfig, targets_in_words
+from qlora_sweep.search_spaces.space import Objective
+from qlora_sweep.storage import records as ended
+from qlora_sweep.storage.confirmations import Ratio, binomial_ci95
+from qlora_sweep.storage.definition import Target
+from qlora_sweep.storage.ranking import LESS_IS_BETTER, NoGain, Ranking, verdict_counts
+from qlora_sweep.storage.records import (
     NEIGHBOUR,
     SPEED_REUSED,
     EpochRecord,

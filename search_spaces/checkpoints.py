@@ -12,9 +12,9 @@ from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 
-from search_spaces.documents import exists, open_file, read_json
-from search_spaces.errors import EnvironmentFault, InputError, quote
-from search_spaces.models import ModelSpec
+from qlora_sweep.search_spaces.documents import exists, open_file, read_json
+from qlora_sweep.search_spaces.errors import EnvironmentFault, InputError, quote
+from qlora_sweep.search_spaces.models import ModelSpec
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"

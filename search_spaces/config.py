@@ -29,8 +29,8 @@ from pydantic import (
     model_validator,
 )
 
-from search_spaces.documents import Document, validate
-from search_spaces.errors import quote
+from qlora_sweep.search_spaces.documents import Document, validate
+from qlora_sweep.search_spaces.errors import quote
 
 ComputeDtype = Literal["bf16", "fp16", "fp32", "fp8", "int8"]
 Quantization = Literal["nf4", "fp4", "fp8", "int8", "none"]

@@ -15,11 +15,11 @@ from functools import cached_property, partial
 from operator import attrgetter
 from typing import Any, Literal, NamedTuple, TypeVar
 
-from search_spaces.config import TrialConfig
-from search_spaces.errors import InputError, quote
-from search_spaces.linears import parameters
-from search_spaces.models import ModelSpec
-from search_spaces.prices import Offer
+from qlora_sweep.search_spaces.config import TrialConfig
+from qlora_sweep.search_spaces.errors import InputError, quote
+from qlora_sweep.search_spaces.linears import parameters
+from qlora_sweep.search_spaces.models import ModelSpec
+from qlora_sweep.search_spaces.prices import Offer
 
 T = TypeVar("T")
 ItemName = Literal["training", "boot", "download", "queue", "preemptions", "rounding", "minimum"]

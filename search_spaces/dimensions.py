@@ -9,9 +9,15 @@ from typing import Any
 
 from pydantic import Field, StrictBool, StrictInt, ValidationError, model_validator
 
-from search_spaces.config import Number, TrialConfig, number_kind
-from search_spaces.documents import ContradictionError, Document, Strict, refusal, validate
-from search_spaces.errors import quote
+from qlora_sweep.search_spaces.config import Number, TrialConfig, number_kind
+from qlora_sweep.search_spaces.documents import (
+    ContradictionError,
+    Document,
+    Strict,
+    refusal,
+    validate,
+)
+from qlora_sweep.search_spaces.errors import quote
 
 VALUES_MAX = 10_000
 """More values than this in one dimension is a slip: nobody measures them."""

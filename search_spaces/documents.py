@@ -20,7 +20,7 @@ from typing import IO, Any, TypeVar, get_args
 import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from search_spaces.errors import EnvironmentFault, InputError, did_you_mean, quote
+from qlora_sweep.search_spaces.errors import EnvironmentFault, InputError, did_you_mean, quote
 
 BYTES_MAX = 16 * 1024 * 1024
 """More than any model config or shard index; a bigger file was named by mistake."""
@@ -378,7 +378,7 @@ def validate(
 
 def shipped(name: str, model: type[Model]) -> Model:
     """Return a YAML file that ships in this package, read strictly."""
-    text = (files("search_spaces") / name).read_text(encoding="utf-8")
+    text = (files("qlora_sweep.search_spaces") / name).read_text(encoding="utf-8")
     document = parse_yaml(text, label=name)
     return validate(model, document.values, document)
 

@@ -15,7 +15,7 @@ import json
 import re
 from collections.abc import Iterable, Mapping
 
-from search_spaces.redaction import redact
+from qlora_sweep.search_spaces.redaction import redact
 
 QUOTE_MAX = 120
 """Characters of a value that a message quotes."""

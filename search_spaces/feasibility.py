@@ -7,10 +7,10 @@ import random
 from collections.abc import Iterator
 from typing import Any
 
-from search_spaces.config import TrialConfig
-from search_spaces.dimensions import FloatRange
-from search_spaces.errors import InputError, quote
-from search_spaces.rules import (
+from qlora_sweep.search_spaces.config import TrialConfig
+from qlora_sweep.search_spaces.dimensions import FloatRange
+from qlora_sweep.search_spaces.errors import InputError, quote
+from qlora_sweep.search_spaces.rules import (
     MISNAMED,
     STORED,
     Setting,
@@ -19,7 +19,7 @@ from search_spaces.rules import (
     misnamed_targets,
     not_as_stored,
 )
-from search_spaces.space import SearchSpace
+from qlora_sweep.search_spaces.space import SearchSpace
 
 TRIED_MAX = 5_000
 """Configurations that are held against the rules: all of a space, or so many drawn from it."""

@@ -11,8 +11,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from search_spaces.config import TrialConfig
-from search_spaces.models import ModelSpec
+from qlora_sweep.search_spaces.config import TrialConfig
+from qlora_sweep.search_spaces.models import ModelSpec
 
 if TYPE_CHECKING:
     import numpy as np

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
 
-from search_spaces.config import Packing, TrialConfig, needed_by, parse_config
-from search_spaces.dimensions import Choices, read_value
-from search_spaces.documents import (
+from qlora_sweep.search_spaces.config import Packing, TrialConfig, needed_by, parse_config
+from qlora_sweep.search_spaces.dimensions import Choices, read_value
+from qlora_sweep.search_spaces.documents import (
     Document,
     exists,
     home_expanded,
@@ -21,14 +21,14 @@ from search_spaces.documents import (
     read_text,
     validate,
 )
-from search_spaces.errors import InputError, did_you_mean, in_percent
-from search_spaces.gpus import find_gpu, match_product
-from search_spaces.learning_rates import learning_rate_of
-from search_spaces.models import ModelSpec, located
-from search_spaces.presets import preset_space, preset_texts
-from search_spaces.rules import own_settings
-from search_spaces.space import SearchSpace, largest_whole
-from search_spaces.texts import TextsChoice
+from qlora_sweep.search_spaces.errors import InputError, did_you_mean, in_percent
+from qlora_sweep.search_spaces.gpus import find_gpu, match_product
+from qlora_sweep.search_spaces.learning_rates import learning_rate_of
+from qlora_sweep.search_spaces.models import ModelSpec, located
+from qlora_sweep.search_spaces.presets import preset_space, preset_texts
+from qlora_sweep.search_spaces.rules import own_settings
+from qlora_sweep.search_spaces.space import SearchSpace, largest_whole
+from qlora_sweep.search_spaces.texts import TextsChoice
 
 PACKINGS: tuple[str, ...] = get_args(Packing)
 """How sequences are put into micro-batches; the first is the standard recipe's."""

@@ -17,8 +17,8 @@ from importlib.resources import as_file, files
 from pathlib import Path
 from typing import Any, Literal
 
-from search_spaces.documents import exists, home_expanded, is_directory, read_json
-from search_spaces.errors import (
+from qlora_sweep.search_spaces.documents import exists, home_expanded, is_directory, read_json
+from qlora_sweep.search_spaces.errors import (
     EnvironmentFault,
     InputError,
     SweepError,
@@ -26,14 +26,14 @@ from search_spaces.errors import (
     quote,
     words_of,
 )
-from search_spaces.quantized import (
+from qlora_sweep.search_spaces.quantized import (
     StoredQuantization,
     name_of_base,
     of_decoder,
     said_beside,
     stored_quantization,
 )
-from search_spaces.ropes import check_ropes, longest_length
+from qlora_sweep.search_spaces.ropes import check_ropes, longest_length
 
 SIZE_MAX = 2**24
 """No size of a decoder model reaches this; a larger one is a lie or a slip. Llama 4 Scout has the
@@ -261,7 +261,7 @@ class ModelSpec:
         """Directory in which its tokenizer is, where it has one; of shipped ones the demo has."""
         if self.source != "shipped":
             return self.path
-        shipped = Path(str(files("search_spaces") / "tokenizers" / self.name))
+        shipped = Path(str(files("qlora_sweep.search_spaces") / "tokenizers" / self.name))
         return shipped if shipped.is_dir() else None
 
     @cached_property
@@ -453,7 +453,7 @@ def shipped_models() -> list[ModelSpec]:
 
 @cache
 def _shipped() -> dict[str, dict[str, Any]]:
-    with as_file(files("search_spaces") / "architectures") as directory:
+    with as_file(files("qlora_sweep.search_spaces") / "architectures") as directory:
         paths = sorted(directory.glob("*.json"))
         return {path.stem: _read_config(path, label=path.name) for path in paths}
 
@@ -461,7 +461,9 @@ def _shipped() -> dict[str, dict[str, Any]]:
 @cache
 def _hub_ids() -> dict[str, str]:
     """Return the shipped architectures by their hub ids, in lower case, as the hub takes any."""
-    known = json.loads(files("search_spaces").joinpath("hub_ids.json").read_text("utf-8"))
+    known = json.loads(
+        files("qlora_sweep.search_spaces").joinpath("hub_ids.json").read_text("utf-8")
+    )
     return {hub_id.lower(): name for name, hub_id in known.items()}
 
 

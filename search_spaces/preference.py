@@ -8,7 +8,13 @@ from __future__ import annotations
 
 import math
 
-from search_spaces.config import BATCH_KEYS, CAPACITY_KEYS, KNOBS, TrialConfig, canonical
+from qlora_sweep.search_spaces.config import (
+    BATCH_KEYS,
+    CAPACITY_KEYS,
+    KNOBS,
+    TrialConfig,
+    canonical,
+)
 
 TIE = 0.02
 """Relative difference in speed, within one class of numerics, that nobody has to care about."""

@@ -16,12 +16,12 @@ from typing import Any
 
 import yaml
 
-from search_spaces.config import TrialConfig, as_typed
-from search_spaces.documents import parse_yaml, validate
-from search_spaces.gpus import GIB, GpuSpec, find_gpu
-from search_spaces.linears import parameters, unquantized
-from search_spaces.models import ModelSpec, load_model_spec
-from search_spaces.rules import (
+from qlora_sweep.search_spaces.config import TrialConfig, as_typed
+from qlora_sweep.search_spaces.documents import parse_yaml, validate
+from qlora_sweep.search_spaces.gpus import GIB, GpuSpec, find_gpu
+from qlora_sweep.search_spaces.linears import parameters, unquantized
+from qlora_sweep.search_spaces.models import ModelSpec, load_model_spec
+from qlora_sweep.search_spaces.rules import (
     AMPERE,
     EIGHT_BIT_SINCE,
     LIGER_MODEL_TYPES,
@@ -29,8 +29,8 @@ from search_spaces.rules import (
     WITHOUT_CHECKPOINTING,
     own_settings,
 )
-from search_spaces.sizes import offered_batches, offered_lengths
-from search_spaces.space import DEFAULT_MODEL, SearchSpace
+from qlora_sweep.search_spaces.sizes import offered_batches, offered_lengths
+from qlora_sweep.search_spaces.space import DEFAULT_MODEL, SearchSpace
 
 DEMO = "cpu-demo"
 """The preset for a machine without a GPU."""
@@ -94,19 +94,21 @@ def _said(overlay: str, key: str) -> str:
 
 @cache
 def _base_text() -> str:
-    return (files("search_spaces") / "base.yaml").read_text(encoding="utf-8")
+    return (files("qlora_sweep.search_spaces") / "base.yaml").read_text(encoding="utf-8")
 
 
 @cache
 def _overlays() -> dict[str, str]:
     """Return what each preset says beside the base, by name."""
-    shipped = sorted((files("search_spaces") / "presets").iterdir(), key=lambda file: file.name)
+    shipped = sorted(
+        (files("qlora_sweep.search_spaces") / "presets").iterdir(), key=lambda file: file.name
+    )
     return {file.name.removesuffix(".yaml"): file.read_text("utf-8") for file in shipped}
 
 
 def schema_path() -> str:
     """Return where the shipped schema of a space file is."""
-    return str(files("search_spaces") / "space.schema.json")
+    return str(files("qlora_sweep.search_spaces") / "space.schema.json")
 
 
 @dataclass

@@ -12,10 +12,10 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, Field, StrictBool, StrictInt, StrictStr
 
-from search_spaces.config import Number
-from search_spaces.documents import Strict, parse_yaml, read_text, validate
-from search_spaces.errors import InputError, quote
-from search_spaces.gpus import find_gpu
+from qlora_sweep.search_spaces.config import Number
+from qlora_sweep.search_spaces.documents import Strict, parse_yaml, read_text, validate
+from qlora_sweep.search_spaces.errors import InputError, quote
+from qlora_sweep.search_spaces.gpus import find_gpu
 
 USD_PER_HOUR_MAX = 1000.0
 """No single GPU is rented at such a price; a figure above it is a slip of the unit."""
@@ -144,7 +144,7 @@ def load_prices(
 
 @cache
 def _shipped() -> _PriceFile:
-    text = (files("search_spaces") / "prices.yaml").read_text(encoding="utf-8")
+    text = (files("qlora_sweep.search_spaces") / "prices.yaml").read_text(encoding="utf-8")
     return _read(text, label="prices.yaml")
 
 

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 
 from pydantic import BaseModel, ConfigDict
 
-from search_spaces.config import Numerics, Quantization, TrialConfig
+from qlora_sweep.search_spaces.config import Numerics, Quantization, TrialConfig
 
 SOURCE = "SmolLM2-135M, 122 steps, three seeds: docs/eight_bits.md"
 _OVER_16_BITS: dict[tuple[Quantization, Numerics], float] = {

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from search_spaces.documents import exists
-from search_spaces.errors import InputError, quote
+from qlora_sweep.search_spaces.documents import exists
+from qlora_sweep.search_spaces.errors import InputError, quote
 
 KEY = "quantization_config"
 _KEYS = (KEY, "compression_config", "quantization")

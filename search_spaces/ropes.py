@@ -11,7 +11,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from search_spaces.errors import InputError, quote
+from qlora_sweep.search_spaces.errors import InputError, quote
 
 KEYS = ("rope_scaling", "rope_parameters")
 """Where a config has it: the first was written until transformers 4, and counts where both are."""

@@ -11,17 +11,17 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from search_spaces.config import EIGHT_BIT, Attention, TrialConfig, as_typed
-from search_spaces.errors import did_you_mean
-from search_spaces.linears import (
+from qlora_sweep.search_spaces.config import EIGHT_BIT, Attention, TrialConfig, as_typed
+from qlora_sweep.search_spaces.errors import did_you_mean
+from qlora_sweep.search_spaces.linears import (
     known_linear_modules,
     linear_shapes,
     target_sets,
     types,
     unquantized,
 )
-from search_spaces.models import SCORE_CAP, ModelSpec
-from search_spaces.trainers import GRPO, trainer_of
+from qlora_sweep.search_spaces.models import SCORE_CAP, ModelSpec
+from qlora_sweep.search_spaces.trainers import GRPO, trainer_of
 
 LIGER_MODEL_TYPES = types(
     """

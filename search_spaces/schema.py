@@ -9,11 +9,11 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from search_spaces.config import TrialConfig, number_kind
-from search_spaces.dimensions import FloatRange, IntRange
-from search_spaces.gpus import gpu_catalogue
-from search_spaces.models import shipped_models
-from search_spaces.space import SearchSpace
+from qlora_sweep.search_spaces.config import TrialConfig, number_kind
+from qlora_sweep.search_spaces.dimensions import FloatRange, IntRange
+from qlora_sweep.search_spaces.gpus import gpu_catalogue
+from qlora_sweep.search_spaces.models import shipped_models
+from qlora_sweep.search_spaces.space import SearchSpace
 
 Schema = dict[str, Any]
 

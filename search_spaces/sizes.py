@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from search_spaces.config import SEQ_LEN_MAX
-from search_spaces.dimensions import VALUES_MAX, IntRange
-from search_spaces.linears import parameters
-from search_spaces.models import ModelSpec
-from search_spaces.space import SearchSpace
+from qlora_sweep.search_spaces.config import SEQ_LEN_MAX
+from qlora_sweep.search_spaces.dimensions import VALUES_MAX, IntRange
+from qlora_sweep.search_spaces.linears import parameters
+from qlora_sweep.search_spaces.models import ModelSpec
+from qlora_sweep.search_spaces.space import SearchSpace
 
 SHORTEST = 512
 """The shortest length that is offered where nobody names one; longer ones are its doublings."""

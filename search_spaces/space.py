@@ -19,7 +19,7 @@ from pydantic import (
     model_validator,
 )
 
-from search_spaces.config import (
+from qlora_sweep.search_spaces.config import (
     BATCH_KEYS,
     CONFIG_KEYS,
     EIGHT_BIT,
@@ -29,14 +29,14 @@ from search_spaces.config import (
     canonical,
     parse_config,
 )
-from search_spaces.dimensions import (
+from qlora_sweep.search_spaces.dimensions import (
     Choices,
     Dimension,
     FloatRange,
     checked_value,
     read_dimension,
 )
-from search_spaces.documents import (
+from qlora_sweep.search_spaces.documents import (
     EXPLAINED,
     ContradictionError,
     Document,
@@ -44,9 +44,9 @@ from search_spaces.documents import (
     known_key,
     validate,
 )
-from search_spaces.errors import InputError, listed, quote
-from search_spaces.gpus import match_product
-from search_spaces.texts import TextsChoice
+from qlora_sweep.search_spaces.errors import InputError, listed, quote
+from qlora_sweep.search_spaces.gpus import match_product
+from qlora_sweep.search_spaces.texts import TextsChoice
 
 MICRO_STEPS_TIMED = 2
 """Micro-steps of one optimizer step that a trial really runs, however long the accumulation.

@@ -6,7 +6,7 @@ from typing import Annotated, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from search_spaces.documents import Strict
+from qlora_sweep.search_spaces.documents import Strict
 
 TextsKind = Literal[
     "text", "instruction", "prompt-completion", "messages", "conversations", "preference"

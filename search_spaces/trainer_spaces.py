@@ -6,13 +6,13 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
-from search_spaces.config import TrainerName, as_typed
-from search_spaces.dimensions import Choices, FloatRange
-from search_spaces.errors import InputError
-from search_spaces.loading import Offered
-from search_spaces.models import ModelSpec
-from search_spaces.space import SearchSpace
-from search_spaces.trainers import SHARES, Trainer, trainer_named
+from qlora_sweep.search_spaces.config import TrainerName, as_typed
+from qlora_sweep.search_spaces.dimensions import Choices, FloatRange
+from qlora_sweep.search_spaces.errors import InputError
+from qlora_sweep.search_spaces.loading import Offered
+from qlora_sweep.search_spaces.models import ModelSpec
+from qlora_sweep.search_spaces.space import SearchSpace
+from qlora_sweep.search_spaces.trainers import SHARES, Trainer, trainer_named
 
 
 def for_trainer(

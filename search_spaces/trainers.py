@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any, Literal
 
-from search_spaces.config import (
+from qlora_sweep.search_spaces.config import (
     ADAPTERS_IN_TRL,
     KNOBS,
     TRAINER_LABELS,

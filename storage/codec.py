@@ -23,16 +23,16 @@ from typing import Annotated, Any, Literal
 from optuna.trial import FrozenTrial, TrialState
 from pydantic import BaseModel, Field, ValidationError
 
-from search_spaces.documents import explain
-from search_spaces.errors import InputError
-from search_spaces.gpus import GIB
-from search_spaces.models import ModelSpec
-from search_spaces.space import Objective
-from storage.database import DAMAGED
-from storage.definition import Fingerprint, StudyDefinition, UnreadableStudy
-from storage.ranking import LESS_IS_BETTER, objective_value
-from storage.records import RETRYABLE, OutOfMemory, TrialRecord, Verdict, need_of
-from storage.soundness import Soundness, sound_records
+from qlora_sweep.search_spaces.documents import explain
+from qlora_sweep.search_spaces.errors import InputError
+from qlora_sweep.search_spaces.gpus import GIB
+from qlora_sweep.search_spaces.models import ModelSpec
+from qlora_sweep.search_spaces.space import Objective
+from qlora_sweep.storage.database import DAMAGED
+from qlora_sweep.storage.definition import Fingerprint, StudyDefinition, UnreadableStudy
+from qlora_sweep.storage.ranking import LESS_IS_BETTER, objective_value
+from qlora_sweep.storage.records import RETRYABLE, OutOfMemory, TrialRecord, Verdict, need_of
+from qlora_sweep.storage.soundness import Soundness, sound_records
 
 FORMAT_WRITTEN = 1
 """How this version stores a study. It goes up with whatever an earlier version would overlook or

@@ -34,8 +34,8 @@ from typing import Any
 
 import numpy as np
 
-from search_spaces.config import TrialConfig, canonical
-from storage.records import (
+from qlora_sweep.search_spaces.config import TrialConfig, canonical
+from qlora_sweep.storage.records import (
     RETRYABLE,
     Measured,
     Measurement,

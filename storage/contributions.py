@@ -18,16 +18,16 @@ from typing import Annotated, ClassVar
 
 from pydantic import AfterValidator, ConfigDict, Field
 
-from search_spaces.config import TrialConfig
-from search_spaces.documents import known_key, parse_object, read_text
-from search_spaces.errors import InputError, NothingFits, quote
-from search_spaces.gpus import find_gpu, match_product
-from search_spaces.linears import known_linear_modules
-from search_spaces.models import ModelSpec, shipped_models
-from storage.definition import StudySnapshot
-from storage.environment import PACKAGES
-from storage.records import NEIGHBOUR, SPEED_REUSED, TrialRecord
-from storage.surfaces import (
+from qlora_sweep.search_spaces.config import TrialConfig
+from qlora_sweep.search_spaces.documents import known_key, parse_object, read_text
+from qlora_sweep.search_spaces.errors import InputError, NothingFits, quote
+from qlora_sweep.search_spaces.gpus import find_gpu, match_product
+from qlora_sweep.search_spaces.linears import known_linear_modules
+from qlora_sweep.search_spaces.models import ModelSpec, shipped_models
+from qlora_sweep.storage.definition import StudySnapshot
+from qlora_sweep.storage.environment import PACKAGES
+from qlora_sweep.storage.records import NEIGHBOUR, SPEED_REUSED, TrialRecord
+from qlora_sweep.storage.surfaces import (
     Bytes,
     Header,
     Number,

@@ -22,10 +22,10 @@ from sqlalchemy import exc
 from sqlalchemy.engine import make_url
 from sqlalchemy.pool import NullPool
 
-from search_spaces.errors import EnvironmentFault, InputError, install_extra, words_of
-from search_spaces.redaction import redact
-from storage import files
-from storage.urls import DatabaseUrl, PostgresUrl, SqliteUrl
+from qlora_sweep.search_spaces.errors import EnvironmentFault, InputError, install_extra, words_of
+from qlora_sweep.search_spaces.redaction import redact
+from qlora_sweep.storage import files
+from qlora_sweep.storage.urls import DatabaseUrl, PostgresUrl, SqliteUrl
 
 T = TypeVar("T")
 

@@ -12,13 +12,13 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, PositiveInt
 
-from search_spaces.config import TrialConfig
-from search_spaces.costs import usd_per_million_tokens
-from search_spaces.errors import InputError, quote
-from search_spaces.prices import Offer
-from search_spaces.space import SearchSpace
-from search_spaces.texts import TextsSummary
-from storage.records import TrialRecord, without_repeated
+from qlora_sweep.search_spaces.config import TrialConfig
+from qlora_sweep.search_spaces.costs import usd_per_million_tokens
+from qlora_sweep.search_spaces.errors import InputError, quote
+from qlora_sweep.search_spaces.prices import Offer
+from qlora_sweep.search_spaces.space import SearchSpace
+from qlora_sweep.search_spaces.texts import TextsSummary
+from qlora_sweep.storage.records import TrialRecord, without_repeated
 
 NAME_MAX = 100
 _NAME_BYTES_MAX = 200

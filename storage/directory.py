@@ -19,12 +19,12 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from search_spaces.config import TrialConfig, canonical
-from search_spaces.errors import InputError, words_of
-from storage import files
-from storage.definition import Fingerprint, StudyDefinition
-from storage.records import Attempt, Lost, Outcome, TrialRecord, Verdict
-from storage.soundness import Soundness, left_out_words
+from qlora_sweep.search_spaces.config import TrialConfig, canonical
+from qlora_sweep.search_spaces.errors import InputError, words_of
+from qlora_sweep.storage import files
+from qlora_sweep.storage.definition import Fingerprint, StudyDefinition
+from qlora_sweep.storage.records import Attempt, Lost, Outcome, TrialRecord, Verdict
+from qlora_sweep.storage.soundness import Soundness, left_out_words
 
 STUDY, SPOOL, REPORT = "study.json", "spool.jsonl", "report.html"
 HOST = "host.json"

@@ -15,7 +15,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal
 
-from search_spaces.redaction import redacted
+from qlora_sweep.search_spaces.redaction import redacted
 
 PACKAGES = (
     "qlora-sweep",

@@ -17,8 +17,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
-from search_spaces.documents import is_directory
-from search_spaces.errors import EnvironmentFault, InputError, listed, words_of
+from qlora_sweep.search_spaces.documents import is_directory
+from qlora_sweep.search_spaces.errors import EnvironmentFault, InputError, listed, words_of
 
 _TEMPORARY = ".sweep.tmp"
 _SAFELY = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY

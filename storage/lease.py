@@ -23,10 +23,17 @@ from typing import IO, Any
 
 import sqlalchemy
 
-from search_spaces.errors import EnvironmentFault
-from storage import files
-from storage.database import Storage, close, engine_options, faults, is_direct, open_for_writing
-from storage.urls import DatabaseUrl, PostgresUrl, SqliteUrl
+from qlora_sweep.search_spaces.errors import EnvironmentFault
+from qlora_sweep.storage import files
+from qlora_sweep.storage.database import (
+    Storage,
+    close,
+    engine_options,
+    faults,
+    is_direct,
+    open_for_writing,
+)
+from qlora_sweep.storage.urls import DatabaseUrl, PostgresUrl, SqliteUrl
 
 _GRACE_SECONDS = 1.0
 """A reader that looks who holds a lock holds it for an instant, and a session that was closed

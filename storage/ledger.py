@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from search_spaces.config import TrialConfig
-from storage.records import RETRYABLE, Errand, Lost, TrialRecord, Verdict
+from qlora_sweep.search_spaces.config import TrialConfig
+from qlora_sweep.storage.records import RETRYABLE, Errand, Lost, TrialRecord, Verdict
 
 MAX_ATTEMPTS = 3
 """The first try and two more."""

@@ -50,12 +50,12 @@ from weakref import WeakKeyDictionary
 
 from pydantic import BaseModel, ConfigDict
 
-from search_spaces.config import Numerics, TrialConfig, canonical
-from search_spaces.linears import CapacityClass, nearest_capacity
-from search_spaces.models import ModelSpec
-from search_spaces.preference import TIE, compute_order, plainness
-from search_spaces.space import Objective
-from storage.confirmations import (
+from qlora_sweep.search_spaces.config import Numerics, TrialConfig, canonical
+from qlora_sweep.search_spaces.linears import CapacityClass, nearest_capacity
+from qlora_sweep.search_spaces.models import ModelSpec
+from qlora_sweep.search_spaces.preference import TIE, compute_order, plainness
+from qlora_sweep.search_spaces.space import Objective
+from qlora_sweep.storage.confirmations import (
     RUNS_TO_CONFIRM,
     Confirmations,
     Ratio,
@@ -64,8 +64,8 @@ from storage.confirmations import (
     scaled,
     soaked_long_enough,
 )
-from storage.definition import StudyDefinition, StudySnapshot, TargetSpeed
-from storage.records import Measurement, TrialRecord, Verdict
+from qlora_sweep.storage.definition import StudyDefinition, StudySnapshot, TargetSpeed
+from qlora_sweep.storage.records import Measurement, TrialRecord, Verdict
 
 CONCLUSIVE = frozenset({Verdict.FITS, Verdict.OOM, Verdict.DIVERGED, Verdict.INEFFECTIVE})
 """How a trial ends that says what becomes of its configuration: the last of them counts."""

@@ -12,13 +12,13 @@ from typing import Any, TypeVar
 from optuna.storages import BaseStorage
 from optuna.trial import FrozenTrial, TrialState
 
-from search_spaces.errors import InputError, did_you_mean, quote
-from storage import codec, directory
-from storage.database import Storage, close, faults, open_for_reading
-from storage.definition import StudySnapshot, UnreadableStudy, is_file_name
-from storage.lease import holders
-from storage.soundness import Soundness, left_out_words
-from storage.urls import DatabaseUrl, parse_url
+from qlora_sweep.search_spaces.errors import InputError, did_you_mean, quote
+from qlora_sweep.storage import codec, directory
+from qlora_sweep.storage.database import Storage, close, faults, open_for_reading
+from qlora_sweep.storage.definition import StudySnapshot, UnreadableStudy, is_file_name
+from qlora_sweep.storage.lease import holders
+from qlora_sweep.storage.soundness import Soundness, left_out_words
+from qlora_sweep.storage.urls import DatabaseUrl, parse_url
 
 S = TypeVar("S", bound=Storage)
 

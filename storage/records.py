@@ -10,9 +10,9 @@ from typing import Annotated, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
-from search_spaces.config import TrialConfig, canonical
-from search_spaces.errors import EnvironmentFault
-from search_spaces.redaction import redact
+from qlora_sweep.search_spaces.config import TrialConfig, canonical
+from qlora_sweep.search_spaces.errors import EnvironmentFault
+from qlora_sweep.search_spaces.redaction import redact
 
 Detail = Annotated[str, AfterValidator(redact)]
 """What happened, in the words of whatever it happened to: no secret of theirs is ever stored."""

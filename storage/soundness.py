@@ -13,13 +13,13 @@ from dataclasses import dataclass
 
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
-from search_spaces.config import TrialConfig
-from search_spaces.documents import explain
-from search_spaces.gpus import MEMORY_TOLERANCE, GpuSpec, gpu_catalogue, match_product
-from search_spaces.linears import linear_shapes
-from search_spaces.models import ModelSpec
-from storage.definition import StudyDefinition
-from storage.records import (
+from qlora_sweep.search_spaces.config import TrialConfig
+from qlora_sweep.search_spaces.documents import explain
+from qlora_sweep.search_spaces.gpus import MEMORY_TOLERANCE, GpuSpec, gpu_catalogue, match_product
+from qlora_sweep.search_spaces.linears import linear_shapes
+from qlora_sweep.search_spaces.models import ModelSpec
+from qlora_sweep.storage.definition import StudyDefinition
+from qlora_sweep.storage.records import (
     Crashed,
     Measurement,
     Outcome,

@@ -20,22 +20,22 @@ from optuna.distributions import BaseDistribution
 from optuna.exceptions import ExperimentalWarning, UpdateFinishedTrialError
 from optuna.trial import FrozenTrial, Trial, TrialState
 
-from search_spaces.config import TrialConfig
-from search_spaces.errors import EnvironmentFault, InputError
-from storage import codec, database, directory
-from storage.database import Storage, faults, retried
-from storage.definition import (
+from qlora_sweep.search_spaces.config import TrialConfig
+from qlora_sweep.search_spaces.errors import EnvironmentFault, InputError
+from qlora_sweep.storage import codec, database, directory
+from qlora_sweep.storage.database import Storage, faults, retried
+from qlora_sweep.storage.definition import (
     StudyDefinition,
     UnreadableStudy,
     check_name,
     differences,
     step_differences,
 )
-from storage.files import refuse_public, sweep_temporary
-from storage.lease import open_leased
-from storage.ledger import Ledger
-from storage.reading import identity_in, refusal
-from storage.records import (
+from qlora_sweep.storage.files import refuse_public, sweep_temporary
+from qlora_sweep.storage.lease import open_leased
+from qlora_sweep.storage.ledger import Ledger
+from qlora_sweep.storage.reading import identity_in, refusal
+from qlora_sweep.storage.records import (
     NEIGHBOUR,
     SEARCH,
     Attempt,
@@ -45,8 +45,8 @@ from storage.records import (
     TrialRecord,
     moment_now,
 )
-from storage.soundness import Soundness, left_out_words
-from storage.urls import DatabaseUrl, parse_url
+from qlora_sweep.storage.soundness import Soundness, left_out_words
+from qlora_sweep.storage.urls import DatabaseUrl, parse_url
 
 T = TypeVar("T")
 

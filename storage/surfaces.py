@@ -13,13 +13,25 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from search_spaces.config import TrialConfig, canonical
-from search_spaces.documents import ContradictionError, Document, parse_object, read_text, validate
-from search_spaces.errors import InputError, NothingFits, quote
-from search_spaces.gpus import GpuSpec, find_gpu, gpu_catalogue, match_product, product_of
-from search_spaces.models import ModelSpec, checked_config
-from storage.definition import StudySnapshot
-from storage.records import TrialRecord, Verdict
+from qlora_sweep.search_spaces.config import TrialConfig, canonical
+from qlora_sweep.search_spaces.documents import (
+    ContradictionError,
+    Document,
+    parse_object,
+    read_text,
+    validate,
+)
+from qlora_sweep.search_spaces.errors import InputError, NothingFits, quote
+from qlora_sweep.search_spaces.gpus import (
+    GpuSpec,
+    find_gpu,
+    gpu_catalogue,
+    match_product,
+    product_of,
+)
+from qlora_sweep.search_spaces.models import ModelSpec, checked_config
+from qlora_sweep.storage.definition import StudySnapshot
+from qlora_sweep.storage.records import TrialRecord, Verdict
 
 VERSION = 1
 _REPEATS_WITHIN = {"verdict": 0.0, "tokens_per_second": 0.05, "peak_allocated_bytes": 0.01}

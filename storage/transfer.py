@@ -15,13 +15,13 @@ from pathlib import Path
 
 import optuna
 
-from search_spaces.errors import EnvironmentFault, InputError, words_of
-from storage import directory
-from storage.database import close, faults, open_for_reading
-from storage.files import is_temporary, read_bytes, replace, writing
-from storage.lease import FileLease, open_leased
-from storage.reading import identity_in, read_study
-from storage.urls import SqliteUrl, parse_url
+from qlora_sweep.search_spaces.errors import EnvironmentFault, InputError, words_of
+from qlora_sweep.storage import directory
+from qlora_sweep.storage.database import close, faults, open_for_reading
+from qlora_sweep.storage.files import is_temporary, read_bytes, replace, writing
+from qlora_sweep.storage.lease import FileLease, open_leased
+from qlora_sweep.storage.reading import identity_in, read_study
+from qlora_sweep.storage.urls import SqliteUrl, parse_url
 
 
 def refuse_local(name: str, *, host: str, url: str, home: Path) -> None:

@@ -9,9 +9,9 @@ from pathlib import Path
 from sqlalchemy.engine import make_url
 from sqlalchemy.exc import ArgumentError
 
-from search_spaces.documents import home_expanded, is_directory
-from search_spaces.errors import EnvironmentFault, InputError, words_of
-from search_spaces.redaction import redact, remember
+from qlora_sweep.search_spaces.documents import home_expanded, is_directory
+from qlora_sweep.search_spaces.errors import EnvironmentFault, InputError, words_of
+from qlora_sweep.search_spaces.redaction import redact, remember
 
 _EXAMPLE = "postgresql://user@host:port/database"
 """With no password in it: what is printed would show stars in its place."""

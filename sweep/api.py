@@ -16,20 +16,20 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from reports.view import Gain, Gpu, StudyView, view_of
-from search_spaces.config import TrialConfig
-from search_spaces.errors import EnvironmentFault, InputError, NothingFits, SweepError
-from storage.records import Measurement
+from qlora_sweep.reports.view import Gain, Gpu, StudyView, view_of
+from qlora_sweep.search_spaces.config import TrialConfig
+from qlora_sweep.search_spaces.errors import EnvironmentFault, InputError, NothingFits, SweepError
+from qlora_sweep.storage.records import Measurement
 
 if TYPE_CHECKING:
     from peft import LoraConfig, PeftModel
     from transformers import TrainingArguments
     from trl import DPOConfig, SFTConfig
 
-    from sweep.data.texts import PreparedTexts, TextsRequest
-    from sweep.export.record import Record
-    from sweep.hugging_face import ThroughputCallback
-    from sweep.study.events import Listener
+    from qlora_sweep.sweep.data.texts import PreparedTexts, TextsRequest
+    from qlora_sweep.sweep.export.record import Record
+    from qlora_sweep.sweep.hugging_face import ThroughputCallback
+    from qlora_sweep.sweep.study.events import Listener
 
 __all__ = ["Plan", "Study", "Winner", "best", "plan", "tune"]
 __all__ += ["EnvironmentFault", "InputError", "NothingFits", "SweepError"]
@@ -95,26 +95,26 @@ class Winner:
 
     def model_kwargs(self) -> dict[str, Any]:
         """Return keyword arguments of `AutoModelForCausalLM.from_pretrained`."""
-        from sweep.hugging_face import model_kwargs
+        from qlora_sweep.sweep.hugging_face import model_kwargs
 
         return model_kwargs(self.record)
 
     def peft_config(self) -> LoraConfig:
         """Return the adapters, for `peft.get_peft_model` or ``SFTTrainer(peft_config=...)``."""
-        from sweep.hugging_face import peft_config
+        from qlora_sweep.sweep.hugging_face import peft_config
 
         return peft_config(self.record)
 
     def training_arguments(self, **changes: Any) -> TrainingArguments:
         """Return the arguments of `transformers.Trainer`; ``changes`` replace or add some."""
-        from sweep.hugging_face import training_arguments
+        from qlora_sweep.sweep.hugging_face import training_arguments
 
         return training_arguments(self.record, **changes)
 
     def trl_args(self, **changes: Any) -> SFTConfig | DPOConfig:
         """Return the arguments of `trl.SFTTrainer`, on pairs of `trl.DPOTrainer`; ``changes``
         replace or add some."""
-        from sweep.hugging_face import trl_args
+        from qlora_sweep.sweep.hugging_face import trl_args
 
         return trl_args(self.record, **changes)
 
@@ -132,7 +132,7 @@ class Winner:
             InputError: there is no such model, or the configuration is sharded.
             EnvironmentFault: the hub cannot be reached.
         """
-        from sweep.hugging_face import load_model
+        from qlora_sweep.sweep.hugging_face import load_model
 
         return load_model(self.record, model, seed=seed)
 
@@ -142,7 +142,7 @@ class Winner:
         Args:
             say: is given each line; by default they go to stderr.
         """
-        from sweep.hugging_face import ThroughputCallback
+        from qlora_sweep.sweep.hugging_face import ThroughputCallback
 
         return ThroughputCallback(self.record, say)
 
@@ -176,9 +176,9 @@ def plan(
         InputError: an argument is wrong.
         EnvironmentFault: a file, the hub, the database or the tracing process is not available.
     """
-    from search_spaces.costs import AskedWork
-    from sweep.planning.question import PlanRequest
-    from sweep.terminal.plan import answer
+    from qlora_sweep.search_spaces.costs import AskedWork
+    from qlora_sweep.sweep.planning.question import PlanRequest
+    from qlora_sweep.sweep.terminal.plan import answer
 
     request = PlanRequest(
         space=None if space is None else os.fspath(space),
@@ -252,11 +252,11 @@ def tune(
         KeyboardInterrupt: the study was stopped. All results are stored.
     """
     began_seconds = time.monotonic()
-    from sweep.paths import storage_url
-    from sweep.request import RunRequest, Where
-    from sweep.study.events import StopReason
-    from sweep.study.run_time import CommandStart
-    from sweep.terminal import driving
+    from qlora_sweep.sweep.paths import storage_url
+    from qlora_sweep.sweep.request import RunRequest, Where
+    from qlora_sweep.sweep.study.events import StopReason
+    from qlora_sweep.sweep.study.run_time import CommandStart
+    from qlora_sweep.sweep.terminal import driving
 
     overrides = {
         "gpu": gpu,
@@ -306,7 +306,7 @@ def best(study: str | Study, *, storage: str | None = None) -> Winner:
         InputError: there is no such study.
         EnvironmentFault: the database is not to be had.
     """
-    from sweep.export.record import record_of
+    from qlora_sweep.sweep.export.record import record_of
 
     name, url = (study, storage) if isinstance(study, str) else (study.name, study.storage)
     found = _study(name, url)
@@ -316,8 +316,8 @@ def best(study: str | Study, *, storage: str | None = None) -> Winner:
 
 
 def _study(name: str, storage: str | None) -> Study:
-    from sweep.paths import storage_url
-    from sweep.terminal.listings import read
+    from qlora_sweep.sweep.paths import storage_url
+    from qlora_sweep.sweep.terminal.listings import read
 
     view = view_of(read(name, url=storage_url(storage), warn=_warn))
     return Study(**dict(view), storage=storage)
@@ -330,7 +330,7 @@ def _data(data: Data) -> dict[str, Any]:
 
 
 def _read_texts(request: TextsRequest) -> PreparedTexts:
-    from sweep.data.texts import prepare_texts
+    from qlora_sweep.sweep.data.texts import prepare_texts
 
     texts = prepare_texts(request)
     for words in texts.notes(request.model):

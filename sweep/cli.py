@@ -16,14 +16,14 @@ from typing import Any
 import typer
 import typer.core
 
-from search_spaces.errors import InputError
-from sweep import stop_signals
-from sweep.paths import storage_url
-from sweep.running import starting
-from sweep.stop_signals import INTERRUPTED
-from sweep.terminal import options as opt
-from sweep.terminal.console import announce_if_slow, note, prepare_streams, say_version
-from sweep.terminal.edge import guarded
+from qlora_sweep.search_spaces.errors import InputError
+from qlora_sweep.sweep import stop_signals
+from qlora_sweep.sweep.paths import storage_url
+from qlora_sweep.sweep.running import starting
+from qlora_sweep.sweep.stop_signals import INTERRUPTED
+from qlora_sweep.sweep.terminal import options as opt
+from qlora_sweep.sweep.terminal.console import announce_if_slow, note, prepare_streams, say_version
+from qlora_sweep.sweep.terminal.edge import guarded
 
 SLOW_TO_LOAD = frozenset(["run", "confirm", "status", "best", "report", "export", "train", "rm"])
 """What they import takes seconds on a cold disk, before anything of theirs can be shown."""
@@ -77,7 +77,7 @@ def command(
     def declare(declared: Callable[..., None]) -> None:
         @wraps(declared)
         def run(**typed: Any) -> Any:
-            return getattr(import_module(f"sweep.terminal.{module}"), called)(**typed)
+            return getattr(import_module(f"qlora_sweep.sweep.terminal.{module}"), called)(**typed)
 
         app.command(name, epilog=_shown(*examples))(run)
         CALLED[name or declared.__name__] = function
@@ -147,7 +147,7 @@ def run(
         # It imports for seconds what a trial takes, while all else here is read and planned.
         starting.compile_libraries()
         starting.begin(starting.worker_environment("cuda"))
-    from sweep.request import REQUEST, RunRequest, Where, refuse_mistakes
+    from qlora_sweep.sweep.request import REQUEST, RunRequest, Where, refuse_mistakes
 
     typed, models = context.params, model or []
     where = Where.parse(on, opt.pairs("--with", place_settings, bare=on == "slurm"))
@@ -175,10 +175,10 @@ def run(
     if len(models) > 1 and where.kind != "local":
         raise InputError("--model: several models are for this machine's GPUs: elsewhere name one")
     if where.kind in ("local", "ray", "recorded"):
-        from sweep.terminal import driving
+        from qlora_sweep.sweep.terminal import driving
 
         return driving.run(request, where, models=models, is_dry=dry_run)
-    from sweep.terminal import elsewhere
+    from qlora_sweep.sweep.terminal import elsewhere
 
     if where.kind == "ssh":
         return elsewhere.on_ssh(request, where, is_dry=dry_run)
@@ -235,9 +235,9 @@ def plan(
     configuration is asked about: what is not typed is the baseline's. A GPU that is named
     first and those of --gpu are all asked about, and compared.
     """
-    from search_spaces.costs import AskedWork
-    from sweep.planning.question import Grpo, PlanRequest
-    from sweep.terminal import plan as command
+    from qlora_sweep.search_spaces.costs import AskedWork
+    from qlora_sweep.sweep.planning.question import Grpo, PlanRequest
+    from qlora_sweep.sweep.terminal import plan as command
 
     known = ("train_steps", "samples", "tokens", "dataset_samples", "epochs")
     also = (*opt.DATA_SETTINGS, "numerics", *Grpo.model_fields)

@@ -17,7 +17,7 @@ from importlib.util import module_from_spec, spec_from_file_location
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from sweep.api import *  # noqa: F403
+    from qlora_sweep.sweep.api import *  # noqa: F403
 
 _ENVIRONMENT, _INTERRUPTED = 3, 130
 _MEMORY_MIN = 2**29
@@ -57,9 +57,9 @@ def _run() -> int:
     words = _memory_words() or _namesake()
     if words is None:
         try:
-            from sweep.cli import main as run
+            from qlora_sweep.sweep.cli import main as run
         except ImportError as error:
-            from sweep.namesakes import missing_words
+            from qlora_sweep.sweep.namesakes import missing_words
 
             words = missing_words(error)
         else:
@@ -138,7 +138,7 @@ def __getattr__(name: str) -> Any:
     if name == "__all__" or not name.startswith("_"):
         if (words := _namesake()) is not None:
             raise ImportError(words)
-        from sweep import api
+        from qlora_sweep.sweep import api
 
         if name in ("__all__", *api.__all__):
             return getattr(api, name)

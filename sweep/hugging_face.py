@@ -17,24 +17,29 @@ import torch
 from peft import LoraConfig, PeftModel
 from transformers import TrainerCallback, TrainingArguments
 
-from reports import units
-from search_spaces.config import KNOBS, allocator_settings, liger_kernels
-from search_spaces.errors import InputError, quote
-from search_spaces.linears import parameters
-from search_spaces.models import load_model_spec
-from search_spaces.space import Weights
-from storage.files import replace
-from sweep.data.rows import IGNORED
-from sweep.export.formats import lora_options
-from sweep.export.record import Record
-from sweep.export.trainers import options, unsupported
-from sweep.finetuning import course
-from sweep.finetuning.results import compared
-from sweep.paths import cache_directory
-from sweep.running.device_info import environment_with, read_card
-from sweep.training.adapters import compile_each, recompute, with_adapters
-from sweep.training.device import open_device
-from sweep.training.model import build_base, decoder_layers, loading_arguments, name_quantizer
+from qlora_sweep.reports import units
+from qlora_sweep.search_spaces.config import KNOBS, allocator_settings, liger_kernels
+from qlora_sweep.search_spaces.errors import InputError, quote
+from qlora_sweep.search_spaces.linears import parameters
+from qlora_sweep.search_spaces.models import load_model_spec
+from qlora_sweep.search_spaces.space import Weights
+from qlora_sweep.storage.files import replace
+from qlora_sweep.sweep.data.rows import IGNORED
+from qlora_sweep.sweep.export.formats import lora_options
+from qlora_sweep.sweep.export.record import Record
+from qlora_sweep.sweep.export.trainers import options, unsupported
+from qlora_sweep.sweep.finetuning import course
+from qlora_sweep.sweep.finetuning.results import compared
+from qlora_sweep.sweep.paths import cache_directory
+from qlora_sweep.sweep.running.device_info import environment_with, read_card
+from qlora_sweep.sweep.training.adapters import compile_each, recompute, with_adapters
+from qlora_sweep.sweep.training.device import open_device
+from qlora_sweep.sweep.training.model import (
+    build_base,
+    decoder_layers,
+    loading_arguments,
+    name_quantizer,
+)
 
 _NOT_LOADED = ("compute_dtype", "upcast_fp32", "checkpoint_fraction", "compile", "sharding")
 """Settings that `from_pretrained`, `get_peft_model` and `Trainer` lose as TRL does."""

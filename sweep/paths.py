@@ -10,7 +10,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from search_spaces.errors import InputError
+from qlora_sweep.search_spaces.errors import InputError
 
 STORAGE = "SWEEP_STORAGE"
 """Stands in for ``--storage``: of it the list of processes shows nothing."""
@@ -26,7 +26,7 @@ def runs_directory() -> Path:
         InputError: ``SWEEP_HOME`` is a file.
     """
     # Imported here: it takes longer than all of the help that this module is loaded for.
-    from search_spaces.documents import home_expanded
+    from qlora_sweep.search_spaces.documents import home_expanded
 
     home = home_expanded(os.environ.get("SWEEP_HOME") or ".")
     if os.path.isfile(home):
@@ -43,7 +43,7 @@ def storage_url(typed: str | None) -> str:
         InputError: it is no database's URL, or that of a file in a directory that does not exist.
     """
     # Imported here: it takes longer than all of the help that this module is loaded for.
-    from storage.urls import require_directory
+    from qlora_sweep.storage.urls import require_directory
 
     if typed is not None:
         require_directory(typed, made=runs_directory())
@@ -86,7 +86,7 @@ def crash_log_directory() -> Path:
 
 def cache_directory() -> Path:
     """Return where what can be worked out again is kept."""
-    from search_spaces.documents import home_expanded
+    from qlora_sweep.search_spaces.documents import home_expanded
 
     base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     return home_expanded(base) / "qlora-sweep"

@@ -16,26 +16,26 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError, field_validator
 
-from search_spaces.config import KNOBS, TrialConfig, as_options
-from search_spaces.documents import exists, explain, home_expanded, read_text
-from search_spaces.errors import InputError, did_you_mean, quote
-from search_spaces.gpus import find_gpu
-from search_spaces.loading import load_space, preset_name, with_fixed
-from search_spaces.models import load_model_spec
-from search_spaces.presets import preset_space
-from search_spaces.redaction import STARS, remember
-from search_spaces.space import ConfirmBudget, SearchSpace
-from search_spaces.texts import TextsChoice
-from search_spaces.trainer_spaces import for_trainer
-from search_spaces.trainers import trainer_named
-from storage.definition import NAME_MAX, check_name, is_file_name
-from sweep.data.choice import refuse_planned_alone, typed_texts
-from sweep.data.files import is_on_hub
-from sweep.data.texts import TextsRequest, look_at
-from sweep.paths import RESERVED, runs_directory
+from qlora_sweep.search_spaces.config import KNOBS, TrialConfig, as_options
+from qlora_sweep.search_spaces.documents import exists, explain, home_expanded, read_text
+from qlora_sweep.search_spaces.errors import InputError, did_you_mean, quote
+from qlora_sweep.search_spaces.gpus import find_gpu
+from qlora_sweep.search_spaces.loading import load_space, preset_name, with_fixed
+from qlora_sweep.search_spaces.models import load_model_spec
+from qlora_sweep.search_spaces.presets import preset_space
+from qlora_sweep.search_spaces.redaction import STARS, remember
+from qlora_sweep.search_spaces.space import ConfirmBudget, SearchSpace
+from qlora_sweep.search_spaces.texts import TextsChoice
+from qlora_sweep.search_spaces.trainer_spaces import for_trainer
+from qlora_sweep.search_spaces.trainers import trainer_named
+from qlora_sweep.storage.definition import NAME_MAX, check_name, is_file_name
+from qlora_sweep.sweep.data.choice import refuse_planned_alone, typed_texts
+from qlora_sweep.sweep.data.files import is_on_hub
+from qlora_sweep.sweep.data.texts import TextsRequest, look_at
+from qlora_sweep.sweep.paths import RESERVED, runs_directory
 
 if TYPE_CHECKING:
-    from storage.definition import StudyDefinition
+    from qlora_sweep.storage.definition import StudyDefinition
 
 _DIGITS = 6
 """Of a digest in a study's name; two of one name would be refused for what they search."""
@@ -225,7 +225,7 @@ def refuse_mistakes(request: RunRequest, *, models: Sequence[str], storage: str)
         return
     is_known = (runs_directory() / name).is_dir()
     if is_known and not exists(home_expanded(choice.texts), label=choice.texts):
-        from storage.reading import read_study
+        from qlora_sweep.storage.reading import read_study
 
         # What was prepared of it for its study may be there still.
         with suppress(InputError):

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
-from sweep.processes import STOP_SIGNALS
+from qlora_sweep.sweep.processes import STOP_SIGNALS
 
 INTERRUPTED = 130
 """Exit code of a command that was asked to stop."""

@@ -15,10 +15,10 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from typing import IO, Any
 
-from search_spaces.errors import EnvironmentFault, InputError, words_of
-from search_spaces.redaction import shown
-from sweep.namesakes import missing_words
-from sweep.processes import Child, bind_to_parent, leave_a_guard
+from qlora_sweep.search_spaces.errors import EnvironmentFault, InputError, words_of
+from qlora_sweep.search_spaces.redaction import shown
+from qlora_sweep.sweep.namesakes import missing_words
+from qlora_sweep.sweep.processes import Child, bind_to_parent, leave_a_guard
 
 _LAST_WORDS_BYTES = 16384
 _LAST_MOMENT_SECONDS = 5.0

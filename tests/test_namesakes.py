@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-import sweep.namesakes
-from sweep.namesakes import EXIT_CODE, NAMES, changed_files, namesakes
+import qlora_sweep.sweep.namesakes
+from qlora_sweep.sweep.namesakes import EXIT_CODE, NAMES, changed_files, namesakes
 
 ROOT = Path(sweep.namesakes.__file__).parents[1]
 NEVER = "raise SystemExit('never run')"
@@ -69,11 +69,11 @@ def test_a_start_reads_nothing_of_what_else_is_installed(site: Path, tmp_path: P
         # A file of the user's directory, where Python looks there.
         (COMMAND, False),
         (("-m", "sweep", "--version"), False),
-        (("-m", "sweep.cli", "--version"), False),
+        (("-m", "qlora_sweep.sweep.cli", "--version"), False),
         # Children refuse too.
-        (("-P", "-m", "sweep.running", "0"), True),
-        (("-P", "-m", "sweep.predict.memory.tracing", "0"), True),
-        (("-P", "-m", "sweep.training.libraries", "0"), True),
+        (("-P", "-m", "qlora_sweep.sweep.running", "0"), True),
+        (("-P", "-m", "qlora_sweep.sweep.predict.memory.tracing", "0"), True),
+        (("-P", "-m", "qlora_sweep.sweep.training.libraries", "0"), True),
     ],
 )
 def test_a_file_under_one_of_our_names_is_told_by_its_path(

@@ -14,10 +14,10 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
 
-from search_spaces.config import TrialConfig
-from search_spaces.errors import install_extra
-from search_spaces.models import load_model_spec
-from sweep.cli import main
+from qlora_sweep.search_spaces.config import TrialConfig
+from qlora_sweep.search_spaces.errors import install_extra
+from qlora_sweep.search_spaces.models import load_model_spec
+from qlora_sweep.sweep.cli import main
 from tests.sweep.training.tiny import tiny_base
 
 ROOT = Path(__file__).parents[1]
@@ -167,7 +167,7 @@ def test_a_database_without_its_driver_names_the_extra(
 def test_kernels_without_their_package_name_the_extra(
     monkeypatch: pytest.MonkeyPatch, kernels: str
 ) -> None:
-    from sweep.training.model import Unavailable
+    from qlora_sweep.sweep.training.model import Unavailable
 
     for module in ("liger_kernel", "liger_kernel.transformers.monkey_patch"):
         monkeypatch.setitem(sys.modules, module, None)

@@ -21,7 +21,7 @@ from pathlib import Path
 
 import pytest
 
-from sweep.namesakes import EXIT_CODE, NAMES
+from qlora_sweep.sweep.namesakes import EXIT_CODE, NAMES
 
 pytest.importorskip("hatchling", reason="hatchling builds the wheel: `make test` installs it")
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
@@ -152,7 +152,7 @@ def test_the_source_distribution_builds_the_same_wheel(
 def test_what_runs_repacks_to_the_wheel_that_it_came_from(
     installed: Installed, wheel: Path
 ) -> None:
-    program = "from sweep.launching.parcel import make_wheel as m; open('w','wb').write(m()[1])"
+    program = "from qlora_sweep.sweep.launching.parcel import make_wheel as m; open('w','wb').write(m()[1])"
     assert installed.run("python", "-c", program).returncode == 0
     ours, again = files_of(wheel), files_of(installed.directory / "w")
     for files in (ours, again):

@@ -1,6 +1,6 @@
 """The dataset's child: it prepares what it is asked for, and is gone.
 
-Run as ``python -P -m sweep.data PARENT``. torch takes seconds to import and is not needed, so it is
+Run as ``python -P -m qlora_sweep.sweep.data PARENT``. torch takes seconds to import and is not needed, so it is
 not there for anybody.
 """
 
@@ -12,8 +12,8 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from sweep.data.texts import Question
-from sweep.subprocess_jobs import Say, serve_subprocess
+from qlora_sweep.sweep.data.texts import Question
+from qlora_sweep.sweep.subprocess_jobs import Say, serve_subprocess
 
 _ABSENT = ("torch", "scipy", "sklearn", "torchvision", "PIL")
 _TELLING_SECONDS = 0.2
@@ -27,7 +27,7 @@ def _prepare(request: Mapping[str, Any], say: Say) -> Mapping[str, Any]:
     marked = [name for name in _ABSENT if name not in sys.modules]
     # These packages look as if they were not installed while others are imported.
     sys.modules.update(dict.fromkeys(marked))  # type: ignore[arg-type]
-    from sweep.data.preparing import prepare
+    from qlora_sweep.sweep.data.preparing import prepare
 
     # datasets takes a mark that is left behind for the package itself.
     for name in marked:

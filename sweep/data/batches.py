@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from search_spaces.config import TrialConfig
-from search_spaces.errors import InputError
-from sweep.data import rows as encoding
-from sweep.data.epoch import (
+from qlora_sweep.search_spaces.config import TrialConfig
+from qlora_sweep.search_spaces.errors import InputError
+from qlora_sweep.sweep.data import rows as encoding
+from qlora_sweep.sweep.data.epoch import (
     Epoch,
     Integers,
     cut_exactly,
@@ -26,8 +26,16 @@ from sweep.data.epoch import (
     representative,
     too_few,
 )
-from sweep.data.rows import IGNORED, INPUT, MASK, SEQ_LENGTHS, Collator, by_member, split
-from sweep.data.texts import LENGTHS, LOSS_LENGTHS, TOKENS
+from qlora_sweep.sweep.data.rows import (
+    IGNORED,
+    INPUT,
+    MASK,
+    SEQ_LENGTHS,
+    Collator,
+    by_member,
+    split,
+)
+from qlora_sweep.sweep.data.texts import LENGTHS, LOSS_LENGTHS, TOKENS
 
 if TYPE_CHECKING:
     from datasets import Dataset

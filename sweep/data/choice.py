@@ -12,17 +12,17 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from search_spaces.documents import Document, exists, home_expanded, validate
-from search_spaces.errors import EnvironmentFault, InputError
-from search_spaces.feasibility import HOW_TO_NAME_TEXTS
-from search_spaces.loading import Length, Offered, located_texts, with_texts
-from search_spaces.models import ModelSpec
-from search_spaces.space import SearchSpace
-from search_spaces.texts import CUT_MAX, TextsChoice
-from storage.definition import StudyDefinition
-from sweep.data.lengths import worthwhile_lengths
-from sweep.data.study_epochs import StudyEpochs
-from sweep.data.texts import PreparedTexts, TextsRequest, open_prepared, texts_directory
+from qlora_sweep.search_spaces.documents import Document, exists, home_expanded, validate
+from qlora_sweep.search_spaces.errors import EnvironmentFault, InputError
+from qlora_sweep.search_spaces.feasibility import HOW_TO_NAME_TEXTS
+from qlora_sweep.search_spaces.loading import Length, Offered, located_texts, with_texts
+from qlora_sweep.search_spaces.models import ModelSpec
+from qlora_sweep.search_spaces.space import SearchSpace
+from qlora_sweep.search_spaces.texts import CUT_MAX, TextsChoice
+from qlora_sweep.storage.definition import StudyDefinition
+from qlora_sweep.sweep.data.lengths import worthwhile_lengths
+from qlora_sweep.sweep.data.study_epochs import StudyEpochs
+from qlora_sweep.sweep.data.texts import PreparedTexts, TextsRequest, open_prepared, texts_directory
 
 ReadTexts = Callable[[TextsRequest], PreparedTexts]
 """Reads and tokenizes texts, or finds what did so before."""

@@ -20,8 +20,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from sweep.data.files import Broken, Place, Read, RowsError, Source, is_nothing
-from sweep.data.kinds import (
+from qlora_sweep.sweep.data.files import Broken, Place, Read, RowsError, Source, is_nothing
+from qlora_sweep.sweep.data.kinds import (
     CHATS,
     LOSS_KEYS,
     PREFERENCE,
@@ -37,7 +37,7 @@ from sweep.data.kinds import (
     shown,
     turns_in,
 )
-from sweep.data.rows import INPUT, MASK
+from qlora_sweep.sweep.data.rows import INPUT, MASK
 
 CHARACTERS_MAX = 8_000_000
 """Of a row, for which a tokenizer takes a gigabyte and more."""

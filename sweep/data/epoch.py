@@ -27,9 +27,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from search_spaces.config import TrialConfig
-from search_spaces.errors import InputError
-from sweep.data.rows import MASK, is_flattened, padded_widths, rows_of_samples
+from qlora_sweep.search_spaces.config import TrialConfig
+from qlora_sweep.search_spaces.errors import InputError
+from qlora_sweep.sweep.data.rows import MASK, is_flattened, padded_widths, rows_of_samples
 
 Integers = NDArray[np.int64]
 Mask = NDArray[np.bool_]

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from sweep.data.files import Broken, Place, Read, RowsError, is_nothing, quoted
+from qlora_sweep.sweep.data.files import Broken, Place, Read, RowsError, is_nothing, quoted
 
 PREFERENCE = "preference"
 CHATS = ("messages", "conversations")

@@ -11,10 +11,10 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
-from search_spaces.config import Method, TrialConfig
-from search_spaces.texts import CUT_MAX
-from sweep.data.epoch import Integers, cut, epoch, packed
-from sweep.data.rows import Truncation
+from qlora_sweep.search_spaces.config import Method, TrialConfig
+from qlora_sweep.search_spaces.texts import CUT_MAX
+from qlora_sweep.sweep.data.epoch import Integers, cut, epoch, packed
+from qlora_sweep.sweep.data.rows import Truncation
 
 Lengths = NDArray[np.int32]
 CutAt = Callable[[int], tuple[Integers, Integers]]

@@ -22,6 +22,6 @@ def marked(template: str) -> str:
     Args:
         template: a chat template in Jinja, without marks.
     """
-    around = (files("sweep.data") / "marked.jinja").read_text(encoding="utf-8")
+    around = (files("qlora_sweep.sweep.data") / "marked.jinja").read_text(encoding="utf-8")
     # Jinja drops a line end at the end of a template.
     return around.replace(_OWN, template.removesuffix("\n"))

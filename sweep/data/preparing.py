@@ -23,19 +23,26 @@ from datasets import Dataset, Features, List, Value
 from datasets.arrow_writer import ArrowWriter
 from transformers import AutoTokenizer
 
-from search_spaces.errors import InputError, words_of
-from search_spaces.redaction import redact
-from search_spaces.texts import LengthQuantiles, TextsKind, TextsSummary
-from storage import files
-from sweep.data import texts
-from sweep.data.encoding import Encoder, Tokens, encoded
-from sweep.data.epoch import DIFFERENCES
-from sweep.data.files import Broken, Place, Read, Source
-from sweep.data.kinds import Asked, all_broken, first_rows, on_completions
-from sweep.data.marking import marked
-from sweep.data.rows import INPUT, MASK
-from sweep.data.texts import BROKEN_KEPT, BrokenRow, Progress, Question, is_whole, translated
-from sweep.data.tokenizers import why_unreadable
+from qlora_sweep.search_spaces.errors import InputError, words_of
+from qlora_sweep.search_spaces.redaction import redact
+from qlora_sweep.search_spaces.texts import LengthQuantiles, TextsKind, TextsSummary
+from qlora_sweep.storage import files
+from qlora_sweep.sweep.data import texts
+from qlora_sweep.sweep.data.encoding import Encoder, Tokens, encoded
+from qlora_sweep.sweep.data.epoch import DIFFERENCES
+from qlora_sweep.sweep.data.files import Broken, Place, Read, Source
+from qlora_sweep.sweep.data.kinds import Asked, all_broken, first_rows, on_completions
+from qlora_sweep.sweep.data.marking import marked
+from qlora_sweep.sweep.data.rows import INPUT, MASK
+from qlora_sweep.sweep.data.texts import (
+    BROKEN_KEPT,
+    BrokenRow,
+    Progress,
+    Question,
+    is_whole,
+    translated,
+)
+from qlora_sweep.sweep.data.tokenizers import why_unreadable
 
 _ROWS_AT_ONCE = 1000
 _WRITING = "tokens.arrow"

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from search_spaces.errors import InputError
+from qlora_sweep.search_spaces.errors import InputError
 
 _TEXT = 8
 """Tokens before what is changed, and of what is."""

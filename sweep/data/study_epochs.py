@@ -12,14 +12,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from search_spaces.config import TrialConfig
-from search_spaces.errors import InputError
-from search_spaces.space import SearchSpace
-from search_spaces.texts import CUT_MAX, TextsChoice
-from storage.records import EpochRecord
-from sweep.data.epoch import Epoch, cut, cut_exactly, epoch, packed, too_few
-from sweep.data.rows import Truncation, percent, split
-from sweep.data.texts import PreparedTexts
+from qlora_sweep.search_spaces.config import TrialConfig
+from qlora_sweep.search_spaces.errors import InputError
+from qlora_sweep.search_spaces.space import SearchSpace
+from qlora_sweep.search_spaces.texts import CUT_MAX, TextsChoice
+from qlora_sweep.storage.records import EpochRecord
+from qlora_sweep.sweep.data.epoch import Epoch, cut, cut_exactly, epoch, packed, too_few
+from qlora_sweep.sweep.data.rows import Truncation, percent, split
+from qlora_sweep.sweep.data.texts import PreparedTexts
 
 Lengths = NDArray[np.int64]
 CutAt = Callable[[int], tuple[Lengths, Lengths]]

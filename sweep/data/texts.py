@@ -22,13 +22,13 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import ValidationError
 
-from search_spaces.documents import home_expanded
-from search_spaces.errors import EnvironmentFault, InputError, words_of
-from search_spaces.models import ModelSpec
-from search_spaces.redaction import redact
-from search_spaces.texts import TextsChoice, TextsSummary
-from sweep.child_environment import child_environment
-from sweep.data.files import (
+from qlora_sweep.search_spaces.documents import home_expanded
+from qlora_sweep.search_spaces.errors import EnvironmentFault, InputError, words_of
+from qlora_sweep.search_spaces.models import ModelSpec
+from qlora_sweep.search_spaces.redaction import redact
+from qlora_sweep.search_spaces.texts import TextsChoice, TextsSummary
+from qlora_sweep.sweep.child_environment import child_environment
+from qlora_sweep.sweep.data.files import (
     RowsError,
     Source,
     dataset_files,
@@ -36,16 +36,16 @@ from sweep.data.files import (
     is_saved,
     telling_files,
 )
-from sweep.data.kinds import Asked, first_rows, on_completions
-from sweep.data.tokenizers import find_tokenizer
-from sweep.paths import runs_directory
-from sweep.subprocess_jobs import run_subprocess
+from qlora_sweep.sweep.data.kinds import Asked, first_rows, on_completions
+from qlora_sweep.sweep.data.tokenizers import find_tokenizer
+from qlora_sweep.sweep.paths import runs_directory
+from qlora_sweep.sweep.subprocess_jobs import run_subprocess
 
 SUMMARY, BROKEN, TOKENS = "texts.json", "broken.jsonl", "tokens"
 LENGTHS, LOSS_LENGTHS = "lengths.npy", "loss_lengths.npy"
 BROKEN_KEPT = 10_000
 """Broken rows that are named; further ones are counted."""
-_COMMAND = (sys.executable, "-P", "-m", "sweep.data")
+_COMMAND = (sys.executable, "-P", "-m", "qlora_sweep.sweep.data")
 """Followed by this process's number."""
 _ENCODING = ("transformers", "tokenizers", "trl", "jinja2")
 _READERS = ("files.py", "kinds.py", "encoding.py")

@@ -12,9 +12,15 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
-from search_spaces.documents import home_expanded, is_directory
-from search_spaces.errors import EnvironmentFault, InputError, words_of
-from search_spaces.models import SECONDS_MAX, ModelSpec, is_hub_id, shipped_models, translate
+from qlora_sweep.search_spaces.documents import home_expanded, is_directory
+from qlora_sweep.search_spaces.errors import EnvironmentFault, InputError, words_of
+from qlora_sweep.search_spaces.models import (
+    SECONDS_MAX,
+    ModelSpec,
+    is_hub_id,
+    shipped_models,
+    translate,
+)
 
 _FILES = (
     *("tokenizer.json", "tokenizer.model", "tokenizer.model.v3", "tekken.json", "vocab.json"),

@@ -15,20 +15,20 @@ from typing import Any
 import yaml
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from search_spaces.config import (
+from qlora_sweep.search_spaces.config import (
     EIGHT_BIT,
     LOGITS_AT_ONCE,
     TORCH_DTYPES,
     allocator_settings,
 )
-from search_spaces.errors import InputError, did_you_mean, quote
-from search_spaces.quantized import stored_quantization
-from storage.definition import StudySnapshot
-from storage.files import WRITTEN_BY
-from storage.surfaces import surface_text
-from sweep.export import trainers
-from sweep.export.record import Record, Trainer, beside, facts, record_of
-from sweep.export.rows import DATA_FILE, TEMPLATE_FILE, dataset_options
+from qlora_sweep.search_spaces.errors import InputError, did_you_mean, quote
+from qlora_sweep.search_spaces.quantized import stored_quantization
+from qlora_sweep.storage.definition import StudySnapshot
+from qlora_sweep.storage.files import WRITTEN_BY
+from qlora_sweep.storage.surfaces import surface_text
+from qlora_sweep.sweep.export import trainers
+from qlora_sweep.sweep.export.record import Record, Trainer, beside, facts, record_of
+from qlora_sweep.sweep.export.rows import DATA_FILE, TEMPLATE_FILE, dataset_options
 
 SURFACE = "surface"
 """The format of all of a study's trials; the others are of one."""
@@ -43,10 +43,10 @@ _FITTING = "fitting.py"
 _PAIRS = "preference.py"
 """Trains on pairs."""
 _ALONE = {
-    "from search_spaces.config import LOGITS_AT_ONCE": f"LOGITS_AT_ONCE = {LOGITS_AT_ONCE}",
-    "from sweep.data.rows import": "from rows import",
-    "from sweep.training import eight_bit": "import eight_bit",
-    "from sweep.training.eight_bit import": "from eight_bit import",
+    "from qlora_sweep.search_spaces.config import LOGITS_AT_ONCE": f"LOGITS_AT_ONCE = {LOGITS_AT_ONCE}",
+    "from qlora_sweep.sweep.data.rows import": "from rows import",
+    "from qlora_sweep.sweep.training import eight_bit": "import eight_bit",
+    "from qlora_sweep.sweep.training.eight_bit import": "from eight_bit import",
 }
 """What is said otherwise in a file that lies there."""
 _ANY_PAIRS = {
@@ -195,12 +195,12 @@ def _script(record: Record) -> Export:
     texts = record.texts or (_ANY_PAIRS if config.is_on_pairs else None)
     copied = dict[str, str]()
     if {config.compute_dtype, config.quantization} & set(EIGHT_BIT):
-        copied[_KERNELS] = "sweep.training"
+        copied[_KERNELS] = "qlora_sweep.sweep.training"
     if config.is_8bit_compute:
-        copied[_FITTING] = "sweep.training"
+        copied[_FITTING] = "qlora_sweep.sweep.training"
     told_of_rows = {key: getattr(config, key) for key in ("packing", "attention", "compile")}
     if config.is_on_pairs:
-        copied[_PAIRS] = "sweep.training"
+        copied[_PAIRS] = "qlora_sweep.sweep.training"
         keys = ("is_on_pairs", "loss_type", "dpo_beta")
         told_of_rows |= {key: getattr(config, key) for key in keys}
     sharding = trainers.unsupported(record, "trl").get("sharding")
@@ -245,7 +245,7 @@ def joined_rows() -> str:
     names: dict[str, set[str]] = {}
     bodies: list[str] = []
     for name in _OF_ROWS:
-        text = (files("sweep.data") / f"{name}.py").read_text(encoding="utf-8")
+        text = (files("qlora_sweep.sweep.data") / f"{name}.py").read_text(encoding="utf-8")
         docstring, *nodes = ast.parse(text).body
         end = docstring.end_lineno
         for node in nodes:
@@ -352,7 +352,7 @@ def comment(paragraphs: Iterable[str]) -> str:
 @cache
 def _template(name: str) -> Any:
     environment = Environment(
-        loader=PackageLoader("sweep.export"),
+        loader=PackageLoader("qlora_sweep.sweep.export"),
         # What it writes is Python, not markup; every text of people's goes through `python`.
         autoescape=False,
         undefined=StrictUndefined,

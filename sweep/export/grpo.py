@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from search_spaces.config import TrialConfig, liger_kernels
-from search_spaces.errors import InputError
+from qlora_sweep.search_spaces.config import TrialConfig, liger_kernels
+from qlora_sweep.search_spaces.errors import InputError
 
 
 def grpo_config(

@@ -9,25 +9,25 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from reports import units
-from search_spaces.config import TrainerName, TrialConfig, as_options
-from search_spaces.errors import EnvironmentFault, InputError
-from search_spaces.gpus import find_gpu, match_product
-from search_spaces.loading import with_fixed
-from search_spaces.models import ModelSpec
-from search_spaces.preference import TIE
-from search_spaces.space import SearchSpace
-from search_spaces.trainer_spaces import for_trainer
-from search_spaces.trainers import TRAINERS, Trainer
-from storage.definition import StudySnapshot
-from storage.ranking import rank_study
-from storage.records import TrialRecord, Verdict
-from sweep.planning.candidates import own_space
-from sweep.planning.survey import survey
-from sweep.predict.building import build_forecaster, shapes_of_study
-from sweep.predict.forecast import Forecast, Forecaster
-from sweep.predict.memory.prediction import Fit
-from sweep.predict.memory.predictor import MemoryPredictor
+from qlora_sweep.reports import units
+from qlora_sweep.search_spaces.config import TrainerName, TrialConfig, as_options
+from qlora_sweep.search_spaces.errors import EnvironmentFault, InputError
+from qlora_sweep.search_spaces.gpus import find_gpu, match_product
+from qlora_sweep.search_spaces.loading import with_fixed
+from qlora_sweep.search_spaces.models import ModelSpec
+from qlora_sweep.search_spaces.preference import TIE
+from qlora_sweep.search_spaces.space import SearchSpace
+from qlora_sweep.search_spaces.trainer_spaces import for_trainer
+from qlora_sweep.search_spaces.trainers import TRAINERS, Trainer
+from qlora_sweep.storage.definition import StudySnapshot
+from qlora_sweep.storage.ranking import rank_study
+from qlora_sweep.storage.records import TrialRecord, Verdict
+from qlora_sweep.sweep.planning.candidates import own_space
+from qlora_sweep.sweep.planning.survey import survey
+from qlora_sweep.sweep.predict.building import build_forecaster, shapes_of_study
+from qlora_sweep.sweep.predict.forecast import Forecast, Forecaster
+from qlora_sweep.sweep.predict.memory.prediction import Fit
+from qlora_sweep.sweep.predict.memory.predictor import MemoryPredictor
 
 _TASK_KEYS = ("lora_rank", "target_modules", "seq_len")
 """Settings that say what is trained: the best that a trainer can do has those of the trial."""

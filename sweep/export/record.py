@@ -24,23 +24,30 @@ from pydantic import (
     computed_field,
 )
 
-from reports import units, words
-from reports.sentences import status_words
-from search_spaces.config import KNOBS, TrialConfig, canonical
-from search_spaces.documents import home_expanded, is_directory, parse_object, read_text
-from search_spaces.errors import InputError, NothingFits, in_percent, quote
-from search_spaces.gpus import match_product
-from search_spaces.learning_rates import LearningRate, learning_rate_of
-from search_spaces.linears import lora_parameters, resolve_targets
-from search_spaces.models import ModelSpec, load_model_spec, shipped_models
-from search_spaces.space import Weights
-from search_spaces.texts import TextsChoice, TextsSummary
-from storage.confirmations import Ratio
-from storage.definition import StudySnapshot, Target
-from storage.files import WRITTEN_BY
-from storage.ranking import NoGain, Ranking, measured_of, rank_study
-from storage.records import NOT_SHOWN, Count, EpochRecord, Measurement, TrialRecord, Verdict
-from sweep.predict.forecast import Forecast
+from qlora_sweep.reports import units, words
+from qlora_sweep.reports.sentences import status_words
+from qlora_sweep.search_spaces.config import KNOBS, TrialConfig, canonical
+from qlora_sweep.search_spaces.documents import home_expanded, is_directory, parse_object, read_text
+from qlora_sweep.search_spaces.errors import InputError, NothingFits, in_percent, quote
+from qlora_sweep.search_spaces.gpus import match_product
+from qlora_sweep.search_spaces.learning_rates import LearningRate, learning_rate_of
+from qlora_sweep.search_spaces.linears import lora_parameters, resolve_targets
+from qlora_sweep.search_spaces.models import ModelSpec, load_model_spec, shipped_models
+from qlora_sweep.search_spaces.space import Weights
+from qlora_sweep.search_spaces.texts import TextsChoice, TextsSummary
+from qlora_sweep.storage.confirmations import Ratio
+from qlora_sweep.storage.definition import StudySnapshot, Target
+from qlora_sweep.storage.files import WRITTEN_BY
+from qlora_sweep.storage.ranking import NoGain, Ranking, measured_of, rank_study
+from qlora_sweep.storage.records import (
+    NOT_SHOWN,
+    Count,
+    EpochRecord,
+    Measurement,
+    TrialRecord,
+    Verdict,
+)
+from qlora_sweep.sweep.predict.forecast import Forecast
 
 Trainer = Literal["script", "trl", "axolotl", "llama-factory", "unsloth"]
 """What trains an exported file: transformers' `Trainer` in our script, or a program of others."""

@@ -13,10 +13,10 @@ from typing import Any
 
 import yaml
 
-from search_spaces.texts import TextsSummary
-from sweep.data.files import ending, is_saved
-from sweep.data.kinds import CHATS
-from sweep.export.record import Record, Trainer
+from qlora_sweep.search_spaces.texts import TextsSummary
+from qlora_sweep.sweep.data.files import ending, is_saved
+from qlora_sweep.sweep.data.kinds import CHATS
+from qlora_sweep.sweep.export.record import Record, Trainer
 
 TEMPLATE_FILE = "trl_chat_template.jinja"
 """Lies beside TRL's file where it needs a chat template that marks the assistant's turns."""
@@ -39,7 +39,7 @@ _BY_NAME = {
 @cache
 def table(name: str) -> Mapping[str, Any]:
     """Return one of this package's tables: ``trainers`` or ``datasets``."""
-    text = (files("sweep.export") / f"{name}.yaml").read_text(encoding="utf-8")
+    text = (files("qlora_sweep.sweep.export") / f"{name}.yaml").read_text(encoding="utf-8")
     return dict(yaml.safe_load(text))
 
 

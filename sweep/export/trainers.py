@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from search_spaces.config import (
+from qlora_sweep.search_spaces.config import (
     MAX_GRAD_NORM,
     SCHEDULE,
     SCHEDULE_WARMUP_STEPS,
@@ -19,11 +19,11 @@ from search_spaces.config import (
     canonical,
     liger_kernels,
 )
-from search_spaces.models import PART_OF
-from search_spaces.quantized import stored_quantization
-from search_spaces.trainers import every_nth
-from sweep.export.record import Record, Trainer
-from sweep.export.rows import dataset_options, filled, lost_rows, table
+from qlora_sweep.search_spaces.models import PART_OF
+from qlora_sweep.search_spaces.quantized import stored_quantization
+from qlora_sweep.search_spaces.trainers import every_nth
+from qlora_sweep.sweep.export.record import Record, Trainer
+from qlora_sweep.sweep.export.rows import dataset_options, filled, lost_rows, table
 
 
 def trainers() -> Mapping[Trainer, Mapping[str, Any]]:

@@ -16,8 +16,8 @@ import shutil
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 
-from search_spaces.errors import EnvironmentFault, words_of
-from storage import files
+from qlora_sweep.search_spaces.errors import EnvironmentFault, words_of
+from qlora_sweep.storage import files
 
 COURSE = "course.json"
 """What is known of the steps up to a checkpoint."""

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from sweep.training.adapters import Compilation
-from sweep.training.device import Device, Mark, Memory
+from qlora_sweep.sweep.training.adapters import Compilation
+from qlora_sweep.sweep.training.device import Device, Mark, Memory
 
 _AHEAD_STEPS = 2
 """That may be queued: enough for the device never to wait, so few that a loss is not late."""

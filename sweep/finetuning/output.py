@@ -14,17 +14,17 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from reports import units
-from reports.loss import loss_page
-from search_spaces.checkpoints import ADAPTER, ADAPTER_CONFIG
-from search_spaces.documents import exists, is_directory, read_json
-from search_spaces.errors import EnvironmentFault, InputError, quote, words_of
-from storage import files
-from storage.files import require_parent
-from sweep.data.tokenizers import TokenizerFiles
-from sweep.finetuning import checkpoints
-from sweep.finetuning.checkpoints import RESERVED
-from sweep.finetuning.results import TrainedAdapter, base_of, model_card
+from qlora_sweep.reports import units
+from qlora_sweep.reports.loss import loss_page
+from qlora_sweep.search_spaces.checkpoints import ADAPTER, ADAPTER_CONFIG
+from qlora_sweep.search_spaces.documents import exists, is_directory, read_json
+from qlora_sweep.search_spaces.errors import EnvironmentFault, InputError, quote, words_of
+from qlora_sweep.storage import files
+from qlora_sweep.storage.files import require_parent
+from qlora_sweep.sweep.data.tokenizers import TokenizerFiles
+from qlora_sweep.sweep.finetuning import checkpoints
+from qlora_sweep.sweep.finetuning.checkpoints import RESERVED
+from qlora_sweep.sweep.finetuning.results import TrainedAdapter, base_of, model_card
 
 RUN, TRAINING, LOG = "run.json", "training.json", "training.log"
 _LOCK, _FINISHING = ".lock", ".finishing"

@@ -8,19 +8,19 @@ from bisect import bisect_left
 from dataclasses import dataclass
 from functools import cache
 
-from reports import units
-from search_spaces.config import TrialConfig
-from search_spaces.gpus import match_product
-from search_spaces.texts import CUT_MAX
-from sweep.data.lengths import longer_lengths
-from sweep.data.rows import Truncation
-from sweep.data.texts import PreparedTexts
-from sweep.export.record import Record
-from sweep.finetuning.subject import nearest_that_fits
-from sweep.predict.forecast import Forecaster, calibrated
-from sweep.predict.memory.prediction import Fit
-from sweep.predict.on_texts import ShapesOnTexts
-from sweep.predict.speed.predictor import Calibration
+from qlora_sweep.reports import units
+from qlora_sweep.search_spaces.config import TrialConfig
+from qlora_sweep.search_spaces.gpus import match_product
+from qlora_sweep.search_spaces.texts import CUT_MAX
+from qlora_sweep.sweep.data.lengths import longer_lengths
+from qlora_sweep.sweep.data.rows import Truncation
+from qlora_sweep.sweep.data.texts import PreparedTexts
+from qlora_sweep.sweep.export.record import Record
+from qlora_sweep.sweep.finetuning.subject import nearest_that_fits
+from qlora_sweep.sweep.predict.forecast import Forecaster, calibrated
+from qlora_sweep.sweep.predict.memory.prediction import Fit
+from qlora_sweep.sweep.predict.on_texts import ShapesOnTexts
+from qlora_sweep.sweep.predict.speed.predictor import Calibration
 
 
 @dataclass(frozen=True)

@@ -8,11 +8,11 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, TypeAdapter
 
-from search_spaces.config import TrialConfig
-from search_spaces.models import ModelSpec
-from storage import records
-from storage.confirmations import binomial_ci95
-from sweep.running.wire import ChildSettings, Message, Progress, Ready, Unusable
+from qlora_sweep.search_spaces.config import TrialConfig
+from qlora_sweep.search_spaces.models import ModelSpec
+from qlora_sweep.storage import records
+from qlora_sweep.storage.confirmations import binomial_ci95
+from qlora_sweep.sweep.running.wire import ChildSettings, Message, Progress, Ready, Unusable
 
 REFERENCE = "reference.safetensors"
 """In the output, the reference's log-probabilities where they are worked out once."""

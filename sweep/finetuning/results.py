@@ -9,23 +9,23 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from reports import units
-from reports.words import reward_accuracy
-from search_spaces.checkpoints import identity_of
-from search_spaces.config import KNOBS, canonical
-from search_spaces.errors import in_percent
-from search_spaces.gpus import match_product
-from search_spaces.models import ModelSpec, is_hub_id
-from search_spaces.redaction import redacted, shown
-from search_spaces.texts import TextsSummary
-from storage.reading import changed_versions
-from storage.records import EightBitProducts
-from sweep.data.study_epochs import TruncatedDataset
-from sweep.export.record import Record
-from sweep.finetuning.planned import Prediction
-from sweep.finetuning.protocol import TrainingJob, TrainingResult
-from sweep.finetuning.subject import Subject
-from sweep.predict.forecast import Basis
+from qlora_sweep.reports import units
+from qlora_sweep.reports.words import reward_accuracy
+from qlora_sweep.search_spaces.checkpoints import identity_of
+from qlora_sweep.search_spaces.config import KNOBS, canonical
+from qlora_sweep.search_spaces.errors import in_percent
+from qlora_sweep.search_spaces.gpus import match_product
+from qlora_sweep.search_spaces.models import ModelSpec, is_hub_id
+from qlora_sweep.search_spaces.redaction import redacted, shown
+from qlora_sweep.search_spaces.texts import TextsSummary
+from qlora_sweep.storage.reading import changed_versions
+from qlora_sweep.storage.records import EightBitProducts
+from qlora_sweep.sweep.data.study_epochs import TruncatedDataset
+from qlora_sweep.sweep.export.record import Record
+from qlora_sweep.sweep.finetuning.planned import Prediction
+from qlora_sweep.sweep.finetuning.protocol import TrainingJob, TrainingResult
+from qlora_sweep.sweep.finetuning.subject import Subject
+from qlora_sweep.sweep.predict.forecast import Basis
 
 SPEED_TOLERANCE, MEMORY_TOLERANCE = 0.05, 0.02
 """Of tokens/s at the median step, and of peak allocated bytes, either way."""

@@ -1,6 +1,6 @@
 """The process that trains: transformers' Trainer on adapters that are attached as a trial's are.
 
-Run as ``python -P -m sweep.finetuning FD PARENT``, and served as a trial's worker is
+Run as ``python -P -m qlora_sweep.sweep.finetuning FD PARENT``, and served as a trial's worker is
 (`sweep.running.worker`). One callback holds a training's events, losses and learning rate; it says,
 judges, evaluates and saves what is due after each step.
 """
@@ -29,28 +29,28 @@ from safetensors.torch import load_file, save_file
 from torch.utils.data import DataLoader, Subset
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
-from search_spaces.checkpoints import ADAPTER
-from search_spaces.config import MAX_GRAD_NORM, SCHEDULE, SCHEDULE_WARMUP_STEPS
-from search_spaces.errors import InputError, words_of
-from storage import records
-from sweep.data.batches import loss_tokens
-from sweep.finetuning import checkpoints, protocol
-from sweep.finetuning.course import Course, Steps
-from sweep.finetuning.protocol import TrainingJob, TrainingOutcome
-from sweep.finetuning.rows import is_keeping_apart, rows_of
-from sweep.running import worker
-from sweep.running.ranks import Ranks
-from sweep.running.wire import Finished
-from sweep.training import team
-from sweep.training.adapters import Attached, attached
-from sweep.training.device import Device, open_device
-from sweep.training.exceptions import knob_at_fault, out_of_memory
-from sweep.training.faithfulness import products_of
-from sweep.training.fitting import first_examples, fit, too_many
-from sweep.training.in_trl import trained
-from sweep.training.model import Unavailable, build_base, compute_type, name_quantizer
-from sweep.training.preference import REFERENCE, Preference
-from sweep.training.step import (
+from qlora_sweep.search_spaces.checkpoints import ADAPTER
+from qlora_sweep.search_spaces.config import MAX_GRAD_NORM, SCHEDULE, SCHEDULE_WARMUP_STEPS
+from qlora_sweep.search_spaces.errors import InputError, words_of
+from qlora_sweep.storage import records
+from qlora_sweep.sweep.data.batches import loss_tokens
+from qlora_sweep.sweep.finetuning import checkpoints, protocol
+from qlora_sweep.sweep.finetuning.course import Course, Steps
+from qlora_sweep.sweep.finetuning.protocol import TrainingJob, TrainingOutcome
+from qlora_sweep.sweep.finetuning.rows import is_keeping_apart, rows_of
+from qlora_sweep.sweep.running import worker
+from qlora_sweep.sweep.running.ranks import Ranks
+from qlora_sweep.sweep.running.wire import Finished
+from qlora_sweep.sweep.training import team
+from qlora_sweep.sweep.training.adapters import Attached, attached
+from qlora_sweep.sweep.training.device import Device, open_device
+from qlora_sweep.sweep.training.exceptions import knob_at_fault, out_of_memory
+from qlora_sweep.sweep.training.faithfulness import products_of
+from qlora_sweep.sweep.training.fitting import first_examples, fit, too_many
+from qlora_sweep.sweep.training.in_trl import trained
+from qlora_sweep.sweep.training.model import Unavailable, build_base, compute_type, name_quantizer
+from qlora_sweep.sweep.training.preference import REFERENCE, Preference
+from qlora_sweep.sweep.training.step import (
     BUCKETS,
     evaluating,
     keep_from_others,
@@ -256,7 +256,7 @@ class Training(TrainerCallback):
             self._enter("build")
             meeting = job.meeting
             if size > 1 and self._rank == 0:
-                meeting = self._others.start(size, "sweep.finetuning")
+                meeting = self._others.start(size, "qlora_sweep.sweep.finetuning")
             base = build_base(
                 job.config,
                 spec=job.spec,

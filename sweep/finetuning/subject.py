@@ -8,18 +8,18 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from reports import units
-from search_spaces.config import TrialConfig, parse_config
-from search_spaces.documents import exists, home_expanded, read_json
-from search_spaces.errors import InputError, NothingFits, did_you_mean, quote
-from search_spaces.learning_rates import LearningRate, learning_rate_of
-from search_spaces.models import ModelSpec, load_model_spec, shipped_models
-from search_spaces.rules import own_settings
-from storage.definition import StudyDefinition, StudySnapshot
-from storage.ranking import rank_study
-from sweep.export.record import Record, parse_record, record_of
-from sweep.predict.forecast import Forecaster
-from sweep.predict.memory.prediction import Fit
+from qlora_sweep.reports import units
+from qlora_sweep.search_spaces.config import TrialConfig, parse_config
+from qlora_sweep.search_spaces.documents import exists, home_expanded, read_json
+from qlora_sweep.search_spaces.errors import InputError, NothingFits, did_you_mean, quote
+from qlora_sweep.search_spaces.learning_rates import LearningRate, learning_rate_of
+from qlora_sweep.search_spaces.models import ModelSpec, load_model_spec, shipped_models
+from qlora_sweep.search_spaces.rules import own_settings
+from qlora_sweep.storage.definition import StudyDefinition, StudySnapshot
+from qlora_sweep.storage.ranking import rank_study
+from qlora_sweep.sweep.export.record import Record, parse_record, record_of
+from qlora_sweep.sweep.predict.forecast import Forecaster
+from qlora_sweep.sweep.predict.memory.prediction import Fit
 
 ReadStudy = Callable[[str], StudySnapshot]
 

@@ -11,33 +11,33 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, assert_never
 
-from reports import units
-from reports.words import emulation_note
-from search_spaces.checkpoints import check_weights
-from search_spaces.config import TrialConfig, canonical
-from search_spaces.errors import (
+from qlora_sweep.reports import units
+from qlora_sweep.reports.words import emulation_note
+from qlora_sweep.search_spaces.checkpoints import check_weights
+from qlora_sweep.search_spaces.config import TrialConfig, canonical
+from qlora_sweep.search_spaces.errors import (
     EnvironmentFault,
     InputError,
     Interrupted,
     NothingFits,
     SweepError,
 )
-from search_spaces.linears import lora_parameters
-from search_spaces.models import ModelSpec
-from search_spaces.presets import preset_texts
-from search_spaces.rules import Violation
-from search_spaces.space import SearchSpace, Weights
-from search_spaces.texts import TextsChoice
-from storage import files, records
-from sweep.data.choice import ReadTexts, refuse_other_kind, texts_of_study, typed_texts
-from sweep.data.rows import percent
-from sweep.data.study_epochs import TruncatedDataset
-from sweep.data.texts import PreparedTexts, TextsRequest
-from sweep.data.tokenizers import TokenizerFiles, find_tokenizer
-from sweep.finetuning import checkpoints, output, protocol
-from sweep.finetuning.planned import Prediction, calibration_of, longer
-from sweep.finetuning.protocol import TrainingJob, TrainingOutcome, TrainingResult
-from sweep.finetuning.subject import (
+from qlora_sweep.search_spaces.linears import lora_parameters
+from qlora_sweep.search_spaces.models import ModelSpec
+from qlora_sweep.search_spaces.presets import preset_texts
+from qlora_sweep.search_spaces.rules import Violation
+from qlora_sweep.search_spaces.space import SearchSpace, Weights
+from qlora_sweep.search_spaces.texts import TextsChoice
+from qlora_sweep.storage import files, records
+from qlora_sweep.sweep.data.choice import ReadTexts, refuse_other_kind, texts_of_study, typed_texts
+from qlora_sweep.sweep.data.rows import percent
+from qlora_sweep.sweep.data.study_epochs import TruncatedDataset
+from qlora_sweep.sweep.data.texts import PreparedTexts, TextsRequest
+from qlora_sweep.sweep.data.tokenizers import TokenizerFiles, find_tokenizer
+from qlora_sweep.sweep.finetuning import checkpoints, output, protocol
+from qlora_sweep.sweep.finetuning.planned import Prediction, calibration_of, longer
+from qlora_sweep.sweep.finetuning.protocol import TrainingJob, TrainingOutcome, TrainingResult
+from qlora_sweep.sweep.finetuning.subject import (
     ReadStudy,
     Subject,
     as_options,
@@ -46,16 +46,16 @@ from sweep.finetuning.subject import (
     subject_of,
     with_settings,
 )
-from sweep.paths import cache_directory
-from sweep.predict.building import build_forecaster, shapes_of_texts
-from sweep.predict.forecast import Evidence, Forecaster
-from sweep.predict.memory.predictor import CpuMemory, MemoryPredictor, TracingPredictor
-from sweep.predict.on_texts import ShapesOnTexts
-from sweep.running import child
-from sweep.running.device_info import Card, ChosenCard
-from sweep.running.supervisor import Deadlines
-from sweep.running.wire import Ready, StopCommand, Unusable, to_line
-from sweep.study.targets import ResolvedTarget, resolve_target
+from qlora_sweep.sweep.paths import cache_directory
+from qlora_sweep.sweep.predict.building import build_forecaster, shapes_of_texts
+from qlora_sweep.sweep.predict.forecast import Evidence, Forecaster
+from qlora_sweep.sweep.predict.memory.predictor import CpuMemory, MemoryPredictor, TracingPredictor
+from qlora_sweep.sweep.predict.on_texts import ShapesOnTexts
+from qlora_sweep.sweep.running import child
+from qlora_sweep.sweep.running.device_info import Card, ChosenCard
+from qlora_sweep.sweep.running.supervisor import Deadlines
+from qlora_sweep.sweep.running.wire import Ready, StopCommand, Unusable, to_line
+from qlora_sweep.sweep.study.targets import ResolvedTarget, resolve_target
 
 EVAL_FRACTION = 0.05
 """Share of the examples that is held out, where neither a study nor a person says."""
@@ -446,7 +446,7 @@ def follow(
     *,
     observe: Observer = lambda _: None,
     deadlines: Deadlines | None = None,
-    module: str = "sweep.finetuning",
+    module: str = "qlora_sweep.sweep.finetuning",
 ) -> TrainingOutcome:
     """Train in a process of its own and return how it ended, whatever that is.
 

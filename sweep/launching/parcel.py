@@ -24,19 +24,19 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
 
-from search_spaces.documents import exists, home_expanded
-from search_spaces.errors import InputError
-from search_spaces.loading import preset_name
-from search_spaces.models import load_model_spec
-from search_spaces.redaction import remember
-from storage.directory import SPOOL
-from storage.directory import STUDY as IDENTITY
-from storage.files import replace
-from sweep.data.files import is_on_hub, telling_files
-from sweep.data.texts import text_files, translated
-from sweep.namesakes import NAMES
-from sweep.paths import runs_directory
-from sweep.request import BESIDE, RunRequest
+from qlora_sweep.search_spaces.documents import exists, home_expanded
+from qlora_sweep.search_spaces.errors import InputError
+from qlora_sweep.search_spaces.loading import preset_name
+from qlora_sweep.search_spaces.models import load_model_spec
+from qlora_sweep.search_spaces.redaction import remember
+from qlora_sweep.storage.directory import SPOOL
+from qlora_sweep.storage.directory import STUDY as IDENTITY
+from qlora_sweep.storage.files import replace
+from qlora_sweep.sweep.data.files import is_on_hub, telling_files
+from qlora_sweep.sweep.data.texts import text_files, translated
+from qlora_sweep.sweep.namesakes import NAMES
+from qlora_sweep.sweep.paths import runs_directory
+from qlora_sweep.sweep.request import BESIDE, RunRequest
 
 NAME = "qlora-sweep"
 TOKEN = "HF_TOKEN"

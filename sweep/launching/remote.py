@@ -28,11 +28,11 @@ from typing import IO, Self, TypeVar, cast
 
 from pydantic import BaseModel
 
-from reports import units
-from search_spaces.errors import EnvironmentFault, InputError, quote, words_of
-from search_spaces.redaction import shown
-from sweep.launching import parcel, there
-from sweep.scratch import scratch
+from qlora_sweep.reports import units
+from qlora_sweep.search_spaces.errors import EnvironmentFault, InputError, quote, words_of
+from qlora_sweep.search_spaces.redaction import shown
+from qlora_sweep.sweep.launching import parcel, there
+from qlora_sweep.sweep.scratch import scratch
 
 SSH = "SWEEP_SSH"
 """Variable with another ssh command and its options."""

@@ -25,20 +25,32 @@ from typing import Any, NamedTuple
 import yaml
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from search_spaces.costs import SECONDS_PER_HOUR, Bill, Workload, checkpoint_bytes, usd_per_hour
-from search_spaces.documents import Strict
-from search_spaces.errors import EnvironmentFault, InputError, NothingFits, did_you_mean, quote
-from search_spaces.gpus import GpuSpec
-from search_spaces.prices import TYPED_PROVIDER, Offer
-from search_spaces.space import SearchSpace
-from storage.confirmations import RUNS_TO_CONFIRM
-from sweep.launching import parcel
-from sweep.launching.volume import STOP_SECONDS
-from sweep.planning import survey
-from sweep.planning.question import Question
-from sweep.predict.forecast import Progress
-from sweep.predict.speed.predictor import within
-from sweep.request import REQUEST
+from qlora_sweep.search_spaces.costs import (
+    SECONDS_PER_HOUR,
+    Bill,
+    Workload,
+    checkpoint_bytes,
+    usd_per_hour,
+)
+from qlora_sweep.search_spaces.documents import Strict
+from qlora_sweep.search_spaces.errors import (
+    EnvironmentFault,
+    InputError,
+    NothingFits,
+    did_you_mean,
+    quote,
+)
+from qlora_sweep.search_spaces.gpus import GpuSpec
+from qlora_sweep.search_spaces.prices import TYPED_PROVIDER, Offer
+from qlora_sweep.search_spaces.space import SearchSpace
+from qlora_sweep.storage.confirmations import RUNS_TO_CONFIRM
+from qlora_sweep.sweep.launching import parcel
+from qlora_sweep.sweep.launching.volume import STOP_SECONDS
+from qlora_sweep.sweep.planning import survey
+from qlora_sweep.sweep.planning.question import Question
+from qlora_sweep.sweep.predict.forecast import Progress
+from qlora_sweep.sweep.predict.speed.predictor import within
+from qlora_sweep.sweep.request import REQUEST
 
 HOURS_MAX = 24.0
 """Modal ends a function after a day, and no study is known to take so long."""
@@ -176,7 +188,9 @@ class Provider(Strict):
 @cache
 def providers() -> Mapping[str, Provider]:
     """Return the providers by their names, as they are typed."""
-    text = resources.files("sweep.launching").joinpath("providers.yaml").read_text("utf-8")
+    text = (
+        resources.files("qlora_sweep.sweep.launching").joinpath("providers.yaml").read_text("utf-8")
+    )
     return {name: Provider(name=name, **values) for name, values in yaml.safe_load(text).items()}
 
 
@@ -373,7 +387,9 @@ class Rental:
     def text(self) -> str:
         """Return its job."""
         environment = Environment(
-            loader=PackageLoader("sweep.launching"), undefined=StrictUndefined, trim_blocks=True
+            loader=PackageLoader("qlora_sweep.sweep.launching"),
+            undefined=StrictUndefined,
+            trim_blocks=True,
         )
         # What was typed stays a value: Python and YAML both read JSON's texts.
         environment.filters["json"] = lambda value: json.dumps(value, ensure_ascii=False)

@@ -1,5 +1,5 @@
 """A study as a job of a SLURM queue: its script, handing it to ``sbatch``, and what runs in each
-allocation (``python -P -m sweep.launching.slurm``): the study, and its requeueing.
+allocation (``python -P -m qlora_sweep.sweep.launching.slurm``): the study, and its requeueing.
 """
 
 from __future__ import annotations
@@ -18,11 +18,17 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from search_spaces.errors import EnvironmentFault, InputError, SweepError, quote, words_of
-from storage.directory import SPOOL
-from storage.files import WRITTEN_BY, replace
-from sweep.launching.there import SWEEP, Supervisor, say
-from sweep.paths import storage_url
+from qlora_sweep.search_spaces.errors import (
+    EnvironmentFault,
+    InputError,
+    SweepError,
+    quote,
+    words_of,
+)
+from qlora_sweep.storage.directory import SPOOL
+from qlora_sweep.storage.files import WRITTEN_BY, replace
+from qlora_sweep.sweep.launching.there import SWEEP, Supervisor, say
+from qlora_sweep.sweep.paths import storage_url
 
 WARNING_SECONDS = 300
 """Before the limit, at most, in which a running trial ends or is given up. A trial takes seconds;
@@ -118,7 +124,9 @@ def job_script(
     for path in (here, files):
         if _ONE_WORD.fullmatch(str(path)) is None or "%" in str(path):
             raise InputError(f"{quote(str(path))}: SLURM takes no space, quote or % in a directory")
-    command = shlex.join([python, "-P", "-m", "sweep.launching.slurm", str(files), str(warning)])
+    command = shlex.join(
+        [python, "-P", "-m", "qlora_sweep.sweep.launching.slurm", str(files), str(warning)]
+    )
     asked = "".join(f"\n#SBATCH {line}" for line in allocation.directives())
     return f"""#!/bin/bash
 # {WRITTEN_BY}.
@@ -263,8 +271,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _holder(request: Path, files: Path) -> str | None:
     """Return who drives the study of a request; None where nobody does, or nobody can say."""
     # What reads databases is not needed before.
-    from storage.reading import read_study
-    from sweep.request import RunRequest
+    from qlora_sweep.storage.reading import read_study
+    from qlora_sweep.sweep.request import RunRequest
 
     with suppress(SweepError):
         url = storage_url(RunRequest.read(str(request)).storage)

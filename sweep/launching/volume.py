@@ -4,7 +4,7 @@ The database is written on the machine's own disk and copied with SQLite's own b
 mount knows no locks and uploads a file once it is closed, and Modal takes its pictures of a volume
 while others write. Each file is replaced whole, so the volume holds a study that can be resumed at
 every moment. One machine at a time has the study: it writes down that it is there, and what starts
-beside it gives way. Runs as ``python -P -m sweep.launching.volume``.
+beside it gives way. Runs as ``python -P -m qlora_sweep.sweep.launching.volume``.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from sweep.launching.there import SWEEP, Supervisor, say
+from qlora_sweep.sweep.launching.there import SWEEP, Supervisor, say
 
 SAVE_SECONDS = 5.0
 """A trial takes longer, so no more than one is to be done again."""

@@ -1,6 +1,6 @@
 """The child that merges: it has torch, and ends once the merged model is written.
 
-Run as ``python -P -m sweep.merging PARENT``.
+Run as ``python -P -m qlora_sweep.sweep.merging PARENT``.
 """
 
 from __future__ import annotations
@@ -8,14 +8,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from sweep.subprocess_jobs import Say, serve_subprocess
+from qlora_sweep.sweep.subprocess_jobs import Say, serve_subprocess
 
 
 def _merge(request: Mapping[str, Any], say: Say) -> Mapping[str, Any]:
-    from sweep.training.libraries import OPTIONAL, lean_imports
+    from qlora_sweep.sweep.training.libraries import OPTIONAL, lean_imports
 
     with lean_imports(*OPTIONAL):
-        from sweep.merging.child import merge_or_compare
+        from qlora_sweep.sweep.merging.child import merge_or_compare
     return merge_or_compare(request, say)
 
 

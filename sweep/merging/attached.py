@@ -21,9 +21,9 @@ from transformers import (
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightRenaming, rename_source_key
 
-from search_spaces.errors import InputError, did_you_mean, words_of
-from search_spaces.models import load_model_spec
-from sweep.training.model import DECODER_KEYS
+from qlora_sweep.search_spaces.errors import InputError, did_you_mean, words_of
+from qlora_sweep.search_spaces.models import load_model_spec
+from qlora_sweep.sweep.training.model import DECODER_KEYS
 
 PREFIX = "base_model.model."
 FAULTS = (

@@ -24,8 +24,8 @@ from transformers.core_model_loading import (
 )
 from transformers.modeling_utils import load_state_dict
 
-from search_spaces.checkpoints import INDEX, SINGLE
-from search_spaces.documents import read_json
+from qlora_sweep.search_spaces.checkpoints import INDEX, SINGLE
+from qlora_sweep.search_spaces.documents import read_json
 
 
 class Checkpoint:

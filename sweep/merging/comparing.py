@@ -12,13 +12,13 @@ from typing import Any
 
 import torch
 
-from search_spaces.config import TrialConfig
-from search_spaces.documents import read_json
-from search_spaces.errors import InputError, words_of
-from search_spaces.models import load_model_spec
-from sweep.merging.attached import Adapter, Form, forms_of, resize
-from sweep.subprocess_jobs import Say
-from sweep.training.model import DTYPES, load_pretrained
+from qlora_sweep.search_spaces.config import TrialConfig
+from qlora_sweep.search_spaces.documents import read_json
+from qlora_sweep.search_spaces.errors import InputError, words_of
+from qlora_sweep.search_spaces.models import load_model_spec
+from qlora_sweep.sweep.merging.attached import Adapter, Form, forms_of, resize
+from qlora_sweep.sweep.subprocess_jobs import Say
+from qlora_sweep.sweep.training.model import DTYPES, load_pretrained
 
 _ROW_TOKENS = 64
 _CHEAP_BYTES = 2 * 10**9

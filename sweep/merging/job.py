@@ -13,23 +13,23 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from search_spaces.checkpoints import (
+from qlora_sweep.search_spaces.checkpoints import (
     ADAPTER,
     ADAPTER_CONFIG,
     check_weights,
     tensors_of,
     weights_fingerprint,
 )
-from search_spaces.documents import exists, home_expanded, is_directory, read_json
-from search_spaces.errors import EnvironmentFault, InputError, SweepError, words_of
-from search_spaces.models import ModelSpec, fetch_weights, is_hub_id, load_model_spec
-from storage import files
-from sweep.child_environment import child_environment
-from sweep.data.tokenizers import TokenizerFiles
-from sweep.subprocess_jobs import run_subprocess
+from qlora_sweep.search_spaces.documents import exists, home_expanded, is_directory, read_json
+from qlora_sweep.search_spaces.errors import EnvironmentFault, InputError, SweepError, words_of
+from qlora_sweep.search_spaces.models import ModelSpec, fetch_weights, is_hub_id, load_model_spec
+from qlora_sweep.storage import files
+from qlora_sweep.sweep.child_environment import child_environment
+from qlora_sweep.sweep.data.tokenizers import TokenizerFiles
+from qlora_sweep.sweep.subprocess_jobs import run_subprocess
 
 ADAPTER_PICKLED = "adapter_model.bin"
-_COMMAND = (sys.executable, "-P", "-m", "sweep.merging")
+_COMMAND = (sys.executable, "-P", "-m", "qlora_sweep.sweep.merging")
 _WEIGHTS = (
     *(".safetensors", ".index.json", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf"),
     *(".ggml", ".onnx", ".onnx_data", ".ot", ".npz", ".pkl", ".tflite", ".nemo", ".zip", ".gz"),

@@ -16,13 +16,21 @@ from peft.utils import ModulesToSaveWrapper
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from search_spaces.checkpoints import INDEX
-from search_spaces.documents import read_json
-from search_spaces.errors import EnvironmentFault, InputError, quote, words_of
-from sweep.merging.attached import FAULTS, Adapter, Form, base_of, forms_of, is_target, resize
-from sweep.merging.checkpoint import Checkpoint, Names
-from sweep.subprocess_jobs import Say
-from sweep.training.model import DTYPES
+from qlora_sweep.search_spaces.checkpoints import INDEX
+from qlora_sweep.search_spaces.documents import read_json
+from qlora_sweep.search_spaces.errors import EnvironmentFault, InputError, quote, words_of
+from qlora_sweep.sweep.merging.attached import (
+    FAULTS,
+    Adapter,
+    Form,
+    base_of,
+    forms_of,
+    is_target,
+    resize,
+)
+from qlora_sweep.sweep.merging.checkpoint import Checkpoint, Names
+from qlora_sweep.sweep.subprocess_jobs import Say
+from qlora_sweep.sweep.training.model import DTYPES
 
 _TIED = "tie_word_embeddings"
 _STREAMED = {"LORA", "ADALORA", "IA3", "LOHA", "LOKR", "LN_TUNING", "TRAINABLE_TOKENS"}

@@ -9,21 +9,21 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-from search_spaces.config import TrialConfig
-from search_spaces.costs import SECONDS_PER_HOUR, AskedWork, Bill, Workload, ratio, ties
-from search_spaces.errors import InputError
-from search_spaces.feasibility import obstacles
-from search_spaces.gpus import GpuSpec
-from search_spaces.linears import CapacityClass, nearest_capacity
-from search_spaces.models import ModelSpec
-from search_spaces.prices import Offer
-from search_spaces.rules import Setting
-from search_spaces.space import SearchSpace
-from sweep.planning.candidates import NOT_ASKED, Asked, recommended, shown_batches
-from sweep.planning.plan import BATCHES, bill_offers, reshaped
-from sweep.predict.forecast import Forecast, Forecaster, Forecasts, Progress, silent
-from sweep.predict.memory.prediction import Fit
-from sweep.predict.shortlist import Shortlist, structures
+from qlora_sweep.search_spaces.config import TrialConfig
+from qlora_sweep.search_spaces.costs import SECONDS_PER_HOUR, AskedWork, Bill, Workload, ratio, ties
+from qlora_sweep.search_spaces.errors import InputError
+from qlora_sweep.search_spaces.feasibility import obstacles
+from qlora_sweep.search_spaces.gpus import GpuSpec
+from qlora_sweep.search_spaces.linears import CapacityClass, nearest_capacity
+from qlora_sweep.search_spaces.models import ModelSpec
+from qlora_sweep.search_spaces.prices import Offer
+from qlora_sweep.search_spaces.rules import Setting
+from qlora_sweep.search_spaces.space import SearchSpace
+from qlora_sweep.sweep.planning.candidates import NOT_ASKED, Asked, recommended, shown_batches
+from qlora_sweep.sweep.planning.plan import BATCHES, bill_offers, reshaped
+from qlora_sweep.sweep.predict.forecast import Forecast, Forecaster, Forecasts, Progress, silent
+from qlora_sweep.sweep.predict.memory.prediction import Fit
+from qlora_sweep.sweep.predict.shortlist import Shortlist, structures
 
 EFFECTIVE_BATCH = 16
 """Sequences of a step where nobody says: QLoRA's own for 7 B and 13 B (arXiv 2305.14314, B.2)."""

@@ -15,21 +15,21 @@ from typing import Any
 
 import numpy as np
 
-from search_spaces.config import BATCH_KEYS, TrialConfig
-from search_spaces.prices import Offer
-from search_spaces.space import SearchSpace
-from sweep.planning.candidates import single_changes
-from sweep.planning.survey import (
+from qlora_sweep.search_spaces.config import BATCH_KEYS, TrialConfig
+from qlora_sweep.search_spaces.prices import Offer
+from qlora_sweep.search_spaces.space import SearchSpace
+from qlora_sweep.sweep.planning.candidates import single_changes
+from qlora_sweep.sweep.planning.survey import (
     COMPILE_SECONDS,
     START_SECONDS,
     STEPS_OVER_FEWEST,
     TRIAL_SECONDS,
     Survey,
 )
-from sweep.predict.forecast import Forecast
-from sweep.predict.memory.prediction import Fit
-from sweep.predict.speed.contributed import SESSION, Array
-from sweep.predict.speed.predictor import FACTORS, Factor, StepTimes, within
+from qlora_sweep.sweep.predict.forecast import Forecast
+from qlora_sweep.sweep.predict.memory.prediction import Fit
+from qlora_sweep.sweep.predict.speed.contributed import SESSION, Array
+from qlora_sweep.sweep.predict.speed.predictor import FACTORS, Factor, StepTimes, within
 
 TRIALS = 3
 """So many are printed: they take two minutes and a half of an A10, its start included."""

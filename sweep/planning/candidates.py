@@ -9,15 +9,15 @@ from functools import cache
 from operator import attrgetter
 from typing import Any, Literal, get_args
 
-from search_spaces.config import KNOBS, TARGET_SETS, Numerics, TrialConfig, canonical
-from search_spaces.costs import Range, ties
-from search_spaces.loading import parse_space, preset_name
-from search_spaces.preference import TIE, plainness
-from search_spaces.presets import preset_space, starting_text
-from search_spaces.space import SearchSpace
-from sweep.predict.forecast import Forecast, Forecaster
-from sweep.predict.memory.prediction import Fit
-from sweep.predict.speed.predictor import ratio_spread, within
+from qlora_sweep.search_spaces.config import KNOBS, TARGET_SETS, Numerics, TrialConfig, canonical
+from qlora_sweep.search_spaces.costs import Range, ties
+from qlora_sweep.search_spaces.loading import parse_space, preset_name
+from qlora_sweep.search_spaces.preference import TIE, plainness
+from qlora_sweep.search_spaces.presets import preset_space, starting_text
+from qlora_sweep.search_spaces.space import SearchSpace
+from qlora_sweep.sweep.predict.forecast import Forecast, Forecaster
+from qlora_sweep.sweep.predict.memory.prediction import Fit
+from qlora_sweep.sweep.predict.speed.predictor import ratio_spread, within
 
 SpaceKind = Literal["preset", "file", "standard"]
 """Where a space comes from: shipped under its name, written by the user, or made for a GPU."""

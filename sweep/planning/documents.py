@@ -5,18 +5,25 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from search_spaces.costs import Bill, OfferComparison, ties, usd_per_training_second
-from search_spaces.linears import standard_capacity
-from search_spaces.quality import KnownQuality
-from search_spaces.rules import torch_for
-from sweep.planning.backwards import LENGTH_STEP, Cheapest, JobCard, Longest, LongestRow, Outcome
-from sweep.planning.candidates import speed_ratio
-from sweep.planning.plan import CardComparison, CardPlan, WhatIf
-from sweep.planning.survey import ShapeTable, Survey
-from sweep.predict.forecast import Forecast
-from sweep.predict.memory.peaks import PARTS
-from sweep.predict.memory.predictor import Fit
-from sweep.predict.speed.steps import LINK_SHARES, link_of
+from qlora_sweep.search_spaces.costs import Bill, OfferComparison, ties, usd_per_training_second
+from qlora_sweep.search_spaces.linears import standard_capacity
+from qlora_sweep.search_spaces.quality import KnownQuality
+from qlora_sweep.search_spaces.rules import torch_for
+from qlora_sweep.sweep.planning.backwards import (
+    LENGTH_STEP,
+    Cheapest,
+    JobCard,
+    Longest,
+    LongestRow,
+    Outcome,
+)
+from qlora_sweep.sweep.planning.candidates import speed_ratio
+from qlora_sweep.sweep.planning.plan import CardComparison, CardPlan, WhatIf
+from qlora_sweep.sweep.planning.survey import ShapeTable, Survey
+from qlora_sweep.sweep.predict.forecast import Forecast
+from qlora_sweep.sweep.predict.memory.peaks import PARTS
+from qlora_sweep.sweep.predict.memory.predictor import Fit
+from qlora_sweep.sweep.predict.speed.steps import LINK_SHARES, link_of
 
 MEASURED = ("peak_allocated_bytes", "peak_reserved_bytes", "step_seconds", "tokens_per_second")
 

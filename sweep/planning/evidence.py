@@ -7,23 +7,28 @@ from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from search_spaces.config import TrialConfig, canonical
-from search_spaces.errors import EnvironmentFault, InputError
-from search_spaces.gpus import GpuSpec, match_product
-from search_spaces.models import ModelSpec
-from search_spaces.texts import TextsSummary
-from storage.confirmations import BETWEEN_RUNS
-from storage.definition import MemoryForecast, StudyDefinition, StudySnapshot, TargetSpeed
-from storage.ranking import fitting
-from storage.records import OutOfMemory, TrialRecord
-from sweep.predict.building import build_forecaster, shapes_of_study
-from sweep.predict.forecast import Evidence, Forecaster, calibrated
-from sweep.predict.memory.predictor import TracingPredictor
-from sweep.predict.memory.profile_store import Traced
-from sweep.predict.memory.profiles import Structure, Untraceable
-from sweep.predict.on_texts import ShapesOnTexts
-from sweep.predict.speed.predictor import within
-from sweep.predict.speed.stand_in import Array, Took
+from qlora_sweep.search_spaces.config import TrialConfig, canonical
+from qlora_sweep.search_spaces.errors import EnvironmentFault, InputError
+from qlora_sweep.search_spaces.gpus import GpuSpec, match_product
+from qlora_sweep.search_spaces.models import ModelSpec
+from qlora_sweep.search_spaces.texts import TextsSummary
+from qlora_sweep.storage.confirmations import BETWEEN_RUNS
+from qlora_sweep.storage.definition import (
+    MemoryForecast,
+    StudyDefinition,
+    StudySnapshot,
+    TargetSpeed,
+)
+from qlora_sweep.storage.ranking import fitting
+from qlora_sweep.storage.records import OutOfMemory, TrialRecord
+from qlora_sweep.sweep.predict.building import build_forecaster, shapes_of_study
+from qlora_sweep.sweep.predict.forecast import Evidence, Forecaster, calibrated
+from qlora_sweep.sweep.predict.memory.predictor import TracingPredictor
+from qlora_sweep.sweep.predict.memory.profile_store import Traced
+from qlora_sweep.sweep.predict.memory.profiles import Structure, Untraceable
+from qlora_sweep.sweep.predict.on_texts import ShapesOnTexts
+from qlora_sweep.sweep.predict.speed.predictor import within
+from qlora_sweep.sweep.predict.speed.stand_in import Array, Took
 
 
 def evidence_from(

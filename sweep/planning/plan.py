@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
 
-from search_spaces.config import CAPACITY_KEYS, MICRO_BATCH_MAX, TrialConfig
-from search_spaces.costs import (
+from qlora_sweep.search_spaces.config import CAPACITY_KEYS, MICRO_BATCH_MAX, TrialConfig
+from qlora_sweep.search_spaces.costs import (
     AskedWork,
     Bill,
     OfferComparison,
@@ -20,16 +20,16 @@ from search_spaces.costs import (
     compare_offers,
     ties,
 )
-from search_spaces.errors import InputError
-from search_spaces.feasibility import obstacles
-from search_spaces.gpus import GpuSpec
-from search_spaces.linears import nearest_capacity
-from search_spaces.loading import with_fixed
-from search_spaces.prices import Offer
-from search_spaces.rules import Setting, fp16_caveat
-from search_spaces.space import SearchSpace
-from search_spaces.trainers import trainer_of
-from sweep.planning.candidates import (
+from qlora_sweep.search_spaces.errors import InputError
+from qlora_sweep.search_spaces.feasibility import obstacles
+from qlora_sweep.search_spaces.gpus import GpuSpec
+from qlora_sweep.search_spaces.linears import nearest_capacity
+from qlora_sweep.search_spaces.loading import with_fixed
+from qlora_sweep.search_spaces.prices import Offer
+from qlora_sweep.search_spaces.rules import Setting, fp16_caveat
+from qlora_sweep.search_spaces.space import SearchSpace
+from qlora_sweep.search_spaces.trainers import trainer_of
+from qlora_sweep.sweep.planning.candidates import (
     NOT_ASKED,
     Asked,
     is_faster,
@@ -38,7 +38,7 @@ from sweep.planning.candidates import (
     speed_order,
     speed_ratio,
 )
-from sweep.planning.survey import (
+from qlora_sweep.sweep.planning.survey import (
     LargestBatch,
     ShapeTable,
     Size,
@@ -46,14 +46,14 @@ from sweep.planning.survey import (
     class_of,
     fitting,
 )
-from sweep.predict.forecast import (
+from qlora_sweep.sweep.predict.forecast import (
     UNBUILDABLE,
     Forecast,
     Forecaster,
     Progress,
     silent,
 )
-from sweep.predict.memory.prediction import Fit
+from qlora_sweep.sweep.predict.memory.prediction import Fit
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128)
 LENGTHS = (512, 1024, 2048, 4096)

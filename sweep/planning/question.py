@@ -14,18 +14,18 @@ from typing import TYPE_CHECKING, Annotated, Any, BinaryIO
 
 from pydantic import Field, StrictInt
 
-from search_spaces.config import (
+from qlora_sweep.search_spaces.config import (
     Number,
     TrialConfig,
     as_options,
     needed_by,
     parse_config,
 )
-from search_spaces.costs import AskedWork
-from search_spaces.documents import Document, Strict, parse_object, read_text, validate
-from search_spaces.errors import InputError, did_you_mean
-from search_spaces.feasibility import refuse_impossible, refuse_without_texts
-from search_spaces.gpus import (
+from qlora_sweep.search_spaces.costs import AskedWork
+from qlora_sweep.search_spaces.documents import Document, Strict, parse_object, read_text, validate
+from qlora_sweep.search_spaces.errors import InputError, did_you_mean
+from qlora_sweep.search_spaces.feasibility import refuse_impossible, refuse_without_texts
+from qlora_sweep.search_spaces.gpus import (
     GpuSpec,
     asked_bytes,
     find_gpu,
@@ -33,7 +33,7 @@ from search_spaces.gpus import (
     gpu_names,
     match_product,
 )
-from search_spaces.loading import (
+from qlora_sweep.search_spaces.loading import (
     Offered,
     load_space,
     preset_name,
@@ -41,27 +41,27 @@ from search_spaces.loading import (
     with_fixed,
     with_own_settings,
 )
-from search_spaces.models import ModelSpec, load_model_spec
-from search_spaces.presets import preset_space
-from search_spaces.prices import Offer, load_prices
-from search_spaces.rules import Setting, own_settings
-from search_spaces.sizes import with_offered_batches
-from search_spaces.space import SearchSpace, largest_whole
-from search_spaces.trainer_spaces import for_trainer
-from storage.definition import StudySnapshot, Target
-from sweep.data.choice import ReadTexts, space_with_texts, typed_texts
-from sweep.data.texts import PreparedTexts, TextsRequest, prepare_texts
-from sweep.paths import own_price_file
-from sweep.planning.backwards import job, whole_step
-from sweep.planning.candidates import Asked, SpaceKind, own_space
-from sweep.planning.evidence import evidence_from
-from sweep.predict.building import build_forecaster, shapes_of_texts
-from sweep.predict.forecast import NO_EVIDENCE, Forecaster
-from sweep.predict.memory.predictor import MemoryPredictor
-from sweep.predict.on_texts import ShapesOnTexts
+from qlora_sweep.search_spaces.models import ModelSpec, load_model_spec
+from qlora_sweep.search_spaces.presets import preset_space
+from qlora_sweep.search_spaces.prices import Offer, load_prices
+from qlora_sweep.search_spaces.rules import Setting, own_settings
+from qlora_sweep.search_spaces.sizes import with_offered_batches
+from qlora_sweep.search_spaces.space import SearchSpace, largest_whole
+from qlora_sweep.search_spaces.trainer_spaces import for_trainer
+from qlora_sweep.storage.definition import StudySnapshot, Target
+from qlora_sweep.sweep.data.choice import ReadTexts, space_with_texts, typed_texts
+from qlora_sweep.sweep.data.texts import PreparedTexts, TextsRequest, prepare_texts
+from qlora_sweep.sweep.paths import own_price_file
+from qlora_sweep.sweep.planning.backwards import job, whole_step
+from qlora_sweep.sweep.planning.candidates import Asked, SpaceKind, own_space
+from qlora_sweep.sweep.planning.evidence import evidence_from
+from qlora_sweep.sweep.predict.building import build_forecaster, shapes_of_texts
+from qlora_sweep.sweep.predict.forecast import NO_EVIDENCE, Forecaster
+from qlora_sweep.sweep.predict.memory.predictor import MemoryPredictor
+from qlora_sweep.sweep.predict.on_texts import ShapesOnTexts
 
 if TYPE_CHECKING:
-    from sweep.running.device_info import Card
+    from qlora_sweep.sweep.running.device_info import Card
 
 PROMPTS = 4
 """In a step of GRPO where nothing is said, with all their completions."""

@@ -17,12 +17,12 @@ from pathlib import Path
 import numpy as np
 from pydantic import BaseModel
 
-from search_spaces.config import Numerics, TrialConfig
-from search_spaces.errors import InputError
-from search_spaces.linears import CapacityClass, nearest_capacity
-from search_spaces.models import ModelSpec
-from search_spaces.space import MICRO_STEPS_TIMED, SearchSpace
-from sweep.planning.candidates import (
+from qlora_sweep.search_spaces.config import Numerics, TrialConfig
+from qlora_sweep.search_spaces.errors import InputError
+from qlora_sweep.search_spaces.linears import CapacityClass, nearest_capacity
+from qlora_sweep.search_spaces.models import ModelSpec
+from qlora_sweep.search_spaces.space import MICRO_STEPS_TIMED, SearchSpace
+from qlora_sweep.sweep.planning.candidates import (
     VALUES_SHOWN,
     alternative,
     best_of_each_numerics,
@@ -31,7 +31,7 @@ from sweep.planning.candidates import (
     shown_batches,
     speed_order,
 )
-from sweep.predict.forecast import (
+from qlora_sweep.sweep.predict.forecast import (
     UNBUILDABLE,
     Forecast,
     Forecaster,
@@ -39,14 +39,18 @@ from sweep.predict.forecast import (
     nothing_known,
     silent,
 )
-from sweep.predict.memory.prediction import Fit
-from sweep.predict.memory.profile_store import source_digest, tracing_fingerprint, write_cache
-from sweep.predict.memory.profiles import Untraceable
-from sweep.predict.memory.shipped import is_as_committed, read
-from sweep.predict.shortlist import Pick, Shortlist
-from sweep.predict.speed.contributed import contributed_speed
-from sweep.predict.speed.layers import layers_of
-from sweep.predict.speed.predictor import within
+from qlora_sweep.sweep.predict.memory.prediction import Fit
+from qlora_sweep.sweep.predict.memory.profile_store import (
+    source_digest,
+    tracing_fingerprint,
+    write_cache,
+)
+from qlora_sweep.sweep.predict.memory.profiles import Untraceable
+from qlora_sweep.sweep.predict.memory.shipped import is_as_committed, read
+from qlora_sweep.sweep.predict.shortlist import Pick, Shortlist
+from qlora_sweep.sweep.predict.speed.contributed import contributed_speed
+from qlora_sweep.sweep.predict.speed.layers import layers_of
+from qlora_sweep.sweep.predict.speed.predictor import within
 
 STEPS_SAMPLED = 64
 """Fitting configurations whose step times tell how long a study takes."""

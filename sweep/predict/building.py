@@ -6,14 +6,14 @@ from collections.abc import Callable
 from functools import lru_cache, partial
 from pathlib import Path
 
-from search_spaces import rules
-from search_spaces.gpus import GpuSpec, match_product
-from search_spaces.models import ModelSpec
-from search_spaces.texts import TextsChoice
-from storage.definition import StudyDefinition, Target
-from sweep.data.study_epochs import StudyEpochs
-from sweep.data.texts import PreparedTexts, open_prepared, texts_directory
-from sweep.predict.forecast import (
+from qlora_sweep.search_spaces import rules
+from qlora_sweep.search_spaces.gpus import GpuSpec, match_product
+from qlora_sweep.search_spaces.models import ModelSpec
+from qlora_sweep.search_spaces.texts import TextsChoice
+from qlora_sweep.storage.definition import StudyDefinition, Target
+from qlora_sweep.sweep.data.study_epochs import StudyEpochs
+from qlora_sweep.sweep.data.texts import PreparedTexts, open_prepared, texts_directory
+from qlora_sweep.sweep.predict.forecast import (
     NO_EVIDENCE,
     Evidence,
     Forecaster,
@@ -21,8 +21,8 @@ from sweep.predict.forecast import (
     SpeedForecast,
     SpeedModel,
 )
-from sweep.predict.memory.predictor import MemoryPredictor
-from sweep.predict.on_texts import ShapesOnTexts
+from qlora_sweep.sweep.predict.memory.predictor import MemoryPredictor
+from qlora_sweep.sweep.predict.on_texts import ShapesOnTexts
 
 STUDIES_KEPT = 8
 """Studies whose datasets are not read again: a page of one asks of each of its trials."""

@@ -17,23 +17,23 @@ from typing import Any
 
 import numpy as np
 
-from search_spaces.config import canonical
-from search_spaces.errors import InputError, SweepError
-from search_spaces.gpus import GIB, MEMORY_TOLERANCE
-from storage.contributions import Contribution, read_contribution
-from storage.files import replace, writing
-from storage.soundness import contradicted_tokens, frozen_linear_weights
-from storage.surfaces import SurfaceRow
-from sweep.predict.memory.predictor import MemoryPredictor
-from sweep.predict.memory.profile_store import OnProgress, tell_nobody, write_cache
-from sweep.predict.speed import contributed
-from sweep.predict.speed.contributed import (
+from qlora_sweep.search_spaces.config import canonical
+from qlora_sweep.search_spaces.errors import InputError, SweepError
+from qlora_sweep.search_spaces.gpus import GIB, MEMORY_TOLERANCE
+from qlora_sweep.storage.contributions import Contribution, read_contribution
+from qlora_sweep.storage.files import replace, writing
+from qlora_sweep.storage.soundness import contradicted_tokens, frozen_linear_weights
+from qlora_sweep.storage.surfaces import SurfaceRow
+from qlora_sweep.sweep.predict.memory.predictor import MemoryPredictor
+from qlora_sweep.sweep.predict.memory.profile_store import OnProgress, tell_nobody, write_cache
+from qlora_sweep.sweep.predict.speed import contributed
+from qlora_sweep.sweep.predict.speed.contributed import (
     SESSION,
     Array,
     Contributed,
     shipped_contributions,
 )
-from sweep.predict.speed.predictor import StepTimes
+from qlora_sweep.sweep.predict.speed.predictor import StepTimes
 
 LIMIT = 4.0
 """Standard deviations beyond which a trial, or a file's vote, contradicts the others.

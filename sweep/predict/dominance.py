@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from search_spaces.config import KNOBS, TrialConfig
-from search_spaces.linears import resolve_targets
-from search_spaces.models import ModelSpec
+from qlora_sweep.search_spaces.config import KNOBS, TrialConfig
+from qlora_sweep.search_spaces.linears import resolve_targets
+from qlora_sweep.search_spaces.models import ModelSpec
 
 Footprint = Mapping[str, tuple[Any, bool]]
 """A configuration as far as memory goes: of every setting that matters to it, the value (for those

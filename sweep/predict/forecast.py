@@ -16,15 +16,15 @@ from typing import Any, Literal, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from search_spaces import rules
-from search_spaces.config import TrialConfig, canonical
-from search_spaces.errors import InputError, SweepError
-from search_spaces.gpus import GpuSpec
-from search_spaces.learning_rates import LearningRate, learning_rate_of
-from search_spaces.linears import lora_parameters
-from search_spaces.models import ModelSpec
-from search_spaces.rules import Violation
-from storage.records import (
+from qlora_sweep.search_spaces import rules
+from qlora_sweep.search_spaces.config import TrialConfig, canonical
+from qlora_sweep.search_spaces.errors import InputError, SweepError
+from qlora_sweep.search_spaces.gpus import GpuSpec
+from qlora_sweep.search_spaces.learning_rates import LearningRate, learning_rate_of
+from qlora_sweep.search_spaces.linears import lora_parameters
+from qlora_sweep.search_spaces.models import ModelSpec
+from qlora_sweep.search_spaces.rules import Violation
+from qlora_sweep.storage.records import (
     DominatedOutOfMemory,
     EpochRecord,
     Invalid,
@@ -36,23 +36,23 @@ from storage.records import (
     TrialRecord,
     Verdict,
 )
-from sweep.predict.dominance import Footprint, RanOut, base_alone, footprint
-from sweep.predict.memory.prediction import (
+from qlora_sweep.sweep.predict.dominance import Footprint, RanOut, base_alone, footprint
+from qlora_sweep.sweep.predict.memory.prediction import (
     Fit,
     MemoryPrediction,
     WholeMemory,
     predict_nothing,
 )
-from sweep.predict.memory.predictor import MemoryPredictor, Residuals, TracingPredictor
-from sweep.predict.memory.profile_store import OnProgress, tell_nobody
-from sweep.predict.memory.profiles import Untraceable
-from sweep.predict.on_texts import (
+from qlora_sweep.sweep.predict.memory.predictor import MemoryPredictor, Residuals, TracingPredictor
+from qlora_sweep.sweep.predict.memory.profile_store import OnProgress, tell_nobody
+from qlora_sweep.sweep.predict.memory.profiles import Untraceable
+from qlora_sweep.sweep.predict.on_texts import (
     MemoryInTrainer,
     MemoryOnTexts,
     ShapesOnTexts,
     tokens_per_step,
 )
-from sweep.predict.speed.predictor import (
+from qlora_sweep.sweep.predict.speed.predictor import (
     FACTORS,
     Calibration,
     SpeedPrediction,
@@ -60,8 +60,8 @@ from sweep.predict.speed.predictor import (
     calibrate,
     within,
 )
-from sweep.predict.speed.stand_in import StandIn
-from sweep.predict.speed.steps import refusal
+from qlora_sweep.sweep.predict.speed.stand_in import StandIn
+from qlora_sweep.sweep.predict.speed.steps import refusal
 
 PREDICTIONS_KEPT = 4096
 """Configurations whose memory is not predicted again; one takes some 30 KiB."""

@@ -14,16 +14,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from search_spaces.config import TrialConfig
-from search_spaces.errors import InputError
-from search_spaces.trainers import trainer_of
-from sweep.data.epoch import Epoch
-from sweep.data.rows import rows_of_samples
-from sweep.data.study_epochs import StudyEpochs, batch_key
-from sweep.predict.memory.prediction import Known, WholeMemory
-from sweep.predict.memory.predictor import MemoryPredictor
-from sweep.predict.memory.profile_store import OnProgress, tell_nobody
-from sweep.predict.trainers import factors_of, for_memory, for_speed
+from qlora_sweep.search_spaces.config import TrialConfig
+from qlora_sweep.search_spaces.errors import InputError
+from qlora_sweep.search_spaces.trainers import trainer_of
+from qlora_sweep.sweep.data.epoch import Epoch
+from qlora_sweep.sweep.data.rows import rows_of_samples
+from qlora_sweep.sweep.data.study_epochs import StudyEpochs, batch_key
+from qlora_sweep.sweep.predict.memory.prediction import Known, WholeMemory
+from qlora_sweep.sweep.predict.memory.predictor import MemoryPredictor
+from qlora_sweep.sweep.predict.memory.profile_store import OnProgress, tell_nobody
+from qlora_sweep.sweep.predict.trainers import factors_of, for_memory, for_speed
 
 ROWS_MAX = 10_000
 """Of more sequences a sample of so many tells the mean micro-batch; a space asks for hundreds."""

@@ -26,14 +26,21 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from search_spaces.config import BATCH_KEYS, CAPACITY_KEYS, KNOBS, SIZE_KEYS, Numerics, TrialConfig
-from search_spaces.dimensions import FloatRange
-from search_spaces.errors import InputError
-from search_spaces.linears import CapacityClass, nearest_capacity
-from search_spaces.preference import TIE, plainness
-from search_spaces.space import SearchSpace
-from sweep.predict.forecast import Forecaster, Progress, SpeedForecast, silent
-from sweep.predict.memory.prediction import Fit
+from qlora_sweep.search_spaces.config import (
+    BATCH_KEYS,
+    CAPACITY_KEYS,
+    KNOBS,
+    SIZE_KEYS,
+    Numerics,
+    TrialConfig,
+)
+from qlora_sweep.search_spaces.dimensions import FloatRange
+from qlora_sweep.search_spaces.errors import InputError
+from qlora_sweep.search_spaces.linears import CapacityClass, nearest_capacity
+from qlora_sweep.search_spaces.preference import TIE, plainness
+from qlora_sweep.search_spaces.space import SearchSpace
+from qlora_sweep.sweep.predict.forecast import Forecaster, Progress, SpeedForecast, silent
+from qlora_sweep.sweep.predict.memory.prediction import Fit
 
 WHOLE_MAX = 4_000
 """Combinations up to which every row of a space is looked at."""

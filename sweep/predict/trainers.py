@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from search_spaces.config import TrialConfig
-from search_spaces.trainers import trainer_of
+from qlora_sweep.search_spaces.config import TrialConfig
+from qlora_sweep.search_spaces.trainers import trainer_of
 
 _COMPILED: Mapping[str, Any] = {"kernels": "fused-loss", "compile": True}
 _LAYERS_OF_LIGER: Mapping[str, Any] = {"kernels": "liger"}

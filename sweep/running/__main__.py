@@ -1,6 +1,6 @@
 """A worker's first seconds: bound to its parent's life, then importing what it needs alone.
 
-Run as ``python -P -m sweep.running FD PARENT [RANK]``: FD is the pipe for the worker's messages,
+Run as ``python -P -m qlora_sweep.sweep.running FD PARENT [RANK]``: FD is the pipe for the worker's messages,
 PARENT the number of the process that started it, and RANK that of a worker which another one
 started to train together with it.
 """
@@ -17,8 +17,8 @@ import traceback
 from importlib import import_module
 from typing import Any
 
-from sweep.namesakes import missing_words
-from sweep.processes import bind_to_parent, leave_a_guard
+from qlora_sweep.sweep.namesakes import missing_words
+from qlora_sweep.sweep.processes import bind_to_parent, leave_a_guard
 
 
 class _Printing(io.FileIO):
@@ -43,7 +43,7 @@ def print_without_fail() -> None:
         setattr(sys, name, text)
 
 
-def main(module: str = "sweep.running.worker") -> None:
+def main(module: str = "qlora_sweep.sweep.running.worker") -> None:
     """Bind this process to its parent's life, before anything that takes time; then import what a
     training takes, and what is to be done here."""
     bind_to_parent(int(sys.argv[2]))
@@ -53,7 +53,7 @@ def main(module: str = "sweep.running.worker") -> None:
     print_without_fail()
     # A dump of so much memory fills a disk, and keeps the process from ending meanwhile.
     resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
-    from sweep.training.libraries import OPTIONAL, compiling_later, lean_imports
+    from qlora_sweep.sweep.training.libraries import OPTIONAL, compiling_later, lean_imports
 
     try:
         with lean_imports(*OPTIONAL):

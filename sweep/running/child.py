@@ -23,13 +23,18 @@ from typing import IO
 
 from pydantic import TypeAdapter
 
-from search_spaces import redaction
-from search_spaces.errors import MORE_DESCRIPTORS, EnvironmentFault, words_of
-from storage import files
-from storage.records import CrashCause, Crashed, Outcome, Phase, TimedOut
-from sweep.processes import KILL_SECONDS, End
-from sweep.running.starting import Starting, compiler_directory, take, worker_environment
-from sweep.running.wire import (
+from qlora_sweep.search_spaces import redaction
+from qlora_sweep.search_spaces.errors import MORE_DESCRIPTORS, EnvironmentFault, words_of
+from qlora_sweep.storage import files
+from qlora_sweep.storage.records import CrashCause, Crashed, Outcome, Phase, TimedOut
+from qlora_sweep.sweep.processes import KILL_SECONDS, End
+from qlora_sweep.sweep.running.starting import (
+    Starting,
+    compiler_directory,
+    take,
+    worker_environment,
+)
+from qlora_sweep.sweep.running.wire import (
     LINE_BYTES_MAX,
     ChildSettings,
     M,

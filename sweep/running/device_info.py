@@ -15,11 +15,11 @@ from dataclasses import dataclass, replace
 from itertools import takewhile
 from typing import Any
 
-from reports import units
-from search_spaces.errors import EnvironmentFault, InputError
-from search_spaces.gpus import GpuSpec, match_product
-from storage.environment import fingerprint
-from sweep.nvml import NVML, CardProcess, NvmlCard, visible_cards
+from qlora_sweep.reports import units
+from qlora_sweep.search_spaces.errors import EnvironmentFault, InputError
+from qlora_sweep.search_spaces.gpus import GpuSpec, match_product
+from qlora_sweep.storage.environment import fingerprint
+from qlora_sweep.sweep.nvml import NVML, CardProcess, NvmlCard, visible_cards
 
 _INTEGRATED, _CAPABILITY_MAJOR, _CAPABILITY_MINOR = 18, 75, 76
 """`CUdevice_attribute`s, as cuda.h numbers them."""

@@ -18,10 +18,10 @@ import time
 from collections.abc import Callable
 from typing import IO
 
-from storage.records import Crashed, Outcome
-from sweep.processes import End
-from sweep.running.starting import MODULE
-from sweep.running.wire import (
+from qlora_sweep.storage.records import Crashed, Outcome
+from qlora_sweep.sweep.processes import End
+from qlora_sweep.sweep.running.starting import MODULE
+from qlora_sweep.sweep.running.wire import (
     ChildSettings,
     Finished,
     Ready,
@@ -32,7 +32,7 @@ from sweep.running.wire import (
     to_line,
     worker_message_adapter,
 )
-from sweep.training import team
+from qlora_sweep.sweep.training import team
 
 _BEAT_SECONDS = 1.0
 """Between two signs of life while the others are waited for."""

@@ -23,14 +23,20 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from search_spaces.errors import NAMED_MAX, EnvironmentFault, InputError, install_extra, quote
-from search_spaces.gpus import find_gpu
-from search_spaces.redaction import shown
-from storage.environment import fingerprint
-from sweep.running import child
-from sweep.running.device_info import Card, read_cards
-from sweep.running.ray_runner import Device, RayRunner, on_node, raylet_environment
-from sweep.running.runner import Lane
+from qlora_sweep.search_spaces.errors import (
+    NAMED_MAX,
+    EnvironmentFault,
+    InputError,
+    install_extra,
+    quote,
+)
+from qlora_sweep.search_spaces.gpus import find_gpu
+from qlora_sweep.search_spaces.redaction import shown
+from qlora_sweep.storage.environment import fingerprint
+from qlora_sweep.sweep.running import child
+from qlora_sweep.sweep.running.device_info import Card, read_cards
+from qlora_sweep.sweep.running.ray_runner import Device, RayRunner, on_node, raylet_environment
+from qlora_sweep.sweep.running.runner import Lane
 
 AUTO = "auto"
 CPU = "cpu"
@@ -51,7 +57,7 @@ _QUIET = {
 }
 _REHEARSAL = """
 import sys
-from sweep.processes import bind_to_parent
+from qlora_sweep.sweep.processes import bind_to_parent
 bind_to_parent(int(sys.argv[2]))
 import ray
 try:

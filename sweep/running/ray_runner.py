@@ -18,14 +18,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, cast
 
-from search_spaces.errors import CardLost, EnvironmentFault
-from storage.directory import OUTCOME, beside_log
-from storage.records import INTERRUPTED, Crashed, Outcome, Phase
-from sweep.paths import cache_directory
-from sweep.running.child import AttentiveClock, shown, storable
-from sweep.running.device_info import read_card
-from sweep.running.runner import Observer, Runner, keep_going
-from sweep.running.wire import Progress, TrialRequest
+from qlora_sweep.search_spaces.errors import CardLost, EnvironmentFault
+from qlora_sweep.storage.directory import OUTCOME, beside_log
+from qlora_sweep.storage.records import INTERRUPTED, Crashed, Outcome, Phase
+from qlora_sweep.sweep.paths import cache_directory
+from qlora_sweep.sweep.running.child import AttentiveClock, shown, storable
+from qlora_sweep.sweep.running.device_info import read_card
+from qlora_sweep.sweep.running.runner import Observer, Runner, keep_going
+from qlora_sweep.sweep.running.wire import Progress, TrialRequest
 
 SILENCE_SECONDS = 60.0
 """Without a word of an actor, which says that it lives every `_ALIVE_SECONDS`: no machine is away

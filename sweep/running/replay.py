@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import InitVar, dataclass, field
 
-from search_spaces.config import TrialConfig
-from storage.records import (
+from qlora_sweep.search_spaces.config import TrialConfig
+from qlora_sweep.storage.records import (
     INTERRUPTED,
     OUT_OF_TIME,
     Invalid,
@@ -18,8 +18,8 @@ from storage.records import (
     TrialRecord,
     held_to_budget,
 )
-from sweep.running.runner import Observer, Runner, keep_going
-from sweep.running.wire import Progress, TrialRequest
+from qlora_sweep.sweep.running.runner import Observer, Runner, keep_going
+from qlora_sweep.sweep.running.wire import Progress, TrialRequest
 
 
 def not_recorded(config: TrialConfig) -> Outcome:

@@ -7,20 +7,20 @@ from typing import Any
 
 import torch
 
-from search_spaces.config import TrialConfig
-from search_spaces.errors import InputError
-from search_spaces.models import ModelSpec
-from search_spaces.space import StepBudget
-from storage.records import NEIGHBOUR, Faithfulness, Ineffective, Invalid, Outcome
-from sweep.nvml import card_at
-from sweep.running.wire import WorkerSettings
-from sweep.training.adapters import forget_compiled
-from sweep.training.device import Device, open_device
-from sweep.training.eight_bit import half_dtype
-from sweep.training.exceptions import out_of_memory
-from sweep.training.meter import CardReader, NeighbourWatch
-from sweep.training.model import BaseModel, Unavailable, build_base
-from sweep.training.trial import Trial
+from qlora_sweep.search_spaces.config import TrialConfig
+from qlora_sweep.search_spaces.errors import InputError
+from qlora_sweep.search_spaces.models import ModelSpec
+from qlora_sweep.search_spaces.space import StepBudget
+from qlora_sweep.storage.records import NEIGHBOUR, Faithfulness, Ineffective, Invalid, Outcome
+from qlora_sweep.sweep.nvml import card_at
+from qlora_sweep.sweep.running.wire import WorkerSettings
+from qlora_sweep.sweep.training.adapters import forget_compiled
+from qlora_sweep.sweep.training.device import Device, open_device
+from qlora_sweep.sweep.training.eight_bit import half_dtype
+from qlora_sweep.sweep.training.exceptions import out_of_memory
+from qlora_sweep.sweep.training.meter import CardReader, NeighbourWatch
+from qlora_sweep.sweep.training.model import BaseModel, Unavailable, build_base
+from qlora_sweep.sweep.training.trial import Trial
 
 DETAIL_LENGTH = 2000
 # What a base may leave behind without being called a leak: a library's late workspace.

@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol, Self
 
-from search_spaces.errors import EnvironmentFault
-from storage.records import INTERRUPTED, Outcome
-from sweep.running.wire import Progress, TrialRequest
+from qlora_sweep.search_spaces.errors import EnvironmentFault
+from qlora_sweep.storage.records import INTERRUPTED, Outcome
+from qlora_sweep.sweep.running.wire import Progress, TrialRequest
 
 _END_SECONDS = 30.0
 """For which trials that were cancelled are waited for before their runners are closed under them.

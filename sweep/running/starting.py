@@ -16,11 +16,11 @@ from importlib.util import cache_from_source, find_spec
 from pathlib import Path
 from typing import IO, Any
 
-from sweep.child_environment import child_environment
-from sweep.paths import cache_directory
-from sweep.processes import Child
+from qlora_sweep.sweep.child_environment import child_environment
+from qlora_sweep.sweep.paths import cache_directory
+from qlora_sweep.sweep.processes import Child
 
-MODULE = "sweep.running"
+MODULE = "qlora_sweep.sweep.running"
 _CPU_ENVIRONMENT = {
     # A study for the CPU never sees a GPU, whatever library looks for one.
     "CUDA_VISIBLE_DEVICES": "",

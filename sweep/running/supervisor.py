@@ -11,17 +11,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
 
-from search_spaces.errors import CardLost, EnvironmentFault
-from search_spaces.gpus import match_product
-from search_spaces.models import ModelSpec
-from search_spaces.space import MICRO_STEPS_TIMED, StepBudget
-from storage.definition import Target
-from storage.directory import beside_log
-from storage.records import INTERRUPTED, Crashed, Ineffective, Outcome, Phase, TimedOut
-from sweep.data.epoch import STRATA_MAX
-from sweep.nvml import FaultWatch
-from sweep.processes import End, oom_kills
-from sweep.running.child import (
+from qlora_sweep.search_spaces.errors import CardLost, EnvironmentFault
+from qlora_sweep.search_spaces.gpus import match_product
+from qlora_sweep.search_spaces.models import ModelSpec
+from qlora_sweep.search_spaces.space import MICRO_STEPS_TIMED, StepBudget
+from qlora_sweep.storage.definition import Target
+from qlora_sweep.storage.directory import beside_log
+from qlora_sweep.storage.records import INTERRUPTED, Crashed, Ineffective, Outcome, Phase, TimedOut
+from qlora_sweep.sweep.data.epoch import STRATA_MAX
+from qlora_sweep.sweep.nvml import FaultWatch
+from qlora_sweep.sweep.processes import End, oom_kills
+from qlora_sweep.sweep.running.child import (
     AttentiveClock,
     WorkerEnded,
     WorkerFault,
@@ -32,9 +32,9 @@ from sweep.running.child import (
     shown,
     storable,
 )
-from sweep.running.runner import Observer, Runner, keep_going
-from sweep.running.starting import take
-from sweep.running.wire import (
+from qlora_sweep.sweep.running.runner import Observer, Runner, keep_going
+from qlora_sweep.sweep.running.starting import take
+from qlora_sweep.sweep.running.wire import (
     Finished,
     Progress,
     Ready,
@@ -181,7 +181,7 @@ class SupervisedRunner(Runner):
         target: Target,
         log_path: Path,
         deadlines: Deadlines | None = None,
-        module: str = "sweep.running",
+        module: str = "qlora_sweep.sweep.running",
         process: type[WorkerProcess] = WorkerProcess,
         fault: Callable[[], str | None] | None = None,
         **settings: Any,

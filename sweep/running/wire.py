@@ -11,13 +11,13 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, Field, TypeAdapter, ValidationError
 
-from search_spaces.config import ComputeDtype, TrialConfig
-from search_spaces.redaction import visible
-from search_spaces.space import StepBudget, Weights
-from storage.records import Attempt, Faithfulness, Outcome
-from sweep.training.messages import Message as Message
-from sweep.training.messages import Progress as Progress
-from sweep.training.messages import QualityCommand as QualityCommand
+from qlora_sweep.search_spaces.config import ComputeDtype, TrialConfig
+from qlora_sweep.search_spaces.redaction import visible
+from qlora_sweep.search_spaces.space import StepBudget, Weights
+from qlora_sweep.storage.records import Attempt, Faithfulness, Outcome
+from qlora_sweep.sweep.training.messages import Message as Message
+from qlora_sweep.sweep.training.messages import Progress as Progress
+from qlora_sweep.sweep.training.messages import QualityCommand as QualityCommand
 
 M = TypeVar("M", bound=BaseModel)
 

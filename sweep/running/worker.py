@@ -17,10 +17,15 @@ from typing import IO, Protocol
 
 import torch
 
-from search_spaces.config import TrialConfig, canonical
-from search_spaces.errors import MORE_DESCRIPTORS, EnvironmentFault, InputError, words_of
-from storage.directory import OutcomeFile
-from storage.records import (
+from qlora_sweep.search_spaces.config import TrialConfig, canonical
+from qlora_sweep.search_spaces.errors import (
+    MORE_DESCRIPTORS,
+    EnvironmentFault,
+    InputError,
+    words_of,
+)
+from qlora_sweep.storage.directory import OutcomeFile
+from qlora_sweep.storage.records import (
     INTERRUPTED,
     SPEED_REUSED,
     CrashCause,
@@ -33,11 +38,11 @@ from storage.records import (
     OutOfMemory,
     Phase,
 )
-from sweep.data.batches import Texts, import_readers
-from sweep.data.texts import SUMMARY
-from sweep.running.ranks import Ranks
-from sweep.running.resident import DETAIL_LENGTH, Resident
-from sweep.running.wire import (
+from qlora_sweep.sweep.data.batches import Texts, import_readers
+from qlora_sweep.sweep.data.texts import SUMMARY
+from qlora_sweep.sweep.running.ranks import Ranks
+from qlora_sweep.sweep.running.resident import DETAIL_LENGTH, Resident
+from qlora_sweep.sweep.running.wire import (
     ChildSettings,
     Finished,
     Progress,
@@ -53,11 +58,11 @@ from sweep.running.wire import (
     command_adapter,
     to_line,
 )
-from sweep.training import team
-from sweep.training.adapters import import_compiler, start_compiler_processes
-from sweep.training.exceptions import is_card_out_of_memory, is_host_out_of_memory
-from sweep.training.messages import Message
-from sweep.training.quality import Quality
+from qlora_sweep.sweep.training import team
+from qlora_sweep.sweep.training.adapters import import_compiler, start_compiler_processes
+from qlora_sweep.sweep.training.exceptions import is_card_out_of_memory, is_host_out_of_memory
+from qlora_sweep.sweep.training.messages import Message
+from qlora_sweep.sweep.training.quality import Quality
 
 NO_ROOM_TO_EVALUATE = "no_room_to_evaluate"
 """Flag of what trained within the budget, and could not be asked what it learned."""

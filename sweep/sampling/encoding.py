@@ -18,11 +18,11 @@ from optuna.distributions import (
     IntDistribution,
 )
 
-from search_spaces.config import BATCH_KEYS, TrialConfig, canonical
-from search_spaces.dimensions import Choices, Dimension, FloatRange, IntRange
-from search_spaces.space import SearchSpace
-from sweep.predict.forecast import Forecaster, Progress, silent
-from sweep.predict.shortlist import Shortlist
+from qlora_sweep.search_spaces.config import BATCH_KEYS, TrialConfig, canonical
+from qlora_sweep.search_spaces.dimensions import Choices, Dimension, FloatRange, IntRange
+from qlora_sweep.search_spaces.space import SearchSpace
+from qlora_sweep.sweep.predict.forecast import Forecaster, Progress, silent
+from qlora_sweep.sweep.predict.shortlist import Shortlist
 
 IDENTITIES_KEPT = 32_768
 """Identities that are not worked out again; one takes a kilobyte with its configuration."""

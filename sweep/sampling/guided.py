@@ -20,19 +20,19 @@ from optuna.distributions import BaseDistribution
 from optuna.samplers import BaseSampler, RandomSampler
 from optuna.trial import FrozenTrial, TrialState
 
-from search_spaces.config import KNOBS, TrialConfig
-from search_spaces.linears import CapacityClass, nearest_capacity
-from search_spaces.models import ModelSpec
-from search_spaces.space import Objective, SearchSpace, StepBudget
-from storage import codec
-from storage.ranking import merits_of
-from storage.records import NEIGHBOUR, Measured, OutOfMemory, PrunedSlow, TrialRecord
-from sweep.predict.forecast import Forecaster, Progress, silent
-from sweep.predict.memory.prediction import CAPPED_EXPANDABLE, stated_uncertainty
-from sweep.predict.speed.predictor import NINE_IN_TEN
-from sweep.predict.speed.stand_in import Took
-from sweep.sampling.encoding import Candidate, Candidates, Params, identity
-from sweep.sampling.surrogate import (
+from qlora_sweep.search_spaces.config import KNOBS, TrialConfig
+from qlora_sweep.search_spaces.linears import CapacityClass, nearest_capacity
+from qlora_sweep.search_spaces.models import ModelSpec
+from qlora_sweep.search_spaces.space import Objective, SearchSpace, StepBudget
+from qlora_sweep.storage import codec
+from qlora_sweep.storage.ranking import merits_of
+from qlora_sweep.storage.records import NEIGHBOUR, Measured, OutOfMemory, PrunedSlow, TrialRecord
+from qlora_sweep.sweep.predict.forecast import Forecaster, Progress, silent
+from qlora_sweep.sweep.predict.memory.prediction import CAPPED_EXPANDABLE, stated_uncertainty
+from qlora_sweep.sweep.predict.speed.predictor import NINE_IN_TEN
+from qlora_sweep.sweep.predict.speed.stand_in import Took
+from qlora_sweep.sweep.sampling.encoding import Candidate, Candidates, Params, identity
+from qlora_sweep.sweep.sampling.surrogate import (
     LEAST,
     Array,
     Column,

@@ -11,18 +11,18 @@ from optuna.distributions import BaseDistribution
 from optuna.samplers import BaseSampler, GPSampler, RandomSampler, TPESampler
 from optuna.trial import FrozenTrial
 
-from search_spaces.errors import InputError
-from search_spaces.models import ModelSpec
-from search_spaces.space import SamplerName, SearchSpace
-from sweep.predict.forecast import Forecaster
-from sweep.sampling.encoding import (
+from qlora_sweep.search_spaces.errors import InputError
+from qlora_sweep.search_spaces.models import ModelSpec
+from qlora_sweep.search_spaces.space import SamplerName, SearchSpace
+from qlora_sweep.sweep.predict.forecast import Forecaster
+from qlora_sweep.sweep.sampling.encoding import (
     Candidates,
     Params,
     ShortlistedCandidates,
     SpaceCandidates,
     identity,
 )
-from sweep.sampling.guided import SETTLED_BELOW, CandidateSampler, GuidedSampler
+from qlora_sweep.sweep.sampling.guided import SETTLED_BELOW, CandidateSampler, GuidedSampler
 
 REFUSALS_MAX = 1024
 """Refused draws and combinations before one of them is let through: one in a hundred is found."""

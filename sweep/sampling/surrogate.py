@@ -21,10 +21,10 @@ from numpy.typing import NDArray
 from scipy.linalg import cho_factor, cho_solve
 from scipy.special import log_ndtr, ndtr
 
-from search_spaces.space import Objective
-from sweep.predict.forecast import Forecasts
-from sweep.predict.speed.predictor import NINE_IN_TEN, StepTimes
-from sweep.predict.speed.steps import OVERLAP_EXPONENT
+from qlora_sweep.search_spaces.space import Objective
+from qlora_sweep.sweep.predict.forecast import Forecasts
+from qlora_sweep.sweep.predict.speed.predictor import NINE_IN_TEN, StepTimes
+from qlora_sweep.sweep.predict.speed.steps import OVERLAP_EXPONENT
 
 Array = NDArray[np.float64]
 Codes = NDArray[np.intp]

@@ -8,15 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from search_spaces.config import TrialConfig, canonical
-from search_spaces.errors import InputError
-from search_spaces.space import SearchSpace
-from storage.definition import StudyDefinition, StudySnapshot
-from storage.ranking import CONCLUSIVE, rank_study
-from storage.reading import changed_versions
-from storage.records import RETRYABLE, Carried, TrialRecord, Verdict
-from storage.study import OpenStudy
-from sweep.sampling.encoding import Encoding
+from qlora_sweep.search_spaces.config import TrialConfig, canonical
+from qlora_sweep.search_spaces.errors import InputError
+from qlora_sweep.search_spaces.space import SearchSpace
+from qlora_sweep.storage.definition import StudyDefinition, StudySnapshot
+from qlora_sweep.storage.ranking import CONCLUSIVE, rank_study
+from qlora_sweep.storage.reading import changed_versions
+from qlora_sweep.storage.records import RETRYABLE, Carried, TrialRecord, Verdict
+from qlora_sweep.storage.study import OpenStudy
+from qlora_sweep.sweep.sampling.encoding import Encoding
 
 HOLDING = frozenset({Verdict.FITS, Verdict.OOM, Verdict.DIVERGED})
 """Verdicts of the device that hold in another space too. What was refused without it is judged anew

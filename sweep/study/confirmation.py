@@ -12,19 +12,24 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from search_spaces.config import TrialConfig, canonical
-from search_spaces.preference import TIE
-from search_spaces.space import ConfirmBudget, StepBudget
-from storage.confirmations import RUNS_TO_CONFIRM, Confirmations, Ratio, soaked_long_enough
-from storage.ledger import MAX_ATTEMPTS, attempts, next_number
-from storage.ranking import Ranking, claimed_pair, measured_of, rank
-from storage.records import Errand, Measurement, Purpose, TrialRecord
-from storage.study import OpenStudy
-from sweep.planning.evidence import target_speeds
-from sweep.planning.survey import TRIAL_SECONDS
-from sweep.running.runner import Lane
-from sweep.study.driver import Driver, Source, Wanted, quality_command, tokens_of
-from sweep.study.events import ConfirmationStarted, StopReason
+from qlora_sweep.search_spaces.config import TrialConfig, canonical
+from qlora_sweep.search_spaces.preference import TIE
+from qlora_sweep.search_spaces.space import ConfirmBudget, StepBudget
+from qlora_sweep.storage.confirmations import (
+    RUNS_TO_CONFIRM,
+    Confirmations,
+    Ratio,
+    soaked_long_enough,
+)
+from qlora_sweep.storage.ledger import MAX_ATTEMPTS, attempts, next_number
+from qlora_sweep.storage.ranking import Ranking, claimed_pair, measured_of, rank
+from qlora_sweep.storage.records import Errand, Measurement, Purpose, TrialRecord
+from qlora_sweep.storage.study import OpenStudy
+from qlora_sweep.sweep.planning.evidence import target_speeds
+from qlora_sweep.sweep.planning.survey import TRIAL_SECONDS
+from qlora_sweep.sweep.running.runner import Lane
+from qlora_sweep.sweep.study.driver import Driver, Source, Wanted, quality_command, tokens_of
+from qlora_sweep.sweep.study.events import ConfirmationStarted, StopReason
 
 CONTENDERS_MAX = 4
 """Of all whose intervals overlap the winner's, so many are measured again at a time."""

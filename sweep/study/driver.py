@@ -16,10 +16,10 @@ from typing import Protocol
 
 import optuna
 
-from search_spaces.config import TrialConfig
-from search_spaces.errors import CardLost, EnvironmentFault, words_of
-from search_spaces.space import SearchSpace, StepBudget
-from storage.records import (
+from qlora_sweep.search_spaces.config import TrialConfig
+from qlora_sweep.search_spaces.errors import CardLost, EnvironmentFault, words_of
+from qlora_sweep.search_spaces.space import SearchSpace, StepBudget
+from qlora_sweep.storage.records import (
     INTERRUPTED,
     OUT_OF_TIME,
     SEARCH,
@@ -35,12 +35,12 @@ from storage.records import (
     TrialRecord,
     moment_now,
 )
-from storage.study import OpenStudy
-from sweep.predict.forecast import Forecaster
-from sweep.running.runner import Ended, Lane, Lanes, Runner
-from sweep.running.wire import Progress, QualityCommand, TrialRequest
-from sweep.sampling.encoding import Encoding
-from sweep.study.events import (
+from qlora_sweep.storage.study import OpenStudy
+from qlora_sweep.sweep.predict.forecast import Forecaster
+from qlora_sweep.sweep.running.runner import Ended, Lane, Lanes, Runner
+from qlora_sweep.sweep.running.wire import Progress, QualityCommand, TrialRequest
+from qlora_sweep.sweep.sampling.encoding import Encoding
+from qlora_sweep.sweep.study.events import (
     Interruption,
     LaneLost,
     Listener,
@@ -49,8 +49,8 @@ from sweep.study.events import (
     TrialProgress,
     TrialStarted,
 )
-from sweep.study.run_time import RunTime
-from sweep.study.stopping import (
+from qlora_sweep.sweep.study.run_time import RunTime
+from qlora_sweep.sweep.study.stopping import (
     REMEASURED_AT_MOST,
     Rivals,
     Stopping,

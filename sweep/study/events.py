@@ -15,11 +15,11 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
 
-from search_spaces.config import TrialConfig
-from storage.records import SEARCH, Errand, TrialRecord
-from sweep.processes import STOP_SIGNALS
-from sweep.running.wire import Progress
-from sweep.stop_signals import handled
+from qlora_sweep.search_spaces.config import TrialConfig
+from qlora_sweep.storage.records import SEARCH, Errand, TrialRecord
+from qlora_sweep.sweep.processes import STOP_SIGNALS
+from qlora_sweep.sweep.running.wire import Progress
+from qlora_sweep.sweep.stop_signals import handled
 
 
 class StopReason(StrEnum):

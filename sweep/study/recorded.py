@@ -20,29 +20,33 @@ import optuna
 from optuna.distributions import BaseDistribution, CategoricalDistribution, IntDistribution
 from optuna.samplers import BaseSampler
 
-from reports import units
-from search_spaces.config import CONFIG_KEYS, TrialConfig
-from search_spaces.documents import Document, validate
-from search_spaces.errors import InputError
-from search_spaces.gpus import find_gpu
-from search_spaces.linears import lora_parameters
-from search_spaces.loading import parse_space, shipped_presets
-from search_spaces.models import ModelSpec
-from search_spaces.presets import starting_text
-from search_spaces.rules import Violation
-from search_spaces.space import SearchSpace
-from storage import codec
-from storage.definition import StudyDefinition, StudySnapshot, Target
-from storage.records import Measured, Measurement, Outcome, OutOfMemory, TrialRecord
-from storage.surfaces import Surface, SurfaceRow, read_surface
-from sweep.predict.building import build_forecaster
-from sweep.predict.forecast import Forecaster, SpeedForecast, SpeedModel
-from sweep.predict.memory.prediction import MemoryPrediction, WholeMemory, stated_uncertainty
-from sweep.predict.memory.predictor import MemoryPredictor
-from sweep.predict.memory.profile_store import OnProgress, tell_nobody
-from sweep.sampling.encoding import Candidate, Candidates, Params, identity
-from sweep.sampling.guided import GuidedSampler
-from sweep.sampling.samplers import WithoutRepeats, optunas_own, quiet_optuna
+from qlora_sweep.reports import units
+from qlora_sweep.search_spaces.config import CONFIG_KEYS, TrialConfig
+from qlora_sweep.search_spaces.documents import Document, validate
+from qlora_sweep.search_spaces.errors import InputError
+from qlora_sweep.search_spaces.gpus import find_gpu
+from qlora_sweep.search_spaces.linears import lora_parameters
+from qlora_sweep.search_spaces.loading import parse_space, shipped_presets
+from qlora_sweep.search_spaces.models import ModelSpec
+from qlora_sweep.search_spaces.presets import starting_text
+from qlora_sweep.search_spaces.rules import Violation
+from qlora_sweep.search_spaces.space import SearchSpace
+from qlora_sweep.storage import codec
+from qlora_sweep.storage.definition import StudyDefinition, StudySnapshot, Target
+from qlora_sweep.storage.records import Measured, Measurement, Outcome, OutOfMemory, TrialRecord
+from qlora_sweep.storage.surfaces import Surface, SurfaceRow, read_surface
+from qlora_sweep.sweep.predict.building import build_forecaster
+from qlora_sweep.sweep.predict.forecast import Forecaster, SpeedForecast, SpeedModel
+from qlora_sweep.sweep.predict.memory.prediction import (
+    MemoryPrediction,
+    WholeMemory,
+    stated_uncertainty,
+)
+from qlora_sweep.sweep.predict.memory.predictor import MemoryPredictor
+from qlora_sweep.sweep.predict.memory.profile_store import OnProgress, tell_nobody
+from qlora_sweep.sweep.sampling.encoding import Candidate, Candidates, Params, identity
+from qlora_sweep.sweep.sampling.guided import GuidedSampler
+from qlora_sweep.sweep.sampling.samplers import WithoutRepeats, optunas_own, quiet_optuna
 
 PAUSE_SECONDS = 0.2
 """Before each thing that a recorded trial is shown to do."""

@@ -8,11 +8,11 @@ from contextlib import contextmanager, suppress
 import numpy as np
 from optuna.samplers import BaseSampler
 
-from search_spaces.errors import in_percent
-from sweep.predict.memory.predictor import one_of_each_kind
-from sweep.sampling.guided import GuidedSampler
-from sweep.study.driver import Driver
-from sweep.study.events import Event, TrialFinished
+from qlora_sweep.search_spaces.errors import in_percent
+from qlora_sweep.sweep.predict.memory.predictor import one_of_each_kind
+from qlora_sweep.sweep.sampling.guided import GuidedSampler
+from qlora_sweep.sweep.study.driver import Driver
+from qlora_sweep.sweep.study.events import Event, TrialFinished
 
 
 @contextmanager

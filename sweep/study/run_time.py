@@ -9,14 +9,14 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from reports import units
-from search_spaces.errors import InputError
-from search_spaces.linears import parameters
-from search_spaces.space import SearchSpace
-from sweep.planning.survey import COMPILE_SECONDS, START_SECONDS, TRIAL_SECONDS
-from sweep.predict.forecast import Forecaster
-from sweep.processes import own_age_seconds
-from sweep.study.events import StopReason
+from qlora_sweep.reports import units
+from qlora_sweep.search_spaces.errors import InputError
+from qlora_sweep.search_spaces.linears import parameters
+from qlora_sweep.search_spaces.space import SearchSpace
+from qlora_sweep.sweep.planning.survey import COMPILE_SECONDS, START_SECONDS, TRIAL_SECONDS
+from qlora_sweep.sweep.predict.forecast import Forecaster
+from qlora_sweep.sweep.processes import own_age_seconds
+from qlora_sweep.sweep.study.events import StopReason
 
 IMPORT_SECONDS = 1.5
 """What `sweep run` takes until it has imported what it drives a study with. This and what follows

@@ -11,43 +11,48 @@ from typing import Any
 
 from optuna.samplers import BaseSampler
 
-from search_spaces.checkpoints import check_weights
-from search_spaces.documents import Document, validate
-from search_spaces.errors import InputError
-from search_spaces.feasibility import refuse_impossible, refuse_without_texts
-from search_spaces.gpus import match_product
-from search_spaces.loading import (
+from qlora_sweep.search_spaces.checkpoints import check_weights
+from qlora_sweep.search_spaces.documents import Document, validate
+from qlora_sweep.search_spaces.errors import InputError
+from qlora_sweep.search_spaces.feasibility import refuse_impossible, refuse_without_texts
+from qlora_sweep.search_spaces.gpus import match_product
+from qlora_sweep.search_spaces.loading import (
     Offered,
     preset_name,
     with_fixed,
     with_learning_rate,
     with_own_settings,
 )
-from search_spaces.models import ModelSpec, load_model_spec
-from search_spaces.rules import Setting, torch_for
-from search_spaces.sizes import with_offered_batches
-from search_spaces.space import SearchSpace
-from search_spaces.trainer_spaces import for_trainer
-from storage.definition import StudyDefinition, StudySnapshot, Target
-from storage.directory import keep_outcomes, read_identity
-from storage.study import OpenStudy, open_study
-from storage.surfaces import Surface
-from sweep import stop_signals
-from sweep.data.choice import ReadTexts, is_same_choice, space_with_texts, texts_of_study
-from sweep.data.study_epochs import StudyEpochs, refuse_too_few
-from sweep.data.texts import PreparedTexts, TextsRequest, prepare_texts
-from sweep.paths import cache_directory, runs_directory, worker_log_path
-from sweep.predict.building import build_forecaster
-from sweep.predict.forecast import Forecaster, Rule
-from sweep.predict.memory.predictor import (
+from qlora_sweep.search_spaces.models import ModelSpec, load_model_spec
+from qlora_sweep.search_spaces.rules import Setting, torch_for
+from qlora_sweep.search_spaces.sizes import with_offered_batches
+from qlora_sweep.search_spaces.space import SearchSpace
+from qlora_sweep.search_spaces.trainer_spaces import for_trainer
+from qlora_sweep.storage.definition import StudyDefinition, StudySnapshot, Target
+from qlora_sweep.storage.directory import keep_outcomes, read_identity
+from qlora_sweep.storage.study import OpenStudy, open_study
+from qlora_sweep.storage.surfaces import Surface
+from qlora_sweep.sweep import stop_signals
+from qlora_sweep.sweep.data.choice import (
+    ReadTexts,
+    is_same_choice,
+    space_with_texts,
+    texts_of_study,
+)
+from qlora_sweep.sweep.data.study_epochs import StudyEpochs, refuse_too_few
+from qlora_sweep.sweep.data.texts import PreparedTexts, TextsRequest, prepare_texts
+from qlora_sweep.sweep.paths import cache_directory, runs_directory, worker_log_path
+from qlora_sweep.sweep.predict.building import build_forecaster
+from qlora_sweep.sweep.predict.forecast import Forecaster, Rule
+from qlora_sweep.sweep.predict.memory.predictor import (
     CpuMemory,
     MemoryPredictor,
     TracingPredictor,
     one_of_each_kind,
 )
-from sweep.predict.memory.profile_store import TracingChildren
-from sweep.predict.on_texts import ShapesOnTexts
-from sweep.request import (
+from qlora_sweep.sweep.predict.memory.profile_store import TracingChildren
+from qlora_sweep.sweep.predict.on_texts import ShapesOnTexts
+from qlora_sweep.sweep.request import (
     RunRequest,
     checked_name,
     default_study_name,
@@ -56,18 +61,18 @@ from sweep.request import (
     refuse_unmeasured,
     with_confirm,
 )
-from sweep.running.device_info import Card, ChosenCard, environment_with, teams_of
-from sweep.running.ray_nodes import Cluster
-from sweep.running.runner import Lane, Lanes, Runner
-from sweep.running.supervisor import SupervisedRunner
-from sweep.running.wire import TextsSettings
-from sweep.sampling.encoding import LISTED_MAX
-from sweep.sampling.guided import GuidedSampler, Outlook
-from sweep.sampling.samplers import make_sampler, quiet_optuna
-from sweep.scratch import remove_left
-from sweep.study.carrying import refuse_incomparable, take_over
-from sweep.study.driver import Driver, eval_seq_len
-from sweep.study.events import (
+from qlora_sweep.sweep.running.device_info import Card, ChosenCard, environment_with, teams_of
+from qlora_sweep.sweep.running.ray_nodes import Cluster
+from qlora_sweep.sweep.running.runner import Lane, Lanes, Runner
+from qlora_sweep.sweep.running.supervisor import SupervisedRunner
+from qlora_sweep.sweep.running.wire import TextsSettings
+from qlora_sweep.sweep.sampling.encoding import LISTED_MAX
+from qlora_sweep.sweep.sampling.guided import GuidedSampler, Outlook
+from qlora_sweep.sweep.sampling.samplers import make_sampler, quiet_optuna
+from qlora_sweep.sweep.scratch import remove_left
+from qlora_sweep.sweep.study.carrying import refuse_incomparable, take_over
+from qlora_sweep.sweep.study.driver import Driver, eval_seq_len
+from qlora_sweep.sweep.study.events import (
     GainForeseen,
     Interruption,
     LanesOpened,
@@ -75,12 +80,12 @@ from sweep.study.events import (
     SpaceTraced,
     StopReason,
 )
-from sweep.study.recorded import RecordedPeaks, only_recorded, recorded_peaks
-from sweep.study.retracing import retraced_behind
-from sweep.study.run_time import CommandStart, RunTime
-from sweep.study.stopping import Stopping, price_of
-from sweep.study.targets import ResolvedTarget, check_budget, resolve_target
-from sweep.study.tuner import tune
+from qlora_sweep.sweep.study.recorded import RecordedPeaks, only_recorded, recorded_peaks
+from qlora_sweep.sweep.study.retracing import retraced_behind
+from qlora_sweep.sweep.study.run_time import CommandStart, RunTime
+from qlora_sweep.sweep.study.stopping import Stopping, price_of
+from qlora_sweep.sweep.study.targets import ResolvedTarget, check_budget, resolve_target
+from qlora_sweep.sweep.study.tuner import tune
 
 Watch = Callable[[OpenStudy, Interruption], AbstractContextManager[Listener]]
 """Shows a study while it runs."""

@@ -12,17 +12,17 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from search_spaces.config import EIGHT_BIT, TrialConfig
-from search_spaces.errors import MORE_DESCRIPTORS, EnvironmentFault, InputError
-from search_spaces.linears import nearest_capacity
-from search_spaces.models import ModelSpec
-from search_spaces.preference import TIE
-from search_spaces.prices import load_prices
-from search_spaces.space import Objective, SearchSpace
-from storage.definition import StudyDefinition
-from storage.directory import WORTH_KEEPING
-from storage.ranking import CONCLUSIVE, Ranking, rank
-from storage.records import (
+from qlora_sweep.search_spaces.config import EIGHT_BIT, TrialConfig
+from qlora_sweep.search_spaces.errors import MORE_DESCRIPTORS, EnvironmentFault, InputError
+from qlora_sweep.search_spaces.linears import nearest_capacity
+from qlora_sweep.search_spaces.models import ModelSpec
+from qlora_sweep.search_spaces.preference import TIE
+from qlora_sweep.search_spaces.prices import load_prices
+from qlora_sweep.search_spaces.space import Objective, SearchSpace
+from qlora_sweep.storage.definition import StudyDefinition
+from qlora_sweep.storage.directory import WORTH_KEEPING
+from qlora_sweep.storage.ranking import CONCLUSIVE, Ranking, rank
+from qlora_sweep.storage.records import (
     NEIGHBOUR,
     RETRYABLE,
     Crashed,
@@ -35,12 +35,12 @@ from storage.records import (
     TrialRecord,
     Verdict,
 )
-from sweep.paths import own_price_file
-from sweep.planning.evidence import OnTarget
-from sweep.running.wire import Progress
-from sweep.sampling.encoding import identity
-from sweep.sampling.guided import ClassForecast, Outlook
-from sweep.study.events import StopReason
+from qlora_sweep.sweep.paths import own_price_file
+from qlora_sweep.sweep.planning.evidence import OnTarget
+from qlora_sweep.sweep.running.wire import Progress
+from qlora_sweep.sweep.sampling.encoding import identity
+from qlora_sweep.sweep.sampling.guided import ClassForecast, Outlook
+from qlora_sweep.sweep.study.events import StopReason
 
 FastestOf = Callable[[Callable[[TrialConfig], bool], Sequence[TrialConfig]], TrialConfig | None]
 CLASS_TRIALS_MAX = 2

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from reports import units
-from search_spaces.config import WEIGHT_BITS, TrialConfig
-from search_spaces.errors import EnvironmentFault, InputError
-from search_spaces.gpus import GIB, GpuSpec, asked_bytes, find_gpu, product_of
-from search_spaces.linears import expert_weights, is_tied, linear_shapes
-from search_spaces.models import ModelSpec
-from search_spaces.rules import Violation, violation
-from search_spaces.space import SearchSpace
-from storage.definition import Target
-from sweep.running.device_info import Card
+from qlora_sweep.reports import units
+from qlora_sweep.search_spaces.config import WEIGHT_BITS, TrialConfig
+from qlora_sweep.search_spaces.errors import EnvironmentFault, InputError
+from qlora_sweep.search_spaces.gpus import GIB, GpuSpec, asked_bytes, find_gpu, product_of
+from qlora_sweep.search_spaces.linears import expert_weights, is_tied, linear_shapes
+from qlora_sweep.search_spaces.models import ModelSpec
+from qlora_sweep.search_spaces.rules import Violation, violation
+from qlora_sweep.search_spaces.space import SearchSpace
+from qlora_sweep.storage.definition import Target
+from qlora_sweep.sweep.running.device_info import Card
 
 UNKNOWN_CARD_RESERVE_BYTES = GIB
 """Context, libraries and headroom on a GPU that the catalogue does not have."""

@@ -5,14 +5,19 @@ from __future__ import annotations
 import statistics
 from functools import cached_property
 
-from search_spaces.config import TrialConfig
-from storage.records import Outcome, TrialRecord, Verdict
-from sweep.running.runner import Lane
-from sweep.sampling.encoding import Frontier, identity
-from sweep.study.confirmation import Confirmation, Plan, ranking_of
-from sweep.study.driver import Driver, Source, Wanted, quality_command, tokens_of
-from sweep.study.events import StopReason, StudyFinished
-from sweep.study.stopping import ConsecutiveFailures, Rivals, nothing_concluded, outlook_document
+from qlora_sweep.search_spaces.config import TrialConfig
+from qlora_sweep.storage.records import Outcome, TrialRecord, Verdict
+from qlora_sweep.sweep.running.runner import Lane
+from qlora_sweep.sweep.sampling.encoding import Frontier, identity
+from qlora_sweep.sweep.study.confirmation import Confirmation, Plan, ranking_of
+from qlora_sweep.sweep.study.driver import Driver, Source, Wanted, quality_command, tokens_of
+from qlora_sweep.sweep.study.events import StopReason, StudyFinished
+from qlora_sweep.sweep.study.stopping import (
+    ConsecutiveFailures,
+    Rivals,
+    nothing_concluded,
+    outlook_document,
+)
 
 
 def tune(driver: Driver, *, is_anew: bool = False) -> StopReason:

@@ -9,17 +9,23 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import islice
 
-from reports import units, words
-from search_spaces.config import BATCH_KEYS, CAPACITY_KEYS, SIZE_KEYS, TrialConfig, canonical
-from search_spaces.space import SearchSpace
-from storage.definition import StudyDefinition
-from storage.ledger import Ledger
-from storage.ranking import Ranking, rank
-from storage.records import TrialRecord, Verdict
-from sweep.planning.evidence import target_speeds
-from sweep.running.wire import Progress
-from sweep.study import events
-from sweep.study.confirmation import Plan
+from qlora_sweep.reports import units, words
+from qlora_sweep.search_spaces.config import (
+    BATCH_KEYS,
+    CAPACITY_KEYS,
+    SIZE_KEYS,
+    TrialConfig,
+    canonical,
+)
+from qlora_sweep.search_spaces.space import SearchSpace
+from qlora_sweep.storage.definition import StudyDefinition
+from qlora_sweep.storage.ledger import Ledger
+from qlora_sweep.storage.ranking import Ranking, rank
+from qlora_sweep.storage.records import TrialRecord, Verdict
+from qlora_sweep.sweep.planning.evidence import target_speeds
+from qlora_sweep.sweep.running.wire import Progress
+from qlora_sweep.sweep.study import events
+from qlora_sweep.sweep.study.confirmation import Plan
 
 _PACE_OF = 10
 """Newest trials whose mean time is the pace."""

@@ -7,24 +7,24 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-from reports import images, units
-from reports.comparison import Comparison, compare, of_plan, of_study
-from reports.page import render, render_comparison, write_page
-from search_spaces.costs import AskedWork
-from search_spaces.documents import parse_object, read_text
-from search_spaces.errors import EnvironmentFault, InputError, quote
-from search_spaces.models import ModelSpec
-from search_spaces.prices import load_prices
-from storage.definition import StudySnapshot, is_file_name
-from storage.files import checked_output, write_output
-from storage.reading import count_trials
-from sweep import paths
-from sweep.planning.evidence import with_memory_forecasts
-from sweep.study.recorded import recorded_study
-from sweep.terminal import console
-from sweep.terminal.doctor import check, examine, findings_text, is_healthy
-from sweep.terminal.listings import read, with_offer
-from sweep.terminal.options import amounts
+from qlora_sweep.reports import images, units
+from qlora_sweep.reports.comparison import Comparison, compare, of_plan, of_study
+from qlora_sweep.reports.page import render, render_comparison, write_page
+from qlora_sweep.search_spaces.costs import AskedWork
+from qlora_sweep.search_spaces.documents import parse_object, read_text
+from qlora_sweep.search_spaces.errors import EnvironmentFault, InputError, quote
+from qlora_sweep.search_spaces.models import ModelSpec
+from qlora_sweep.search_spaces.prices import load_prices
+from qlora_sweep.storage.definition import StudySnapshot, is_file_name
+from qlora_sweep.storage.files import checked_output, write_output
+from qlora_sweep.storage.reading import count_trials
+from qlora_sweep.sweep import paths
+from qlora_sweep.sweep.planning.evidence import with_memory_forecasts
+from qlora_sweep.sweep.study.recorded import recorded_study
+from qlora_sweep.sweep.terminal import console
+from qlora_sweep.sweep.terminal.doctor import check, examine, findings_text, is_healthy
+from qlora_sweep.sweep.terminal.listings import read, with_offer
+from qlora_sweep.sweep.terminal.options import amounts
 
 
 def read_for_report(study: str, *, url: str) -> StudySnapshot:
@@ -44,8 +44,8 @@ def remove(study: str, *, storage: str | None, is_sure: bool) -> None:
         console.note("Nothing was removed.")
         return
     # Removing needs Optuna, whose import nobody else here waits for.
-    from storage.transfer import remove_study
-    from sweep.launching.rented import remove_jobs
+    from qlora_sweep.storage.transfer import remove_study
+    from qlora_sweep.sweep.launching.rented import remove_jobs
 
     home = paths.runs_directory()
     removed = remove_study(study, url=url, home=home)

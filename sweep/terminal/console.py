@@ -22,8 +22,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any, TextIO, cast
 
-from search_spaces.errors import EnvironmentFault, InputError
-from search_spaces.redaction import redact, redacted, shown
+from qlora_sweep.search_spaces.errors import EnvironmentFault, InputError
+from qlora_sweep.search_spaces.redaction import redact, redacted, shown
 
 STDOUT = "-"
 """Name of standard output, where a file is named."""

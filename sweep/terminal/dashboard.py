@@ -11,10 +11,10 @@ from typing import Any
 from wsgiref.simple_server import WSGIRequestHandler, make_server
 from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment
 
-from search_spaces.errors import EnvironmentFault, install_extra
-from storage.reading import count_trials, shown_storage
-from sweep.paths import storage_url
-from sweep.terminal.console import note, say
+from qlora_sweep.search_spaces.errors import EnvironmentFault, install_extra
+from qlora_sweep.storage.reading import count_trials, shown_storage
+from qlora_sweep.sweep.paths import storage_url
+from qlora_sweep.sweep.terminal.console import note, say
 
 LOOPBACK = "127.0.0.1"
 _NAMES = frozenset({LOOPBACK, "localhost"})

@@ -12,15 +12,15 @@ from dataclasses import asdict
 from functools import partial
 from typing import Any, get_args
 
-from reports import units
-from search_spaces.config import Method
-from search_spaces.errors import InputError, did_you_mean
-from search_spaces.models import ModelSpec, load_model_spec
-from search_spaces.texts import TextsKind, TextsSummary
-from sweep.data.choice import refuse_other_kind
-from sweep.data.epoch import cut_exactly
-from sweep.data.kinds import on_completions
-from sweep.data.lengths import (
+from qlora_sweep.reports import units
+from qlora_sweep.search_spaces.config import Method
+from qlora_sweep.search_spaces.errors import InputError, did_you_mean
+from qlora_sweep.search_spaces.models import ModelSpec, load_model_spec
+from qlora_sweep.search_spaces.texts import TextsKind, TextsSummary
+from qlora_sweep.sweep.data.choice import refuse_other_kind
+from qlora_sweep.sweep.data.epoch import cut_exactly
+from qlora_sweep.sweep.data.kinds import on_completions
+from qlora_sweep.sweep.data.lengths import (
     MICRO_BATCH_SIZE,
     Bin,
     Waste,
@@ -29,12 +29,12 @@ from sweep.data.lengths import (
     waste_at,
     worthwhile_lengths,
 )
-from sweep.data.study_epochs import StudyEpochs
-from sweep.data.texts import BROKEN_KEPT, PreparedTexts, TextsRequest, prepare_texts
-from sweep.predict.forecast import Progress
-from sweep.terminal import options
-from sweep.terminal.console import folded, note_folded, say_result, width_of, working
-from sweep.terminal.drawing import table
+from qlora_sweep.sweep.data.study_epochs import StudyEpochs
+from qlora_sweep.sweep.data.texts import BROKEN_KEPT, PreparedTexts, TextsRequest, prepare_texts
+from qlora_sweep.sweep.predict.forecast import Progress
+from qlora_sweep.sweep.terminal import options
+from qlora_sweep.sweep.terminal.console import folded, note_folded, say_result, width_of, working
+from qlora_sweep.sweep.terminal.drawing import table
 
 _KINDS: Mapping[TextsKind, str] = {
     "text": "one text each",

@@ -1,6 +1,6 @@
 """The demonstration: a study on this CPU, the same commands on a recorded GPU, and one screen.
 
-    python -m sweep.terminal.demo SURFACE REPLAY
+    python -m qlora_sweep.sweep.terminal.demo SURFACE REPLAY
 
 SURFACE are recorded trials, and REPLAY is what ``sweep replay SURFACE --json`` printed of them.
 """
@@ -12,22 +12,22 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from reports import units
-from reports.sentences import facts, headline
-from reports.view import StudyView, view_of
-from reports.words import verdict_words
-from search_spaces.documents import parse_object, read_text
-from search_spaces.errors import NothingFits
-from search_spaces.loading import load_space
-from storage.ranking import measured_of
-from storage.surfaces import read_surface
-from sweep.paths import report_path, storage_url
-from sweep.request import RunRequest, Where
-from sweep.sampling.encoding import identity
-from sweep.study.events import StopReason
-from sweep.terminal import driving
-from sweep.terminal.console import folded, note, say, width_of
-from sweep.terminal.edge import guarded
+from qlora_sweep.reports import units
+from qlora_sweep.reports.sentences import facts, headline
+from qlora_sweep.reports.view import StudyView, view_of
+from qlora_sweep.reports.words import verdict_words
+from qlora_sweep.search_spaces.documents import parse_object, read_text
+from qlora_sweep.search_spaces.errors import NothingFits
+from qlora_sweep.search_spaces.loading import load_space
+from qlora_sweep.storage.ranking import measured_of
+from qlora_sweep.storage.surfaces import read_surface
+from qlora_sweep.sweep.paths import report_path, storage_url
+from qlora_sweep.sweep.request import RunRequest, Where
+from qlora_sweep.sweep.sampling.encoding import identity
+from qlora_sweep.sweep.study.events import StopReason
+from qlora_sweep.sweep.terminal import driving
+from qlora_sweep.sweep.terminal.console import folded, note, say, width_of
+from qlora_sweep.sweep.terminal.edge import guarded
 
 
 def demonstrate(surface: str, replay: str) -> int:

@@ -17,18 +17,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from reports import units
-from search_spaces.errors import install_extra
-from search_spaces.gpus import GIB
-from search_spaces.rules import torch_for
-from storage.environment import PACKAGES, fingerprint
-from sweep import namesakes
-from sweep.child_environment import child_environment
-from sweep.paths import runs_directory
-from sweep.running.device_info import Card, read_card
-from sweep.terminal.console import folded
+from qlora_sweep.reports import units
+from qlora_sweep.search_spaces.errors import install_extra
+from qlora_sweep.search_spaces.gpus import GIB
+from qlora_sweep.search_spaces.rules import torch_for
+from qlora_sweep.storage.environment import PACKAGES, fingerprint
+from qlora_sweep.sweep import namesakes
+from qlora_sweep.sweep.child_environment import child_environment
+from qlora_sweep.sweep.paths import runs_directory
+from qlora_sweep.sweep.running.device_info import Card, read_card
+from qlora_sweep.sweep.terminal.console import folded
 
-PROBE = (sys.executable, "-P", "-m", "sweep.training.libraries")
+PROBE = (sys.executable, "-P", "-m", "qlora_sweep.sweep.training.libraries")
 _PROBE_SECONDS = 180.0
 """A cold disk takes most of a minute to import torch."""
 _FREE_DISK_BYTES = GIB

@@ -12,7 +12,7 @@ from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
-from search_spaces.redaction import shown
+from qlora_sweep.search_spaces.redaction import shown
 
 Fact = tuple[str, str]
 """What something is about, in a word or two, and what is said of it."""

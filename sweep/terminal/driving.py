@@ -11,44 +11,44 @@ from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 
-from reports import units
-from reports.page import render, write_page
-from reports.sentences import stopped_words
-from reports.view import view_of
-from reports.words import emulation_note
-from search_spaces.documents import home_expanded
-from search_spaces.errors import InputError, NothingFits, quote, words_of
-from search_spaces.loading import load_space
-from search_spaces.redaction import redact
-from search_spaces.space import SearchSpace
-from storage.definition import StudyDefinition, StudySnapshot
-from storage.reading import read_spooled_study, read_study
-from storage.records import RETRYABLE
-from storage.study import OpenStudy
-from storage.surfaces import read_surface
-from storage.urls import parse_url
-from sweep.data.choice import ReadTexts
-from sweep.paths import STORAGE, report_path, runs_directory, storage_url
-from sweep.request import RunRequest, Where
-from sweep.running import device_info as gpus
-from sweep.running.device_info import Card, ChosenCard, read_card
-from sweep.running.ray_nodes import Cluster, checked_address, joined
-from sweep.running.replay import ReplayRunner
-from sweep.running.runner import Lanes, Runner
-from sweep.stop_signals import INTERRUPTED
-from sweep.study import recorded, session
-from sweep.study.events import Interruption, Listener, StopReason, undisturbed
-from sweep.study.run_time import MARGIN, CommandStart
-from sweep.study.session import Prepared, Watch, drive, prepare, prepare_again
-from sweep.study.targets import least_weight_bytes
-from sweep.terminal import console, many_models
-from sweep.terminal.board import Board, fixed_words, search_words
-from sweep.terminal.commands import read_for_report
-from sweep.terminal.dataset import prepared as read_texts
-from sweep.terminal.listings import warn
-from sweep.terminal.live import watching
-from sweep.terminal.options import seconds
-from sweep.terminal.summary import last_screen, why_invalid
+from qlora_sweep.reports import units
+from qlora_sweep.reports.page import render, write_page
+from qlora_sweep.reports.sentences import stopped_words
+from qlora_sweep.reports.view import view_of
+from qlora_sweep.reports.words import emulation_note
+from qlora_sweep.search_spaces.documents import home_expanded
+from qlora_sweep.search_spaces.errors import InputError, NothingFits, quote, words_of
+from qlora_sweep.search_spaces.loading import load_space
+from qlora_sweep.search_spaces.redaction import redact
+from qlora_sweep.search_spaces.space import SearchSpace
+from qlora_sweep.storage.definition import StudyDefinition, StudySnapshot
+from qlora_sweep.storage.reading import read_spooled_study, read_study
+from qlora_sweep.storage.records import RETRYABLE
+from qlora_sweep.storage.study import OpenStudy
+from qlora_sweep.storage.surfaces import read_surface
+from qlora_sweep.storage.urls import parse_url
+from qlora_sweep.sweep.data.choice import ReadTexts
+from qlora_sweep.sweep.paths import STORAGE, report_path, runs_directory, storage_url
+from qlora_sweep.sweep.request import RunRequest, Where
+from qlora_sweep.sweep.running import device_info as gpus
+from qlora_sweep.sweep.running.device_info import Card, ChosenCard, read_card
+from qlora_sweep.sweep.running.ray_nodes import Cluster, checked_address, joined
+from qlora_sweep.sweep.running.replay import ReplayRunner
+from qlora_sweep.sweep.running.runner import Lanes, Runner
+from qlora_sweep.sweep.stop_signals import INTERRUPTED
+from qlora_sweep.sweep.study import recorded, session
+from qlora_sweep.sweep.study.events import Interruption, Listener, StopReason, undisturbed
+from qlora_sweep.sweep.study.run_time import MARGIN, CommandStart
+from qlora_sweep.sweep.study.session import Prepared, Watch, drive, prepare, prepare_again
+from qlora_sweep.sweep.study.targets import least_weight_bytes
+from qlora_sweep.sweep.terminal import console, many_models
+from qlora_sweep.sweep.terminal.board import Board, fixed_words, search_words
+from qlora_sweep.sweep.terminal.commands import read_for_report
+from qlora_sweep.sweep.terminal.dataset import prepared as read_texts
+from qlora_sweep.sweep.terminal.listings import warn
+from qlora_sweep.sweep.terminal.live import watching
+from qlora_sweep.sweep.terminal.options import seconds
+from qlora_sweep.sweep.terminal.summary import last_screen, why_invalid
 
 STEPS_WITHOUT_END = 1_000_000
 _REASONS = {

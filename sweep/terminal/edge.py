@@ -16,13 +16,13 @@ from pathlib import Path
 
 import typer
 
-from search_spaces import errors
-from search_spaces.redaction import learn_environment, shown
-from sweep import stop_signals
-from sweep.namesakes import missing_words
-from sweep.paths import crash_log_directory
-from sweep.stop_signals import INTERRUPTED
-from sweep.terminal.console import ReaderGoneError, note, note_folded
+from qlora_sweep.search_spaces import errors
+from qlora_sweep.search_spaces.redaction import learn_environment, shown
+from qlora_sweep.sweep import stop_signals
+from qlora_sweep.sweep.namesakes import missing_words
+from qlora_sweep.sweep.paths import crash_log_directory
+from qlora_sweep.sweep.stop_signals import INTERRUPTED
+from qlora_sweep.sweep.terminal.console import ReaderGoneError, note, note_folded
 
 OUR_ERROR = 4
 """Exit code of a mistake in sweep, which no other machine would mend."""
@@ -104,7 +104,7 @@ def _plainly(error: typer.TyperException) -> str:
     """Return what is wrong with an option, in the words of the other messages."""
     from pydantic import ValidationError
 
-    from search_spaces.documents import explain
+    from qlora_sweep.search_spaces.documents import explain
 
     names: list[str] = getattr(getattr(error, "param", None), "opts", [])
     if not names or not isinstance(error.__context__, ValidationError):
@@ -114,7 +114,7 @@ def _plainly(error: typer.TyperException) -> str:
 
 def _report_crash(error: Exception) -> str:
     """Keep the traceback in a private file of a new name, and return one line about it."""
-    from storage import files
+    from qlora_sweep.storage import files
 
     text = shown("".join(traceback.format_exception(error)))
     name = f"crash-{datetime.now():%Y%m%d-%H%M%S}-{os.getpid()}-{os.urandom(4).hex()}.log"

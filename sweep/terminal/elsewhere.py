@@ -14,34 +14,42 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from reports import units
-from reports.view import view_of
-from search_spaces.costs import SECONDS_PER_HOUR
-from search_spaces.documents import home_expanded
-from search_spaces.errors import EnvironmentFault, InputError, NothingFits, quote
-from search_spaces.gpus import find_gpu
-from search_spaces.models import load_model_spec
-from search_spaces.prices import PRICE_OPTION
-from search_spaces.redaction import redact
-from search_spaces.space import SearchSpace, parse_duration
-from storage.files import replace as put
-from storage.reading import identity_in, read_study
-from storage.transfer import refuse_local, take_in
-from storage.urls import SqliteUrl, parse_url
-from sweep.data.tokenizers import find_tokenizer
-from sweep.launching import parcel, remote, rented, slurm
-from sweep.paths import STORAGE, cache_directory, runs_directory, storage_url
-from sweep.planning.question import PlanRequest, Predictor, resolve_request
-from sweep.predict.memory.profile_store import TracingChildren
-from sweep.request import REQUEST, RunRequest, Where
-from sweep.running.device_info import check_spelling
-from sweep.scratch import scratch
-from sweep.stop_signals import INTERRUPTED
-from sweep.study.events import Interruption
-from sweep.terminal.console import confirmed, note, note_folded, say, say_json, say_result, working
-from sweep.terminal.dataset import prepared
-from sweep.terminal.edge import WORST_FIRST
-from sweep.terminal.plan import stored_study, tracing
+from qlora_sweep.reports import units
+from qlora_sweep.reports.view import view_of
+from qlora_sweep.search_spaces.costs import SECONDS_PER_HOUR
+from qlora_sweep.search_spaces.documents import home_expanded
+from qlora_sweep.search_spaces.errors import EnvironmentFault, InputError, NothingFits, quote
+from qlora_sweep.search_spaces.gpus import find_gpu
+from qlora_sweep.search_spaces.models import load_model_spec
+from qlora_sweep.search_spaces.prices import PRICE_OPTION
+from qlora_sweep.search_spaces.redaction import redact
+from qlora_sweep.search_spaces.space import SearchSpace, parse_duration
+from qlora_sweep.storage.files import replace as put
+from qlora_sweep.storage.reading import identity_in, read_study
+from qlora_sweep.storage.transfer import refuse_local, take_in
+from qlora_sweep.storage.urls import SqliteUrl, parse_url
+from qlora_sweep.sweep.data.tokenizers import find_tokenizer
+from qlora_sweep.sweep.launching import parcel, remote, rented, slurm
+from qlora_sweep.sweep.paths import STORAGE, cache_directory, runs_directory, storage_url
+from qlora_sweep.sweep.planning.question import PlanRequest, Predictor, resolve_request
+from qlora_sweep.sweep.predict.memory.profile_store import TracingChildren
+from qlora_sweep.sweep.request import REQUEST, RunRequest, Where
+from qlora_sweep.sweep.running.device_info import check_spelling
+from qlora_sweep.sweep.scratch import scratch
+from qlora_sweep.sweep.stop_signals import INTERRUPTED
+from qlora_sweep.sweep.study.events import Interruption
+from qlora_sweep.sweep.terminal.console import (
+    confirmed,
+    note,
+    note_folded,
+    say,
+    say_json,
+    say_result,
+    working,
+)
+from qlora_sweep.sweep.terminal.dataset import prepared
+from qlora_sweep.sweep.terminal.edge import WORST_FIRST
+from qlora_sweep.sweep.terminal.plan import stored_study, tracing
 
 _INPUTS = "inputs"
 """Directory on the machine that is reached by ssh, below the study's."""
@@ -217,7 +225,7 @@ def on_slurm(request: RunRequest, where: Where, *, is_dry: bool) -> int:
         if on_cpu:
             raise InputError(f"--devices {devices}: {space.name} is for the CPU, which is one")
     if request.carried is not None:
-        from sweep.terminal.driving import carried_source
+        from qlora_sweep.sweep.terminal.driving import carried_source
 
         carried_source(request.carried, of=name, url=storage_url(request.storage))
     each = 0 if on_cpu else space.gpus_per_trial

@@ -6,24 +6,24 @@ import shlex
 from collections.abc import Iterator
 from contextlib import closing
 
-from reports import units
-from reports.sentences import status_words
-from search_spaces.config import TrainerName
-from search_spaces.errors import EnvironmentFault, InputError, NothingFits, did_you_mean
-from search_spaces.gpus import match_product
-from search_spaces.models import ModelSpec
-from search_spaces.trainers import TRAINERS
-from storage.definition import StudySnapshot
-from storage.files import checked_output, write_output
-from storage.ranking import rank_study
-from sweep import paths
-from sweep.export import formats
-from sweep.export.in_trainer import Best, InTrainer, figures, is_predicted
-from sweep.export.record import Record, predicted_record, record_of, recorded_texts
-from sweep.predict.memory.predictor import TracingPredictor
-from sweep.predict.memory.profile_store import TracingChildren
-from sweep.terminal import console
-from sweep.terminal.listings import read
+from qlora_sweep.reports import units
+from qlora_sweep.reports.sentences import status_words
+from qlora_sweep.search_spaces.config import TrainerName
+from qlora_sweep.search_spaces.errors import EnvironmentFault, InputError, NothingFits, did_you_mean
+from qlora_sweep.search_spaces.gpus import match_product
+from qlora_sweep.search_spaces.models import ModelSpec
+from qlora_sweep.search_spaces.trainers import TRAINERS
+from qlora_sweep.storage.definition import StudySnapshot
+from qlora_sweep.storage.files import checked_output, write_output
+from qlora_sweep.storage.ranking import rank_study
+from qlora_sweep.sweep import paths
+from qlora_sweep.sweep.export import formats
+from qlora_sweep.sweep.export.in_trainer import Best, InTrainer, figures, is_predicted
+from qlora_sweep.sweep.export.record import Record, predicted_record, record_of, recorded_texts
+from qlora_sweep.sweep.predict.memory.predictor import TracingPredictor
+from qlora_sweep.sweep.predict.memory.profile_store import TracingChildren
+from qlora_sweep.sweep.terminal import console
+from qlora_sweep.sweep.terminal.listings import read
 
 
 def export(

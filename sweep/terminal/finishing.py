@@ -9,29 +9,34 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
-from reports import units
-from reports.words import reward_accuracy
-from search_spaces.documents import exists, read_json
-from search_spaces.errors import InputError, NothingFits, did_you_mean, quote
-from search_spaces.texts import CUT_MAX
-from storage.records import Lost, OutOfMemory
-from sweep.data.rows import percent
-from sweep.export.record import read_record, record_of
-from sweep.finetuning import checkpoints, protocol
-from sweep.finetuning import output as directories
-from sweep.finetuning.results import TOGETHER, TrainedAdapter, words_of_8_bits
-from sweep.finetuning.subject import next_smaller
-from sweep.finetuning.training import PreparedTraining, TrainingRequest, fault_of, prepare_training
-from sweep.finetuning.training import train as run_training
-from sweep.merging.job import merge as run_merge
-from sweep.paths import storage_url
-from sweep.running.device_info import choose_cards, environment_with, read_cards
-from sweep.stop_signals import INTERRUPTED
-from sweep.terminal import console, drawing, options
-from sweep.terminal.dataset import prepared as read_texts
-from sweep.terminal.listings import read, warn
-from sweep.verifying.runs import Verification
-from sweep.verifying.runs import verify as run_verify
+from qlora_sweep.reports import units
+from qlora_sweep.reports.words import reward_accuracy
+from qlora_sweep.search_spaces.documents import exists, read_json
+from qlora_sweep.search_spaces.errors import InputError, NothingFits, did_you_mean, quote
+from qlora_sweep.search_spaces.texts import CUT_MAX
+from qlora_sweep.storage.records import Lost, OutOfMemory
+from qlora_sweep.sweep.data.rows import percent
+from qlora_sweep.sweep.export.record import read_record, record_of
+from qlora_sweep.sweep.finetuning import checkpoints, protocol
+from qlora_sweep.sweep.finetuning import output as directories
+from qlora_sweep.sweep.finetuning.results import TOGETHER, TrainedAdapter, words_of_8_bits
+from qlora_sweep.sweep.finetuning.subject import next_smaller
+from qlora_sweep.sweep.finetuning.training import (
+    PreparedTraining,
+    TrainingRequest,
+    fault_of,
+    prepare_training,
+)
+from qlora_sweep.sweep.finetuning.training import train as run_training
+from qlora_sweep.sweep.merging.job import merge as run_merge
+from qlora_sweep.sweep.paths import storage_url
+from qlora_sweep.sweep.running.device_info import choose_cards, environment_with, read_cards
+from qlora_sweep.sweep.stop_signals import INTERRUPTED
+from qlora_sweep.sweep.terminal import console, drawing, options
+from qlora_sweep.sweep.terminal.dataset import prepared as read_texts
+from qlora_sweep.sweep.terminal.listings import read, warn
+from qlora_sweep.sweep.verifying.runs import Verification
+from qlora_sweep.sweep.verifying.runs import verify as run_verify
 
 NOT_AS_RECORDED, NOT_NEAR = 1, 1
 _RUNS = {

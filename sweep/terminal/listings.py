@@ -8,20 +8,20 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-from reports import units
-from reports.view import view_of
-from search_spaces.errors import InputError, NothingFits
-from search_spaces.gpus import gpu_catalogue
-from search_spaces.linears import parameters
-from search_spaces.loading import shipped_presets
-from search_spaces.models import shipped_models
-from search_spaces.prices import load_prices
-from storage.definition import StudySnapshot, UnreadableStudy
-from storage.reading import list_studies, read_study
-from sweep.paths import own_price_file, runs_directory, storage_url
-from sweep.terminal.console import note, say_result, width_of
-from sweep.terminal.drawing import table
-from sweep.terminal.summary import best_text, status_text, studies_text
+from qlora_sweep.reports import units
+from qlora_sweep.reports.view import view_of
+from qlora_sweep.search_spaces.errors import InputError, NothingFits
+from qlora_sweep.search_spaces.gpus import gpu_catalogue
+from qlora_sweep.search_spaces.linears import parameters
+from qlora_sweep.search_spaces.loading import shipped_presets
+from qlora_sweep.search_spaces.models import shipped_models
+from qlora_sweep.search_spaces.prices import load_prices
+from qlora_sweep.storage.definition import StudySnapshot, UnreadableStudy
+from qlora_sweep.storage.reading import list_studies, read_study
+from qlora_sweep.sweep.paths import own_price_file, runs_directory, storage_url
+from qlora_sweep.sweep.terminal.console import note, say_result, width_of
+from qlora_sweep.sweep.terminal.drawing import table
+from qlora_sweep.sweep.terminal.summary import best_text, status_text, studies_text
 
 Rows = Sequence[Sequence[str]]
 
@@ -54,7 +54,7 @@ def _on_target(snapshot: StudySnapshot) -> StudySnapshot:
     if snapshot.definition.target.emulated_on is None:
         return snapshot
     # Predicting takes longer to import than everything else that a listing needs.
-    from sweep.planning.evidence import with_target_speeds
+    from qlora_sweep.sweep.planning.evidence import with_target_speeds
 
     return with_target_speeds(snapshot)
 
@@ -81,7 +81,7 @@ def status(study: str | None, *, storage: str | None, as_json: bool, watch: bool
         say_result(document, studies_text(studies, width=width), as_json=as_json)
         return
     if watch:
-        from sweep.terminal.live import follow
+        from qlora_sweep.sweep.terminal.live import follow
 
         # Who has seen enough is told how it stands; the study itself runs on.
         with suppress(KeyboardInterrupt):
@@ -181,8 +181,8 @@ def presets(*, as_json: bool) -> None:
 
 def gpus(*, as_json: bool) -> None:
     """Print the GPUs of the catalogue, and which of them is here; rates are by compute dtype."""
-    from sweep.predict.speed.predictor import within
-    from sweep.running.device_info import read_card
+    from qlora_sweep.sweep.predict.speed.predictor import within
+    from qlora_sweep.sweep.running.device_info import read_card
 
     card, known = read_card(), gpu_catalogue().values()
     here = None if card is None else card.product

@@ -16,17 +16,17 @@ from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.text import Text
 
-from reports import units, words
-from reports.words import outcome_line, verdict_words
-from search_spaces.config import TrialConfig
-from storage.definition import StudySnapshot
-from storage.records import Errand, Phase, Purpose, TrialRecord
-from sweep.predict.forecast import TRACED
-from sweep.study import events
-from sweep.terminal import console
-from sweep.terminal.board import Board, Running
-from sweep.terminal.drawing import Shown, facts
-from sweep.terminal.summary import status_text
+from qlora_sweep.reports import units, words
+from qlora_sweep.reports.words import outcome_line, verdict_words
+from qlora_sweep.search_spaces.config import TrialConfig
+from qlora_sweep.storage.definition import StudySnapshot
+from qlora_sweep.storage.records import Errand, Phase, Purpose, TrialRecord
+from qlora_sweep.sweep.predict.forecast import TRACED
+from qlora_sweep.sweep.study import events
+from qlora_sweep.sweep.terminal import console
+from qlora_sweep.sweep.terminal.board import Board, Running
+from qlora_sweep.sweep.terminal.drawing import Shown, facts
+from qlora_sweep.sweep.terminal.summary import status_text
 
 _TICK_SECONDS = 0.2
 """Between two looks at whether somebody asked to stop."""

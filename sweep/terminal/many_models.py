@@ -22,16 +22,16 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from search_spaces.errors import EnvironmentFault, InputError
-from storage.reading import list_studies
-from sweep.paths import runs_directory, storage_url
-from sweep.request import REQUEST, RunRequest
-from sweep.scratch import scratch
-from sweep.stop_signals import INTERRUPTED
-from sweep.study.events import Interruption
-from sweep.terminal.console import note, say, say_json, width_of
-from sweep.terminal.edge import WORST_FIRST
-from sweep.terminal.summary import studies_text
+from qlora_sweep.search_spaces.errors import EnvironmentFault, InputError
+from qlora_sweep.storage.reading import list_studies
+from qlora_sweep.sweep.paths import runs_directory, storage_url
+from qlora_sweep.sweep.request import REQUEST, RunRequest
+from qlora_sweep.sweep.scratch import scratch
+from qlora_sweep.sweep.stop_signals import INTERRUPTED
+from qlora_sweep.sweep.study.events import Interruption
+from qlora_sweep.sweep.terminal.console import note, say, say_json, width_of
+from qlora_sweep.sweep.terminal.edge import WORST_FIRST
+from qlora_sweep.sweep.terminal.summary import studies_text
 
 PROGRAM = (sys.executable, "-P", "-m", "sweep")
 _BOUND = (

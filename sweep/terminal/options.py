@@ -15,9 +15,9 @@ from typing import Annotated, Any
 
 from typer import Argument, Option
 
-import search_spaces
-from search_spaces.errors import InputError, did_you_mean, quote
-from sweep.paths import STORAGE, runs_directory
+import qlora_sweep.search_spaces
+from qlora_sweep.search_spaces.errors import InputError, did_you_mean, quote
+from qlora_sweep.sweep.paths import STORAGE, runs_directory
 
 _SHIPPED = Path(search_spaces.__file__).parent
 
@@ -54,7 +54,7 @@ def studies() -> list[str]:
     import sqlite3
     from urllib.parse import quote
 
-    from search_spaces.documents import home_expanded
+    from qlora_sweep.search_spaces.documents import home_expanded
 
     scheme, _, named = os.environ.get(STORAGE, "").partition(":///")
     path = home_expanded(named) if scheme.startswith("sqlite") else runs_directory() / "sweep.db"
@@ -313,7 +313,7 @@ def settings(
     Raises:
         InputError: no such setting, a value that it does not take, or one that is given twice.
     """
-    from search_spaces.config import KNOBS, OPTION_KEYS
+    from qlora_sweep.search_spaces.config import KNOBS, OPTION_KEYS
 
     known = (*(KNOBS if only is None else only), *also)
     configuration, space = dict[str, Any](), dict[str, Any]()
@@ -336,8 +336,8 @@ def settings(
 
 def dataset(data: str | None, space: Mapping[str, Any]) -> dict[str, Any]:
     """Return what was typed of a dataset, by the keys of a space's section about it."""
-    from search_spaces.documents import Document, validate
-    from search_spaces.texts import TextsChoice
+    from qlora_sweep.search_spaces.documents import Document, validate
+    from qlora_sweep.search_spaces.texts import TextsChoice
 
     keys = [key.removeprefix("data.") for key in space if key.startswith("data.")]
     section = {key: space[f"data.{key}"] for key in keys}
@@ -347,8 +347,8 @@ def dataset(data: str | None, space: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _checked(key: str, value: Any, *, name: str) -> Any:
-    from search_spaces.dimensions import read_value
-    from search_spaces.documents import Document
+    from qlora_sweep.search_spaces.dimensions import read_value
+    from qlora_sweep.search_spaces.documents import Document
 
     return read_value(key, value, document=Document("", names={key: name}))
 
@@ -363,7 +363,7 @@ def _value(text: str) -> Any:
 
 def seconds(option: str, typed: str | None) -> float | None:
     """Return the seconds of a duration that was typed; None where none was."""
-    from search_spaces.space import parse_duration
+    from qlora_sweep.search_spaces.space import parse_duration
 
     try:
         return None if typed is None else parse_duration(typed)

@@ -12,25 +12,25 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import RenderableType
 
-from search_spaces.config import TrialConfig
-from search_spaces.costs import Bill
-from search_spaces.errors import InputError, NothingFits
-from search_spaces.feasibility import refuse_impossible
-from search_spaces.gpus import GpuSpec
-from search_spaces.models import ModelSpec
-from search_spaces.redaction import redacted
-from search_spaces.rules import Setting, own_settings
-from search_spaces.space import SearchSpace
-from storage.definition import StudySnapshot
-from sweep.data.choice import ReadTexts
-from sweep.export.grpo import grpo_config
-from sweep.paths import cache_directory, runs_directory, storage_url
-from sweep.planning import documents
-from sweep.planning.backwards import Cheapest, longest_rows, on_card, ranked
-from sweep.planning.calibrating import lessons, lessons_document
-from sweep.planning.candidates import Asked
-from sweep.planning.plan import CardPlan, bill_offers, compare_cards, plan_card
-from sweep.planning.question import (
+from qlora_sweep.search_spaces.config import TrialConfig
+from qlora_sweep.search_spaces.costs import Bill
+from qlora_sweep.search_spaces.errors import InputError, NothingFits
+from qlora_sweep.search_spaces.feasibility import refuse_impossible
+from qlora_sweep.search_spaces.gpus import GpuSpec
+from qlora_sweep.search_spaces.models import ModelSpec
+from qlora_sweep.search_spaces.redaction import redacted
+from qlora_sweep.search_spaces.rules import Setting, own_settings
+from qlora_sweep.search_spaces.space import SearchSpace
+from qlora_sweep.storage.definition import StudySnapshot
+from qlora_sweep.sweep.data.choice import ReadTexts
+from qlora_sweep.sweep.export.grpo import grpo_config
+from qlora_sweep.sweep.paths import cache_directory, runs_directory, storage_url
+from qlora_sweep.sweep.planning import documents
+from qlora_sweep.sweep.planning.backwards import Cheapest, longest_rows, on_card, ranked
+from qlora_sweep.sweep.planning.calibrating import lessons, lessons_document
+from qlora_sweep.sweep.planning.candidates import Asked
+from qlora_sweep.sweep.planning.plan import CardPlan, bill_offers, compare_cards, plan_card
+from qlora_sweep.sweep.planning.question import (
     PlanRequest,
     Predictor,
     Question,
@@ -38,18 +38,18 @@ from sweep.planning.question import (
     read_configurations,
     resolve_request,
 )
-from sweep.planning.survey import Survey, survey
-from sweep.predict.forecast import UNBUILDABLE, Forecast, Forecaster, Progress, silent
-from sweep.predict.memory.predictor import MemoryPredictor, TracingPredictor
-from sweep.predict.memory.profile_store import Tracer, TracingChildren
-from sweep.terminal import plan_screen
-from sweep.terminal.console import note, say_as_is, width_of, working
-from sweep.terminal.dataset import prepared
-from sweep.terminal.drawing import PLAIN_WIDTH, rendered
-from sweep.terminal.plan_details import configurations
+from qlora_sweep.sweep.planning.survey import Survey, survey
+from qlora_sweep.sweep.predict.forecast import UNBUILDABLE, Forecast, Forecaster, Progress, silent
+from qlora_sweep.sweep.predict.memory.predictor import MemoryPredictor, TracingPredictor
+from qlora_sweep.sweep.predict.memory.profile_store import Tracer, TracingChildren
+from qlora_sweep.sweep.terminal import plan_screen
+from qlora_sweep.sweep.terminal.console import note, say_as_is, width_of, working
+from qlora_sweep.sweep.terminal.dataset import prepared
+from qlora_sweep.sweep.terminal.drawing import PLAIN_WIDTH, rendered
+from qlora_sweep.sweep.terminal.plan_details import configurations
 
 if TYPE_CHECKING:
-    from sweep.running.device_info import Card
+    from qlora_sweep.sweep.running.device_info import Card
 
 
 @dataclass(frozen=True)
@@ -81,14 +81,14 @@ def tracing(children: Tracer) -> Predictor:
 def stored_study(name: str, storage: str | None) -> StudySnapshot:
     """Return a study whose trials are asked about."""
     # Only a plan with --from needs Optuna, which takes longer to import than to answer.
-    from storage.reading import read_study
+    from qlora_sweep.storage.reading import read_study
 
     return read_study(name, url=storage_url(storage), home=runs_directory())
 
 
 def _read_card() -> Card | None:
     # Only a plan without a GPU's name needs NVML.
-    from sweep.running.device_info import read_card
+    from qlora_sweep.sweep.running.device_info import read_card
 
     return read_card()
 

@@ -7,17 +7,17 @@ from collections.abc import Iterator, Sequence
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from reports import units
-from search_spaces.config import CAPACITY_KEYS, SIZE_KEYS, TrialConfig, targets_in_words
-from search_spaces.costs import Bill, OfferComparison, Workload
-from search_spaces.linears import parameters
-from search_spaces.prices import Offer
-from sweep.planning.plan import CardPlan, WhatIf, few
-from sweep.planning.survey import ShapeTable, Survey
-from sweep.predict.forecast import Forecast
-from sweep.predict.memory.peaks import PARTS
-from sweep.predict.memory.prediction import Fit
-from sweep.terminal.drawing import grid, section
+from qlora_sweep.reports import units
+from qlora_sweep.search_spaces.config import CAPACITY_KEYS, SIZE_KEYS, TrialConfig, targets_in_words
+from qlora_sweep.search_spaces.costs import Bill, OfferComparison, Workload
+from qlora_sweep.search_spaces.linears import parameters
+from qlora_sweep.search_spaces.prices import Offer
+from qlora_sweep.sweep.planning.plan import CardPlan, WhatIf, few
+from qlora_sweep.sweep.planning.survey import ShapeTable, Survey
+from qlora_sweep.sweep.predict.forecast import Forecast
+from qlora_sweep.sweep.predict.memory.peaks import PARTS
+from qlora_sweep.sweep.predict.memory.prediction import Fit
+from qlora_sweep.sweep.terminal.drawing import grid, section
 
 FIT_WORDS = {Fit.YES: "fits", Fit.UNCERTAIN: "may not fit", Fit.NO: "does not fit"}
 UNSURE = "'?' is too close to the budget to be sure"

@@ -10,30 +10,30 @@ from typing import Any, Literal
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from reports import units
-from reports.words import capacity, cut_in_words
-from search_spaces.config import CAPACITY_KEYS, TrialConfig
-from search_spaces.costs import Bill, Range
-from search_spaces.errors import listed
-from search_spaces.gpus import Interconnect
-from search_spaces.linears import standard_capacity, unquantized
-from search_spaces.prices import PRICE_OPTION
-from search_spaces.quality import quality_in_words
-from search_spaces.rules import torch_for
-from search_spaces.trainers import trainer_of
-from sweep.export.grpo import grpo_config
-from sweep.planning import candidates
-from sweep.planning.backwards import LENGTH_STEP, Cheapest, JobCard, Longest, Outcome
-from sweep.planning.calibrating import Lessons
-from sweep.planning.documents import pairs_of
-from sweep.planning.plan import CardComparison, CardPlan, Use, few, perhaps_fastest
-from sweep.planning.survey import Survey
-from sweep.predict.forecast import Forecast
-from sweep.predict.memory.prediction import Fit
-from sweep.predict.speed.predictor import NINE_IN_TEN
-from sweep.predict.speed.steps import LINK_SHARES, link_of
-from sweep.terminal import plan_details
-from sweep.terminal.drawing import Fact, facts, grid, section
+from qlora_sweep.reports import units
+from qlora_sweep.reports.words import capacity, cut_in_words
+from qlora_sweep.search_spaces.config import CAPACITY_KEYS, TrialConfig
+from qlora_sweep.search_spaces.costs import Bill, Range
+from qlora_sweep.search_spaces.errors import listed
+from qlora_sweep.search_spaces.gpus import Interconnect
+from qlora_sweep.search_spaces.linears import standard_capacity, unquantized
+from qlora_sweep.search_spaces.prices import PRICE_OPTION
+from qlora_sweep.search_spaces.quality import quality_in_words
+from qlora_sweep.search_spaces.rules import torch_for
+from qlora_sweep.search_spaces.trainers import trainer_of
+from qlora_sweep.sweep.export.grpo import grpo_config
+from qlora_sweep.sweep.planning import candidates
+from qlora_sweep.sweep.planning.backwards import LENGTH_STEP, Cheapest, JobCard, Longest, Outcome
+from qlora_sweep.sweep.planning.calibrating import Lessons
+from qlora_sweep.sweep.planning.documents import pairs_of
+from qlora_sweep.sweep.planning.plan import CardComparison, CardPlan, Use, few, perhaps_fastest
+from qlora_sweep.sweep.planning.survey import Survey
+from qlora_sweep.sweep.predict.forecast import Forecast
+from qlora_sweep.sweep.predict.memory.prediction import Fit
+from qlora_sweep.sweep.predict.speed.predictor import NINE_IN_TEN
+from qlora_sweep.sweep.predict.speed.steps import LINK_SHARES, link_of
+from qlora_sweep.sweep.terminal import plan_details
+from qlora_sweep.sweep.terminal.drawing import Fact, facts, grid, section
 
 _DETAILS = ("details", "add --details for every size, rank, change, price and source")
 GENERATION = "is not in these numbers: neither its time nor its memory (the KV cache, or vLLM's)"

@@ -12,19 +12,32 @@ from typing import Any, cast
 
 import numpy as np
 
-from reports import units
-from search_spaces.errors import InputError, NothingFits, SweepError, did_you_mean, quote
-from search_spaces.gpus import GIB, find_gpu
-from storage.surfaces import Surface, read_surface
-from sweep.paths import cache_directory
-from sweep.predict.forecast import TRACED, Progress
-from sweep.predict.memory.predictor import TracingPredictor
-from sweep.processes import process_pool
-from sweep.sampling.encoding import identity
-from sweep.study.recorded import SAMPLERS, Recorded, SamplerName, Search, recorded_peaks, search
-from sweep.terminal.console import note, say_json, say_result, width_of, working
-from sweep.terminal.drawing import table
-from sweep.terminal.listings import warn
+from qlora_sweep.reports import units
+from qlora_sweep.search_spaces.errors import (
+    InputError,
+    NothingFits,
+    SweepError,
+    did_you_mean,
+    quote,
+)
+from qlora_sweep.search_spaces.gpus import GIB, find_gpu
+from qlora_sweep.storage.surfaces import Surface, read_surface
+from qlora_sweep.sweep.paths import cache_directory
+from qlora_sweep.sweep.predict.forecast import TRACED, Progress
+from qlora_sweep.sweep.predict.memory.predictor import TracingPredictor
+from qlora_sweep.sweep.processes import process_pool
+from qlora_sweep.sweep.sampling.encoding import identity
+from qlora_sweep.sweep.study.recorded import (
+    SAMPLERS,
+    Recorded,
+    SamplerName,
+    Search,
+    recorded_peaks,
+    search,
+)
+from qlora_sweep.sweep.terminal.console import note, say_json, say_result, width_of, working
+from qlora_sweep.sweep.terminal.drawing import table
+from qlora_sweep.sweep.terminal.listings import warn
 
 ALONE_SECONDS = 5.0
 """Work that one process does in about this long is not worth starting others for."""

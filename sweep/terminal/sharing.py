@@ -9,14 +9,14 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-from reports import units
-from search_spaces.documents import is_directory
-from search_spaces.errors import EnvironmentFault, InputError
-from storage.contributions import Contribution, contribution_of, read_contribution
-from storage.files import checked_output, write_output
-from storage.reading import read_study
-from sweep.paths import runs_directory, storage_url
-from sweep.terminal import console, drawing
+from qlora_sweep.reports import units
+from qlora_sweep.search_spaces.documents import is_directory
+from qlora_sweep.search_spaces.errors import EnvironmentFault, InputError
+from qlora_sweep.storage.contributions import Contribution, contribution_of, read_contribution
+from qlora_sweep.storage.files import checked_output, write_output
+from qlora_sweep.storage.reading import read_study
+from qlora_sweep.sweep.paths import runs_directory, storage_url
+from qlora_sweep.sweep.terminal import console, drawing
 
 
 def contribute(
@@ -64,10 +64,10 @@ def calibrate(
 ) -> int:
     """Check files and keep the good ones, or list what is kept; say what that does to each GPU."""
     # What predicts takes longer to import than the help.
-    from sweep.predict import contributions as known
-    from sweep.predict.memory.profile_store import TracingChildren
-    from sweep.predict.speed.contributed import shipped_contributions
-    from sweep.terminal.plan import tracing
+    from qlora_sweep.sweep.predict import contributions as known
+    from qlora_sweep.sweep.predict.memory.profile_store import TracingChildren
+    from qlora_sweep.sweep.predict.speed.contributed import shipped_contributions
+    from qlora_sweep.sweep.terminal.plan import tracing
 
     is_shipped, files = catalogue is not None, list(_files(named or ()))
     if is_shipped and forgotten is not None:
@@ -145,9 +145,9 @@ def _files(named: Sequence[str]) -> Iterator[Path]:
 
 def _recommended(gpu: str, predictor: Any) -> dict[str, Any] | None:
     """Return what `sweep plan` recommends for a GPU, and how fast it is."""
-    from sweep.planning.question import PlanRequest
-    from sweep.terminal.dataset import prepared
-    from sweep.terminal.plan import answer
+    from qlora_sweep.sweep.planning.question import PlanRequest
+    from qlora_sweep.sweep.terminal.dataset import prepared
+    from qlora_sweep.sweep.terminal.plan import answer
 
     request = PlanRequest(space=gpu, as_json=True)
     found = answer(request, read_texts=prepared, predictor=predictor)

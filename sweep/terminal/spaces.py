@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import shlex
 
-from search_spaces.errors import InputError
-from search_spaces.presets import starting_text
-from search_spaces.schema import schema_text
-from storage.files import checked_output, write_output
-from sweep.running.device_info import read_card
-from sweep.terminal.console import note, say, say_as_is
+from qlora_sweep.search_spaces.errors import InputError
+from qlora_sweep.search_spaces.presets import starting_text
+from qlora_sweep.search_spaces.schema import schema_text
+from qlora_sweep.storage.files import checked_output, write_output
+from qlora_sweep.sweep.running.device_info import read_card
+from qlora_sweep.sweep.terminal.console import note, say, say_as_is
 
 
 def schema() -> None:

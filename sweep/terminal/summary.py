@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from reports import sentences, units, words
-from reports.advice import how_to_go_faster
-from reports.view import StudyView, view_of
-from search_spaces import redaction
-from search_spaces.errors import quote
-from storage.definition import StudySnapshot, UnreadableStudy
-from storage.ranking import measured_of
-from storage.records import Invalid, Purpose
-from sweep.terminal.console import folded
-from sweep.terminal.drawing import table
+from qlora_sweep.reports import sentences, units, words
+from qlora_sweep.reports.advice import how_to_go_faster
+from qlora_sweep.reports.view import StudyView, view_of
+from qlora_sweep.search_spaces import redaction
+from qlora_sweep.search_spaces.errors import quote
+from qlora_sweep.storage.definition import StudySnapshot, UnreadableStudy
+from qlora_sweep.storage.ranking import measured_of
+from qlora_sweep.storage.records import Invalid, Purpose
+from qlora_sweep.sweep.terminal.console import folded
+from qlora_sweep.sweep.terminal.drawing import table
 
 _ADVICE_SHOWN = 3
 _CLASSES_SHOWN = 3

@@ -25,13 +25,13 @@ from torch._dynamo.callback import callback_handler
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from search_spaces.config import TrialConfig
-from search_spaces.errors import InputError, did_you_mean
-from search_spaces.linears import resolve_targets
-from sweep.training import eight_bit
-from sweep.training.eight_bit import changed
-from sweep.training.model import DTYPES, LINEAR, BaseModel, decoder_layers
-from sweep.training.team import Gathered, build_shares
+from qlora_sweep.search_spaces.config import TrialConfig
+from qlora_sweep.search_spaces.errors import InputError, did_you_mean
+from qlora_sweep.search_spaces.linears import resolve_targets
+from qlora_sweep.sweep.training import eight_bit
+from qlora_sweep.sweep.training.eight_bit import changed
+from qlora_sweep.sweep.training.model import DTYPES, LINEAR, BaseModel, decoder_layers
+from qlora_sweep.sweep.training.team import Gathered, build_shares
 
 _SHAPES_MAX = 1_000_000
 """Graphs of one layer that are kept; torch keeps eight, and would not compile what comes after."""

@@ -17,9 +17,9 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from search_spaces.errors import EnvironmentFault
-from storage.records import Stage
-from sweep.training.exceptions import is_card_out_of_memory, is_host_out_of_memory
+from qlora_sweep.search_spaces.errors import EnvironmentFault
+from qlora_sweep.storage.records import Stage
+from qlora_sweep.sweep.training.exceptions import is_card_out_of_memory, is_host_out_of_memory
 
 _NEXT_TO_NOTHING_BYTES = 2**20
 _NET_BYTES = 2**30

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from search_spaces.config import TrialConfig
-from search_spaces.errors import words_of
-from storage.records import OutOfMemory, Stage
+from qlora_sweep.search_spaces.config import TrialConfig
+from qlora_sweep.search_spaces.errors import words_of
+from qlora_sweep.storage.records import OutOfMemory, Stage
 
 if TYPE_CHECKING:
-    from sweep.training.device import Device
-    from sweep.training.step import TrainingLoop
+    from qlora_sweep.sweep.training.device import Device
+    from qlora_sweep.sweep.training.step import TrainingLoop
 
 DETAIL_LENGTH = 600
 

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from search_spaces.errors import in_percent
-from storage.records import EightBitProducts, Faithfulness, ProductErrors
-from sweep.data.batches import Batch, in_parts, loss_tokens
-from sweep.training import fitting
-from sweep.training.adapters import eager
-from sweep.training.fitting import (
+from qlora_sweep.search_spaces.errors import in_percent
+from qlora_sweep.storage.records import EightBitProducts, Faithfulness, ProductErrors
+from qlora_sweep.sweep.data.batches import Batch, in_parts, loss_tokens
+from qlora_sweep.sweep.training import fitting
+from qlora_sweep.sweep.training.adapters import eager
+from qlora_sweep.sweep.training.fitting import (
     Fitted,
     LayerErrors,
     all_recomputed,
@@ -26,7 +26,7 @@ from sweep.training.fitting import (
 )
 
 if TYPE_CHECKING:
-    from sweep.training.step import TrainingLoop
+    from qlora_sweep.sweep.training.step import TrainingLoop
 
 MICRO_BATCHES = 16
 """On which a step in 8 bits is compared at most. Of two with some fifty supervised tokens together

@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
-from sweep.training import eight_bit
-from sweep.training.eight_bit import changed
+from qlora_sweep.sweep.training import eight_bit
+from qlora_sweep.sweep.training.eight_bit import changed
 
 MOST_ERROR = 0.05
 """Of a product in 8 bits, relative to that in fp32; FP8's own rounding is 0.026 off. Were all

@@ -10,8 +10,8 @@ from peft import PeftModel
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutput
 
-from search_spaces.config import TrialConfig
-from sweep.training import preference
+from qlora_sweep.search_spaces.config import TrialConfig
+from qlora_sweep.sweep.training import preference
 
 _OUTPUTS = ("log_probs", "entropy", "is_top1")
 """What its head works out for each token: the loss, and what TRL logs."""

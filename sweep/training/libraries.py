@@ -2,7 +2,7 @@
 
 Used before any of them is imported; imports nothing itself. Optional packages look as if they were
 not installed, and a compiler comes when it is used. The doctor, which never imports either, runs
-``python -P -m sweep.training.libraries``: the answer is one line of JSON.
+``python -P -m qlora_sweep.sweep.training.libraries``: the answer is one line of JSON.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def compiling_later() -> Iterator[None]:
 
 def probe() -> dict[str, Any]:
     """Return versions, whether CUDA is there, and what went wrong, by library."""
-    from search_spaces.errors import words_of
+    from qlora_sweep.search_spaces.errors import words_of
 
     answer: dict[str, Any] = {"torch": None, "cuda": None, "has_cuda": False, "errors": {}}
     answer["architectures"] = []

@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from storage.records import Count, Phase, Positive
+from qlora_sweep.storage.records import Count, Phase, Positive
 
 
 class Message(BaseModel):

@@ -16,14 +16,14 @@ import numpy as np
 import torch
 from transformers import PreTrainedConfig
 
-from search_spaces.config import TrialConfig
-from search_spaces.linears import attention_width, training_flops_per_token
-from search_spaces.space import StepBudget
-from storage.records import NEIGHBOUR
-from sweep.nvml import NvmlCard
-from sweep.training.adapters import Attached
-from sweep.training.device import Device
-from sweep.training.model import LINEAR, weights_of
+from qlora_sweep.search_spaces.config import TrialConfig
+from qlora_sweep.search_spaces.linears import attention_width, training_flops_per_token
+from qlora_sweep.search_spaces.space import StepBudget
+from qlora_sweep.storage.records import NEIGHBOUR
+from qlora_sweep.sweep.nvml import NvmlCard
+from qlora_sweep.sweep.training.adapters import Attached
+from qlora_sweep.sweep.training.device import Device
+from qlora_sweep.sweep.training.model import LINEAR, weights_of
 
 NEIGHBOUR_BYTES = 2**30
 """So much taken by others since a trial began is a neighbour's: this process's own libraries load

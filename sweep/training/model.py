@@ -35,20 +35,20 @@ from transformers.quantizers import AutoHfQuantizer
 from transformers.quantizers.base import HfQuantizer, get_keys_to_not_convert
 from transformers.quantizers.quantizers_utils import should_convert_module
 
-from search_spaces.config import TrialConfig, liger_kernels
-from search_spaces.errors import InputError, install_extra
-from search_spaces.models import ModelSpec
-from search_spaces.quantized import KEY as STORED_KEY
-from search_spaces.space import Weights
-from storage.records import EightBitProducts
-from sweep.training.eight_bit import (
+from qlora_sweep.search_spaces.config import TrialConfig, liger_kernels
+from qlora_sweep.search_spaces.errors import InputError, install_extra
+from qlora_sweep.search_spaces.models import ModelSpec
+from qlora_sweep.search_spaces.quantized import KEY as STORED_KEY
+from qlora_sweep.search_spaces.space import Weights
+from qlora_sweep.storage.records import EightBitProducts
+from qlora_sweep.sweep.training.eight_bit import (
     EightBitLinear,
     UnfitWeightError,
     compute_in_8_bits,
     half_dtype,
     to_8_bits,
 )
-from sweep.training.in_trl import add_head
+from qlora_sweep.sweep.training.in_trl import add_head
 
 LINEAR = (torch.nn.Linear, Conv1D)
 _NEVER = (torch.nn.Embedding, torch.nn.modules.conv._ConvNd)

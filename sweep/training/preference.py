@@ -20,8 +20,8 @@ from peft.tuners.lora import LoraLayer
 from torch.utils.data import Dataset
 from transformers.modeling_outputs import CausalLMOutput
 
-from search_spaces.config import LOGITS_AT_ONCE
-from sweep.data.rows import IGNORED, by_member
+from qlora_sweep.search_spaces.config import LOGITS_AT_ONCE
+from qlora_sweep.sweep.data.rows import IGNORED, by_member
 
 REFERENCE = "reference"
 """Of a micro-batch, the reference's log-probability of each row's completion."""

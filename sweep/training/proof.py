@@ -19,20 +19,20 @@ import torch
 from peft.tuners.lora import LoraLayer
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from search_spaces.config import TrialConfig, canonical
-from search_spaces.errors import in_percent
-from search_spaces.linears import LEAST_QUANTIZED_SHARE
-from storage.records import Ineffective
-from sweep.data.batches import TrialBatches, trained_epoch
-from sweep.data.rows import is_flattened
-from sweep.training.adapters import local
-from sweep.training.eight_bit import TYPES as EIGHT_BIT_TYPES
-from sweep.training.eight_bit import EightBitLinear
-from sweep.training.in_trl import InTrl
-from sweep.training.model import DTYPES, compute_type
-from sweep.training.preference import Preference
-from sweep.training.step import TrainingLoop, rate_of
-from sweep.training.team import Look
+from qlora_sweep.search_spaces.config import TrialConfig, canonical
+from qlora_sweep.search_spaces.errors import in_percent
+from qlora_sweep.search_spaces.linears import LEAST_QUANTIZED_SHARE
+from qlora_sweep.storage.records import Ineffective
+from qlora_sweep.sweep.data.batches import TrialBatches, trained_epoch
+from qlora_sweep.sweep.data.rows import is_flattened
+from qlora_sweep.sweep.training.adapters import local
+from qlora_sweep.sweep.training.eight_bit import TYPES as EIGHT_BIT_TYPES
+from qlora_sweep.sweep.training.eight_bit import EightBitLinear
+from qlora_sweep.sweep.training.in_trl import InTrl
+from qlora_sweep.sweep.training.model import DTYPES, compute_type
+from qlora_sweep.sweep.training.preference import Preference
+from qlora_sweep.sweep.training.step import TrainingLoop, rate_of
+from qlora_sweep.sweep.training.team import Look
 
 _SCORE_DROPOUTS = ("attention_dropout", "attn_pdrop", "attn_dropout", "attention_dropout_prob")
 """What architectures call the share of attention scores that training drops."""

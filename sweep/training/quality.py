@@ -14,17 +14,24 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from search_spaces.config import SCHEDULE_WARMUP_STEPS, TrialConfig
-from storage.confirmations import binomial_ci95
-from storage.records import OUT_OF_TIME, Diverged, Lost, OutOfMemory, QualityReport
-from sweep.data.batches import Batch, Lesson, Texts, held_out_batches, in_parts, loss_tokens
-from sweep.training.adapters import Attached, attached
-from sweep.training.device import Device
-from sweep.training.exceptions import out_of_memory
-from sweep.training.messages import Progress, QualityCommand
-from sweep.training.model import BaseModel
-from sweep.training.step import TrainingLoop, told_in_evaluation
-from sweep.training.team import NO_LIMIT, TimeLimit, gathered, rank, world_size
+from qlora_sweep.search_spaces.config import SCHEDULE_WARMUP_STEPS, TrialConfig
+from qlora_sweep.storage.confirmations import binomial_ci95
+from qlora_sweep.storage.records import OUT_OF_TIME, Diverged, Lost, OutOfMemory, QualityReport
+from qlora_sweep.sweep.data.batches import (
+    Batch,
+    Lesson,
+    Texts,
+    held_out_batches,
+    in_parts,
+    loss_tokens,
+)
+from qlora_sweep.sweep.training.adapters import Attached, attached
+from qlora_sweep.sweep.training.device import Device
+from qlora_sweep.sweep.training.exceptions import out_of_memory
+from qlora_sweep.sweep.training.messages import Progress, QualityCommand
+from qlora_sweep.sweep.training.model import BaseModel
+from qlora_sweep.sweep.training.step import TrainingLoop, told_in_evaluation
+from qlora_sweep.sweep.training.team import NO_LIMIT, TimeLimit, gathered, rank, world_size
 
 _EVALUATED_AT_ONCE = 4096
 """Tokens of a micro-batch of the evaluation at most, unless one text has more: the logits of all

@@ -33,18 +33,18 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 from transformers import get_linear_schedule_with_warmup
 
-from search_spaces.config import MAX_GRAD_NORM, TrialConfig
-from search_spaces.learning_rates import MODEL_KEYS, learning_rate_of
-from storage.records import EightBitProducts, Stage
-from sweep.data.batches import WEIGHT, Batch
-from sweep.data.rows import IGNORED
-from sweep.training.adapters import Attached, local
-from sweep.training.faithfulness import products_of
-from sweep.training.fitting import fit
-from sweep.training.in_trl import trained
-from sweep.training.model import compute_type
-from sweep.training.preference import REFERENCE
-from sweep.training.team import fsdp_plugin, rank, shard_on_cpu, world_size
+from qlora_sweep.search_spaces.config import MAX_GRAD_NORM, TrialConfig
+from qlora_sweep.search_spaces.learning_rates import MODEL_KEYS, learning_rate_of
+from qlora_sweep.storage.records import EightBitProducts, Stage
+from qlora_sweep.sweep.data.batches import WEIGHT, Batch
+from qlora_sweep.sweep.data.rows import IGNORED
+from qlora_sweep.sweep.training.adapters import Attached, local
+from qlora_sweep.sweep.training.faithfulness import products_of
+from qlora_sweep.sweep.training.fitting import fit
+from qlora_sweep.sweep.training.in_trl import trained
+from qlora_sweep.sweep.training.model import compute_type
+from qlora_sweep.sweep.training.preference import REFERENCE
+from qlora_sweep.sweep.training.team import fsdp_plugin, rank, shard_on_cpu, world_size
 
 _DISTINCT_BATCHES = 3
 """accelerate fetches one batch ahead, but at the end of the loader. With two batches every second

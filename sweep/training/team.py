@@ -28,9 +28,9 @@ from peft.tuners.lora import LoraLayer
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from transformers import PreTrainedModel
 
-from search_spaces.config import TrialConfig
-from sweep.training.device import Memory
-from sweep.training.model import BaseModel, give_weights, take_weights
+from qlora_sweep.search_spaces.config import TrialConfig
+from qlora_sweep.sweep.training.device import Memory
+from qlora_sweep.sweep.training.model import BaseModel, give_weights, take_weights
 
 _DEFAULTS = {
     # All of them are on one host. Whoever says otherwise in the environment is not overruled.

@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 
-from search_spaces.config import TrialConfig
-from search_spaces.errors import InputError, words_of
-from search_spaces.space import MICRO_STEPS_TIMED, StepBudget
-from storage.records import (
+from qlora_sweep.search_spaces.config import TrialConfig
+from qlora_sweep.search_spaces.errors import InputError, words_of
+from qlora_sweep.search_spaces.space import MICRO_STEPS_TIMED, StepBudget
+from qlora_sweep.storage.records import (
     NEIGHBOUR,
     OUT_OF_TIME,
     Diverged,
@@ -33,16 +33,16 @@ from storage.records import (
     Stage,
     over_budget,
 )
-from sweep.data.batches import Texts, TrialBatches, trial_batches
-from sweep.data.probing import are_apart, check_is_causal, takes_positions
-from sweep.scratch import scratch
-from sweep.training.adapters import attached, held_share, local
-from sweep.training.device import Device, Mark, Memory
-from sweep.training.exceptions import DETAIL_LENGTH, knob_at_fault, out_of_memory
-from sweep.training.faithfulness import compared, unfaithful
-from sweep.training.fitting import too_many
-from sweep.training.messages import Progress
-from sweep.training.meter import (
+from qlora_sweep.sweep.data.batches import Texts, TrialBatches, trial_batches
+from qlora_sweep.sweep.data.probing import are_apart, check_is_causal, takes_positions
+from qlora_sweep.sweep.scratch import scratch
+from qlora_sweep.sweep.training.adapters import attached, held_share, local
+from qlora_sweep.sweep.training.device import Device, Mark, Memory
+from qlora_sweep.sweep.training.exceptions import DETAIL_LENGTH, knob_at_fault, out_of_memory
+from qlora_sweep.sweep.training.faithfulness import compared, unfaithful
+from qlora_sweep.sweep.training.fitting import too_many
+from qlora_sweep.sweep.training.messages import Progress
+from qlora_sweep.sweep.training.meter import (
     CardReader,
     Meter,
     NeighbourWatch,
@@ -50,10 +50,10 @@ from sweep.training.meter import (
     flops_per_token,
     median_interval,
 )
-from sweep.training.model import BaseModel
-from sweep.training.proof import KernelWatch, ProductWatch, StepEvidence, ineffective
-from sweep.training.step import TrainingLoop
-from sweep.training.team import (
+from qlora_sweep.sweep.training.model import BaseModel
+from qlora_sweep.sweep.training.proof import KernelWatch, ProductWatch, StepEvidence, ineffective
+from qlora_sweep.sweep.training.step import TrainingLoop
+from qlora_sweep.sweep.training.team import (
     NO_LIMIT,
     Look,
     TimeLimit,

@@ -1,7 +1,7 @@
 """What a verification needs torch for, in a process of its own: random weights of an architecture,
 or TRL's training on an exported file, with an exported script's options.
 
-Run as ``python -P -m sweep.verifying FILE --model MODEL --output DIRECTORY ...``: without
+Run as ``python -P -m qlora_sweep.sweep.verifying FILE --model MODEL --output DIRECTORY ...``: without
 ``--metrics`` FILE is a model's `ModelSpec.to_json`, and MODEL the directory of a tokenizer.
 """
 
@@ -16,7 +16,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from sweep.processes import bind_to_parent
+from qlora_sweep.sweep.processes import bind_to_parent
 
 _SHARD_BYTES_MAX = 3 * 10**9
 _STD = 0.02
@@ -77,8 +77,8 @@ def train_with_trl(typed: argparse.Namespace) -> dict[str, Any]:
     import trl
     import yaml
 
-    from sweep.export.record import read_record
-    from sweep.hugging_face import ThroughputCallback
+    from qlora_sweep.sweep.export.record import read_record
+    from qlora_sweep.sweep.hugging_face import ThroughputCallback
 
     record, _ = read_record(typed.file)
     config = record.config
@@ -144,8 +144,8 @@ def main() -> None:
     if typed.metrics is not None:
         Path(typed.metrics).write_text(json.dumps(train_with_trl(typed)), encoding="utf-8")
         return
-    from search_spaces.models import ModelSpec
-    from sweep.training.libraries import OPTIONAL, lean_imports
+    from qlora_sweep.search_spaces.models import ModelSpec
+    from qlora_sweep.sweep.training.libraries import OPTIONAL, lean_imports
 
     spec = ModelSpec.from_json(json.loads(Path(typed.file).read_text(encoding="utf-8")))
     with lean_imports(*OPTIONAL):

@@ -18,27 +18,32 @@ from typing import Any
 
 from pydantic import BaseModel, Field, ValidationError
 
-from reports import units
-from search_spaces.checkpoints import check_weights
-from search_spaces.config import TORCH_DTYPES, TrialConfig, allocator_settings
-from search_spaces.errors import EnvironmentFault, InputError, NothingFits
-from search_spaces.models import ModelSpec, load_model_spec
-from search_spaces.space import Weights
-from storage.files import make_directory
-from sweep.child_environment import child_environment
-from sweep.data.kinds import on_completions
-from sweep.export.record import Record, RecordedTexts
-from sweep.finetuning.protocol import Event, TrainingJob, TrainingProgress, TrainingResult
-from sweep.finetuning.results import Comparison, compared
-from sweep.finetuning.training import fault_of, follow
-from sweep.paths import runs_directory
-from sweep.processes import Child
-from sweep.running.device_info import environment_with, read_card
-from sweep.scratch import scratch
-from sweep.subprocess_jobs import last_words
+from qlora_sweep.reports import units
+from qlora_sweep.search_spaces.checkpoints import check_weights
+from qlora_sweep.search_spaces.config import TORCH_DTYPES, TrialConfig, allocator_settings
+from qlora_sweep.search_spaces.errors import EnvironmentFault, InputError, NothingFits
+from qlora_sweep.search_spaces.models import ModelSpec, load_model_spec
+from qlora_sweep.search_spaces.space import Weights
+from qlora_sweep.storage.files import make_directory
+from qlora_sweep.sweep.child_environment import child_environment
+from qlora_sweep.sweep.data.kinds import on_completions
+from qlora_sweep.sweep.export.record import Record, RecordedTexts
+from qlora_sweep.sweep.finetuning.protocol import (
+    Event,
+    TrainingJob,
+    TrainingProgress,
+    TrainingResult,
+)
+from qlora_sweep.sweep.finetuning.results import Comparison, compared
+from qlora_sweep.sweep.finetuning.training import fault_of, follow
+from qlora_sweep.sweep.paths import runs_directory
+from qlora_sweep.sweep.processes import Child
+from qlora_sweep.sweep.running.device_info import environment_with, read_card
+from qlora_sweep.sweep.scratch import scratch
+from qlora_sweep.sweep.subprocess_jobs import last_words
 
 STEPS = 40
-_CHILD = (sys.executable, "-P", "-m", "sweep.verifying")
+_CHILD = (sys.executable, "-P", "-m", "qlora_sweep.sweep.verifying")
 _LOADING_SECONDS_MAX, _SLOWER_MAX = 1800.0, 20.0
 """Beyond these a script hangs: it loads weights from a cold disk, and compiles."""
 _TEXT_TOKENS_MAX = 2_000_000

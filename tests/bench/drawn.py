@@ -18,15 +18,15 @@ from typing import Any
 
 import torch
 
-from search_spaces.config import TrialConfig, parse_config
-from search_spaces.learning_rates import learning_rate_of
-from search_spaces.models import ModelSpec, load_model_spec
-from search_spaces.rules import Setting, broken_rules
-from search_spaces.space import StepBudget
-from storage.definition import Target
-from storage.records import Measured
-from sweep.running.supervisor import SupervisedRunner
-from sweep.running.wire import TrialRequest
+from qlora_sweep.search_spaces.config import TrialConfig, parse_config
+from qlora_sweep.search_spaces.learning_rates import learning_rate_of
+from qlora_sweep.search_spaces.models import ModelSpec, load_model_spec
+from qlora_sweep.search_spaces.rules import Setting, broken_rules
+from qlora_sweep.search_spaces.space import StepBudget
+from qlora_sweep.storage.definition import Target
+from qlora_sweep.storage.records import Measured
+from qlora_sweep.sweep.running.supervisor import SupervisedRunner
+from qlora_sweep.sweep.running.wire import TrialRequest
 from tests.bench.harness import Row, stamp, word_tokenizer, write
 
 Drawn = dict[str, list[Any]]
@@ -137,9 +137,9 @@ def of_completions(spec: ModelSpec, config: TrialConfig) -> Row:
     from datasets import Dataset
     from trl import GRPOConfig, GRPOTrainer
 
-    from sweep.export.grpo import grpo_config
-    from sweep.training.adapters import attached
-    from sweep.training.model import build_base
+    from qlora_sweep.sweep.export.grpo import grpo_config
+    from qlora_sweep.sweep.training.adapters import attached
+    from qlora_sweep.sweep.training.model import build_base
 
     rows, half = config.micro_batch_size, config.seq_len // 2
     asked = {"num_generations": rows, "beta": 0.0, "max_completion_length": half}

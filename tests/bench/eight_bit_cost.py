@@ -20,7 +20,7 @@ from pathlib import Path
 
 from scipy.stats import t as student
 
-from search_spaces.learning_rates import in_words
+from qlora_sweep.search_spaces.learning_rates import in_words
 from tests.bench.harness import ROOT, Row
 
 RESULTS = ROOT / "tests" / "bench" / "results" / "real_weights_h200.jsonl"

@@ -16,12 +16,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from storage.study import OpenStudy
-from sweep.request import RunRequest
-from sweep.running.device_info import read_card
-from sweep.study import events
-from sweep.study.events import Event, Interruption, Listener
-from sweep.study.session import drive, prepare
+from qlora_sweep.storage.study import OpenStudy
+from qlora_sweep.sweep.request import RunRequest
+from qlora_sweep.sweep.running.device_info import read_card
+from qlora_sweep.sweep.study import events
+from qlora_sweep.sweep.study.events import Event, Interruption, Listener
+from qlora_sweep.sweep.study.session import drive, prepare
 from tests.bench.harness import stamp, write
 
 

@@ -23,12 +23,12 @@ from typing import Any
 
 import torch
 
-from search_spaces.config import TrialConfig
-from search_spaces.models import load_model_spec
-from sweep.training.adapters import attached
-from sweep.training.eight_bit import TYPES, changed
-from sweep.training.model import build_base
-from sweep.training.step import TrainingLoop
+from qlora_sweep.search_spaces.config import TrialConfig
+from qlora_sweep.search_spaces.models import load_model_spec
+from qlora_sweep.sweep.training.adapters import attached
+from qlora_sweep.sweep.training.eight_bit import TYPES, changed
+from qlora_sweep.sweep.training.model import build_base
+from qlora_sweep.sweep.training.step import TrainingLoop
 from tests.bench.harness import Row, stamp, write
 
 NUMERICS = (("fp8", "fp8"), ("int8", "int8"), ("nf4", "fp8"), ("nf4", "int8"))

@@ -18,22 +18,22 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-from search_spaces.config import TrialConfig, as_options
-from search_spaces.errors import SweepError
-from search_spaces.gpus import find_gpu
-from search_spaces.models import ModelSpec, load_model_spec
-from storage.definition import Target
-from storage.files import make_directory
-from sweep.api import plan
-from sweep.export.formats import written
-from sweep.export.record import predicted_record
-from sweep.paths import runs_directory
-from sweep.predict.building import build_forecaster
-from sweep.predict.forecast import Forecast
-from sweep.predict.memory.profile_store import TracingChildren
-from sweep.running.device_info import read_card
-from sweep.terminal.plan import tracing
-from sweep.verifying.runs import verify, write_weights
+from qlora_sweep.search_spaces.config import TrialConfig, as_options
+from qlora_sweep.search_spaces.errors import SweepError
+from qlora_sweep.search_spaces.gpus import find_gpu
+from qlora_sweep.search_spaces.models import ModelSpec, load_model_spec
+from qlora_sweep.storage.definition import Target
+from qlora_sweep.storage.files import make_directory
+from qlora_sweep.sweep.api import plan
+from qlora_sweep.sweep.export.formats import written
+from qlora_sweep.sweep.export.record import predicted_record
+from qlora_sweep.sweep.paths import runs_directory
+from qlora_sweep.sweep.predict.building import build_forecaster
+from qlora_sweep.sweep.predict.forecast import Forecast
+from qlora_sweep.sweep.predict.memory.profile_store import TracingChildren
+from qlora_sweep.sweep.running.device_info import read_card
+from qlora_sweep.sweep.terminal.plan import tracing
+from qlora_sweep.sweep.verifying.runs import verify, write_weights
 from tests.bench.harness import Row, stamp, write
 
 ALSO = ({"micro_batch_size": 3, "seq_len": 1024, "kernels": "hf"},)

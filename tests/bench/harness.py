@@ -18,14 +18,14 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from sweep.running.device_info import read_card
+from qlora_sweep.sweep.running.device_info import read_card
 
 ROOT = Path(__file__).parents[2]
 LIBRARIES = (
     *("torch", "triton", "transformers", "peft", "bitsandbytes", "accelerate", "liger-kernel"),
     *("trl", "flash-attn"),
 )
-_SWEEP = "import sys; from sweep.cli import main; sys.exit(main())"
+_SWEEP = "import sys; from qlora_sweep.sweep.cli import main; sys.exit(main())"
 Row = dict[str, Any]
 
 

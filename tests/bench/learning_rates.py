@@ -26,8 +26,8 @@ from typing import Any
 import numpy as np
 import yaml
 
-from search_spaces.config import TrialConfig
-from search_spaces.learning_rates import Rule, in_words, learning_rate_of
+from qlora_sweep.search_spaces.config import TrialConfig
+from qlora_sweep.search_spaces.learning_rates import Rule, in_words, learning_rate_of
 from tests.bench.harness import ROOT, Row
 
 RESULTS = ROOT / "tests" / "bench" / "results" / "learning_rates.jsonl"

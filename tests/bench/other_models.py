@@ -19,17 +19,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from search_spaces.config import TrialConfig, parse_config
-from search_spaces.gpus import GpuSpec, find_gpu, match_product
-from search_spaces.models import ModelSpec, checked_config, load_model_spec
-from search_spaces.rules import attention_of
-from search_spaces.space import StepBudget
-from storage.definition import Target
-from storage.records import Measured
-from sweep.predict.speed.predictor import StepTimes
-from sweep.running.device_info import read_card
-from sweep.running.supervisor import SupervisedRunner
-from sweep.running.wire import TrialRequest
+from qlora_sweep.search_spaces.config import TrialConfig, parse_config
+from qlora_sweep.search_spaces.gpus import GpuSpec, find_gpu, match_product
+from qlora_sweep.search_spaces.models import ModelSpec, checked_config, load_model_spec
+from qlora_sweep.search_spaces.rules import attention_of
+from qlora_sweep.search_spaces.space import StepBudget
+from qlora_sweep.storage.definition import Target
+from qlora_sweep.storage.records import Measured
+from qlora_sweep.sweep.predict.speed.predictor import StepTimes
+from qlora_sweep.sweep.running.device_info import read_card
+from qlora_sweep.sweep.running.supervisor import SupervisedRunner
+from qlora_sweep.sweep.running.wire import TrialRequest
 from tests.bench.harness import Row, stamp, write
 
 GLM4: dict[str, Any] = {

@@ -20,17 +20,17 @@ from datetime import datetime
 from itertools import pairwise
 from pathlib import Path
 
-from search_spaces.space import SamplerName
-from storage.reading import read_study
-from storage.records import TrialRecord, Verdict
-from sweep.paths import runs_directory, storage_url
-from sweep.running.replay import ReplayRunner
-from sweep.sampling.samplers import quiet_optuna
-from sweep.study.driver import Driver
-from sweep.study.events import Event, TrialFinished
-from sweep.study.tuner import tune
-from sweep.terminal.board import Board
-from sweep.terminal.live import watching
+from qlora_sweep.search_spaces.space import SamplerName
+from qlora_sweep.storage.reading import read_study
+from qlora_sweep.storage.records import TrialRecord, Verdict
+from qlora_sweep.sweep.paths import runs_directory, storage_url
+from qlora_sweep.sweep.running.replay import ReplayRunner
+from qlora_sweep.sweep.sampling.samplers import quiet_optuna
+from qlora_sweep.sweep.study.driver import Driver
+from qlora_sweep.sweep.study.events import Event, TrialFinished
+from qlora_sweep.sweep.study.tuner import tune
+from qlora_sweep.sweep.terminal.board import Board
+from qlora_sweep.sweep.terminal.live import watching
 from tests.bench.harness import Row, middle, stamp, write
 from tests.storage import long_studies
 from tests.sweep.simulated_device import StopsWhen, train

@@ -12,7 +12,7 @@ import subprocess
 import tempfile
 from pathlib import Path
 
-from sweep.cli import main as sweep
+from qlora_sweep.sweep.cli import main as sweep
 
 PICTURE = Path(__file__).parents[2] / "docs" / "images" / "report.png"
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")

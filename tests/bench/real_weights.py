@@ -38,15 +38,15 @@ import numpy as np
 import torch
 from transformers import AutoTokenizer
 
-from search_spaces.config import MAX_GRAD_NORM, WEIGHT_DECAY, TrialConfig, parse_config
-from search_spaces.models import load_model_spec
-from storage.records import EightBitProducts
-from sweep.training import eight_bit
-from sweep.training.adapters import Attached, attached, eager
-from sweep.training.faithfulness import products_of
-from sweep.training.fitting import fit, multiplying_in
-from sweep.training.model import BaseModel, build_base, compute_type
-from sweep.training.step import evaluating
+from qlora_sweep.search_spaces.config import MAX_GRAD_NORM, WEIGHT_DECAY, TrialConfig, parse_config
+from qlora_sweep.search_spaces.models import load_model_spec
+from qlora_sweep.storage.records import EightBitProducts
+from qlora_sweep.sweep.training import eight_bit
+from qlora_sweep.sweep.training.adapters import Attached, attached, eager
+from qlora_sweep.sweep.training.faithfulness import products_of
+from qlora_sweep.sweep.training.fitting import fit, multiplying_in
+from qlora_sweep.sweep.training.model import BaseModel, build_base, compute_type
+from qlora_sweep.sweep.training.step import evaluating
 from tests.bench.harness import stamp
 
 HELD_OUT_EVERY = 12

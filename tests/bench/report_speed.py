@@ -16,8 +16,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from reports.page import render, write_page
-from storage.definition import StudySnapshot
+from qlora_sweep.reports.page import render, write_page
+from qlora_sweep.storage.definition import StudySnapshot
 from tests.bench.harness import Row, middle, stamp, write
 from tests.reports.synthetic import plausible_study
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from search_spaces.config import parse_config
-from storage.reading import read_study
+from qlora_sweep.search_spaces.config import parse_config
+from qlora_sweep.storage.reading import read_study
 from tests.bench import harness, overhead
 from tests.lazy import lazily
 from tests.storage import long_studies

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from search_spaces.learning_rates import learning_rate_of
+from qlora_sweep.search_spaces.learning_rates import learning_rate_of
 from tests.bench import learning_rates
 
 RATES = (2e-4, 6e-4, 2e-3, 6e-3)

@@ -32,8 +32,8 @@ from typing import Any
 
 import torch
 
-from search_spaces.config import parse_config
-from search_spaces.models import load_model_spec
+from qlora_sweep.search_spaces.config import parse_config
+from qlora_sweep.search_spaces.models import load_model_spec
 from tests.bench.harness import ROOT, Row, stamp, word_tokenizer, write
 
 GIB = 2**30
@@ -82,9 +82,9 @@ def rates(seconds: Sequence[float], tokens: int, loss: float) -> Row:
 
 def ours(question: Row) -> Callable[[], Row]:
     """Return what measures a turn in this tool's own training loop, as a trial has it."""
-    from sweep.training.adapters import attached
-    from sweep.training.model import build_base
-    from sweep.training.step import TrainingLoop
+    from qlora_sweep.sweep.training.adapters import attached
+    from qlora_sweep.sweep.training.model import build_base
+    from qlora_sweep.sweep.training.step import TrainingLoop
 
     config, spec = parse_config(question["asked"]), load_model_spec(question["model"])
     device = torch.device("cuda")

@@ -16,12 +16,12 @@ from typing import Any
 
 import pytest
 
-from search_spaces.config import TrialConfig
-from search_spaces.gpus import GIB
-from search_spaces.models import load_model_spec
-from search_spaces.space import StepBudget
-from storage.definition import Target
-from storage.records import (
+from qlora_sweep.search_spaces.config import TrialConfig
+from qlora_sweep.search_spaces.gpus import GIB
+from qlora_sweep.search_spaces.models import load_model_spec
+from qlora_sweep.search_spaces.space import StepBudget
+from qlora_sweep.storage.definition import Target
+from qlora_sweep.storage.records import (
     Lost,
     Measured,
     Measurement,
@@ -30,12 +30,12 @@ from storage.records import (
     PrunedSlow,
     SoakReport,
 )
-from sweep.running.ray_nodes import joined
-from sweep.running.ray_runner import RayRunner
-from sweep.running.replay import ReplayRunner
-from sweep.running.runner import Runner
-from sweep.running.supervisor import SupervisedRunner
-from sweep.running.wire import Progress, TrialRequest
+from qlora_sweep.sweep.running.ray_nodes import joined
+from qlora_sweep.sweep.running.ray_runner import RayRunner
+from qlora_sweep.sweep.running.replay import ReplayRunner
+from qlora_sweep.sweep.running.runner import Runner
+from qlora_sweep.sweep.running.supervisor import SupervisedRunner
+from qlora_sweep.sweep.running.wire import Progress, TrialRequest
 from tests.sweep.running.ray_cluster import LocalCluster
 from tests.sweep.simulated_device import BUDGET, a_measurement, train
 

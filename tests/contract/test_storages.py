@@ -14,16 +14,16 @@ import pytest
 import sqlalchemy
 from optuna.trial import TrialState
 
-from search_spaces.config import TrialConfig
-from search_spaces.errors import EnvironmentFault, InputError
-from search_spaces.gpus import GIB
-from search_spaces.models import load_model_spec
-from search_spaces.space import SearchSpace
-from storage import database
-from storage.database import close, faults, open_for_reading, open_for_writing
-from storage.definition import StudySnapshot
-from storage.reading import list_studies, read_spooled_study, read_study
-from storage.records import (
+from qlora_sweep.search_spaces.config import TrialConfig
+from qlora_sweep.search_spaces.errors import EnvironmentFault, InputError
+from qlora_sweep.search_spaces.gpus import GIB
+from qlora_sweep.search_spaces.models import load_model_spec
+from qlora_sweep.search_spaces.space import SearchSpace
+from qlora_sweep.storage import database
+from qlora_sweep.storage.database import close, faults, open_for_reading, open_for_writing
+from qlora_sweep.storage.definition import StudySnapshot
+from qlora_sweep.storage.reading import list_studies, read_spooled_study, read_study
+from qlora_sweep.storage.records import (
     Crashed,
     Diverged,
     DominatedOutOfMemory,
@@ -38,15 +38,15 @@ from storage.records import (
     TrialRecord,
     Verdict,
 )
-from storage.study import OpenStudy
-from storage.urls import parse_url
-from sweep.predict.forecast import Forecaster
-from sweep.running.replay import ReplayRunner
-from sweep.sampling.samplers import make_sampler
-from sweep.study.carrying import carry_over
-from sweep.study.driver import Driver
-from sweep.study.events import Event, TrialFinished
-from sweep.study.tuner import tune
+from qlora_sweep.storage.study import OpenStudy
+from qlora_sweep.storage.urls import parse_url
+from qlora_sweep.sweep.predict.forecast import Forecaster
+from qlora_sweep.sweep.running.replay import ReplayRunner
+from qlora_sweep.sweep.sampling.samplers import make_sampler
+from qlora_sweep.sweep.study.carrying import carry_over
+from qlora_sweep.sweep.study.driver import Driver
+from qlora_sweep.sweep.study.events import Event, TrialFinished
+from qlora_sweep.sweep.study.tuner import tune
 from tests.storage import driver, long_studies, postgres
 from tests.storage.builders import (
     BATCHES,

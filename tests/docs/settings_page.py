@@ -18,12 +18,12 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from search_spaces.config import KNOBS, OPTION_KEYS, TrialConfig, canonical, number_kind
-from search_spaces.gpus import GIB
-from search_spaces.loading import shipped_presets
-from search_spaces.schema import space_schema
-from storage.surfaces import read_surface
-from sweep.export.trainers import trainers
+from qlora_sweep.search_spaces.config import KNOBS, OPTION_KEYS, TrialConfig, canonical, number_kind
+from qlora_sweep.search_spaces.gpus import GIB
+from qlora_sweep.search_spaces.loading import shipped_presets
+from qlora_sweep.search_spaces.schema import space_schema
+from qlora_sweep.storage.surfaces import read_surface
+from qlora_sweep.sweep.export.trainers import trainers
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "settings.md"

@@ -26,16 +26,16 @@ import pytest
 import typer.main
 import yaml
 
-from search_spaces.config import parse_config
-from search_spaces.gpus import GpuSpec
-from search_spaces.loading import parse_space
-from search_spaces.prices import load_prices
-from sweep import cli, entry_point
-from sweep.export.trainers import trainers
-from sweep.planning.question import Grpo
-from sweep.predict.memory.profile_store import TracingChildren
-from sweep.request import Where
-from sweep.terminal import options
+from qlora_sweep.search_spaces.config import parse_config
+from qlora_sweep.search_spaces.gpus import GpuSpec
+from qlora_sweep.search_spaces.loading import parse_space
+from qlora_sweep.search_spaces.prices import load_prices
+from qlora_sweep.sweep import cli, entry_point
+from qlora_sweep.sweep.export.trainers import trainers
+from qlora_sweep.sweep.planning.question import Grpo
+from qlora_sweep.sweep.predict.memory.profile_store import TracingChildren
+from qlora_sweep.sweep.request import Where
+from qlora_sweep.sweep.terminal import options
 from tests.docs import settings_page
 from tests.sweep.shared_tracing import asked_of
 

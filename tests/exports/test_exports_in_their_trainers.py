@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
-from search_spaces.linears import lora_parameters
-from search_spaces.models import ModelSpec
-from storage.definition import StudySnapshot
+from qlora_sweep.search_spaces.linears import lora_parameters
+from qlora_sweep.search_spaces.models import ModelSpec
+from qlora_sweep.storage.definition import StudySnapshot
 from tests.sweep.export.studies import a_study, export, some_texts
 from tests.sweep.export.weights import a_row, saved_model, written_texts
 from tests.sweep.training.tiny import TINY, tiny_config

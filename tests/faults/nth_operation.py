@@ -24,9 +24,9 @@ from pathlib import Path
 import alembic.script.base
 import alembic.util
 
-from storage.database import close, open_for_writing
-from storage.urls import parse_url
-from sweep.terminal.edge import guarded
+from qlora_sweep.storage.database import close, open_for_writing
+from qlora_sweep.storage.urls import parse_url
+from qlora_sweep.sweep.terminal.edge import guarded
 from tests.faults import short_study
 from tests.faults.kinds import DONE, KINDS, Fault
 from tests.faults.operations import OPERATIONS, Injector

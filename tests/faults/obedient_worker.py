@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from sweep.processes import bind_to_parent
+from qlora_sweep.sweep.processes import bind_to_parent
 
 BEATS = (("attach", 0), ("warmup", 1), ("measure", 1), ("measure", 2))
 FLOOD_BYTES = 64 * 2**20

@@ -22,28 +22,28 @@ from typing import Any
 
 from optuna.trial import TrialState
 
-from search_spaces.config import TrialConfig
-from search_spaces.errors import EnvironmentFault
-from search_spaces.loading import parse_space
-from search_spaces.models import load_model_spec
-from storage.database import close, open_for_reading
-from storage.definition import StudyDefinition
-from storage.directory import OUTCOME, OutcomeFile
-from storage.lease import holders
-from storage.reading import read_study
-from storage.records import RETRYABLE, Attempt, Lost, Measured, Outcome, TrialRecord
-from storage.urls import parse_url
-from sweep.paths import worker_log_path
-from sweep.running.child import LOG_BYTES_MAX
-from sweep.running.replay import ReplayRunner
-from sweep.running.runner import Observer, Runner, keep_going
-from sweep.running.supervisor import Deadlines, SupervisedRunner
-from sweep.running.wire import TrialRequest
-from sweep.study import session
-from sweep.study.events import Event, StopReason, TrialFinished
-from sweep.study.session import Prepared, drive
-from sweep.study.targets import resolve_target
-from sweep.terminal.edge import guarded
+from qlora_sweep.search_spaces.config import TrialConfig
+from qlora_sweep.search_spaces.errors import EnvironmentFault
+from qlora_sweep.search_spaces.loading import parse_space
+from qlora_sweep.search_spaces.models import load_model_spec
+from qlora_sweep.storage.database import close, open_for_reading
+from qlora_sweep.storage.definition import StudyDefinition
+from qlora_sweep.storage.directory import OUTCOME, OutcomeFile
+from qlora_sweep.storage.lease import holders
+from qlora_sweep.storage.reading import read_study
+from qlora_sweep.storage.records import RETRYABLE, Attempt, Lost, Measured, Outcome, TrialRecord
+from qlora_sweep.storage.urls import parse_url
+from qlora_sweep.sweep.paths import worker_log_path
+from qlora_sweep.sweep.running.child import LOG_BYTES_MAX
+from qlora_sweep.sweep.running.replay import ReplayRunner
+from qlora_sweep.sweep.running.runner import Observer, Runner, keep_going
+from qlora_sweep.sweep.running.supervisor import Deadlines, SupervisedRunner
+from qlora_sweep.sweep.running.wire import TrialRequest
+from qlora_sweep.sweep.study import session
+from qlora_sweep.sweep.study.events import Event, StopReason, TrialFinished
+from qlora_sweep.sweep.study.session import Prepared, drive
+from qlora_sweep.sweep.study.targets import resolve_target
+from qlora_sweep.sweep.terminal.edge import guarded
 from tests.faults.kinds import INTERRUPTED, Fault
 from tests.faults.obedient_worker import UNIT, measurement
 

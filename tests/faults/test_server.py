@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from storage.directory import Spool
-from storage.reading import read_study
+from qlora_sweep.storage.directory import Spool
+from qlora_sweep.storage.reading import read_study
 from tests.faults.driving import PATIENCE_SECONDS, a_driver, finish, said, wait_until
 from tests.faults.short_study import Place
 from tests.storage import driver, postgres

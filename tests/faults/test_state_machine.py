@@ -27,15 +27,15 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from optuna.trial import Trial, TrialState
 
-from search_spaces.config import TrialConfig
-from search_spaces.errors import EnvironmentFault, InputError
-from storage import lease
-from storage.database import close, open_for_reading, open_for_writing
-from storage.directory import OUTCOME, OutcomeFile
-from storage.reading import read_study
-from storage.records import Attempt, Crashed, Lost, Outcome, TrialRecord
-from storage.study import OpenStudy
-from storage.urls import parse_url
+from qlora_sweep.search_spaces.config import TrialConfig
+from qlora_sweep.search_spaces.errors import EnvironmentFault, InputError
+from qlora_sweep.storage import lease
+from qlora_sweep.storage.database import close, open_for_reading, open_for_writing
+from qlora_sweep.storage.directory import OUTCOME, OutcomeFile
+from qlora_sweep.storage.reading import read_study
+from qlora_sweep.storage.records import Attempt, Crashed, Lost, Outcome, TrialRecord
+from qlora_sweep.storage.study import OpenStudy
+from qlora_sweep.storage.urls import parse_url
 from tests.storage.builders import BATCHES, DISTRIBUTIONS, agreeing, fits, open_it
 
 NAME = "study"

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from sweep.predict.memory.profile_store import TracingChildren
+from qlora_sweep.sweep.predict.memory.profile_store import TracingChildren
 from tests.golden.frozen import Frozen
 from tests.golden.frozen import frozen as compared
 

@@ -8,14 +8,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from search_spaces.config import TrialConfig
-from search_spaces.gpus import GIB
-from search_spaces.models import load_model_spec
-from storage import records as ended
-from storage.definition import StudySnapshot
-from storage.ranking import measured_of, rank_study
-from storage.records import TrialRecord
-from sweep.sampling.encoding import Encoding
+from qlora_sweep.search_spaces.config import TrialConfig
+from qlora_sweep.search_spaces.gpus import GIB
+from qlora_sweep.search_spaces.models import load_model_spec
+from qlora_sweep.storage import records as ended
+from qlora_sweep.storage.definition import StudySnapshot
+from qlora_sweep.storage.ranking import measured_of, rank_study
+from qlora_sweep.storage.records import TrialRecord
+from qlora_sweep.sweep.sampling.encoding import Encoding
 from tests.reports.synthetic import (
     LONG,
     SOAKED,

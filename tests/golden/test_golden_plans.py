@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from search_spaces.config import SIZE_KEYS
-from search_spaces.loading import load_space
-from search_spaces.presets import preset_texts
-from sweep.cli import main
-from sweep.predict.memory.profile_store import TracingChildren
+from qlora_sweep.search_spaces.config import SIZE_KEYS
+from qlora_sweep.search_spaces.loading import load_space
+from qlora_sweep.search_spaces.presets import preset_texts
+from qlora_sweep.sweep.cli import main
+from qlora_sweep.sweep.predict.memory.profile_store import TracingChildren
 from tests.golden.frozen import Frozen
 from tests.sweep.shared_tracing import asked_of
 

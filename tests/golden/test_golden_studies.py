@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import yaml
 
-from sweep.cli import main
-from sweep.export.formats import endings_of, format_names
-from sweep.paths import cache_directory, runs_directory, storage_url
-from sweep.predict.memory.predictor import TracingPredictor
-from sweep.predict.memory.profile_store import TracingChildren
+from qlora_sweep.sweep.cli import main
+from qlora_sweep.sweep.export.formats import endings_of, format_names
+from qlora_sweep.sweep.paths import cache_directory, runs_directory, storage_url
+from qlora_sweep.sweep.predict.memory.predictor import TracingPredictor
+from qlora_sweep.sweep.predict.memory.profile_store import TracingChildren
 from tests.golden.frozen import Frozen
 from tests.golden.stored_studies import MODEL, store, the_studies
 from tests.reports.test_page import Page

@@ -13,10 +13,10 @@ from collections.abc import Callable
 
 import torch
 
-from sweep.processes import bind_to_parent, leave_a_guard
-from sweep.running.wire import Progress
-from sweep.running.worker import Worker
-from sweep.running.worker import main as serve
+from qlora_sweep.sweep.processes import bind_to_parent, leave_a_guard
+from qlora_sweep.sweep.running.wire import Progress
+from qlora_sweep.sweep.running.worker import Worker
+from qlora_sweep.sweep.running.worker import main as serve
 
 
 def _exit_from_c() -> None:

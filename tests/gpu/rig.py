@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from search_spaces.config import TrialConfig
-from search_spaces.models import ModelSpec
-from search_spaces.space import StepBudget
-from storage.records import Measured, Measurement, Outcome
-from sweep.running.wire import (
+from qlora_sweep.search_spaces.config import TrialConfig
+from qlora_sweep.search_spaces.models import ModelSpec
+from qlora_sweep.search_spaces.space import StepBudget
+from qlora_sweep.storage.records import Measured, Measurement, Outcome
+from qlora_sweep.sweep.running.wire import (
     QualityCommand,
     RunCommand,
     TextsSettings,
@@ -16,8 +16,8 @@ from sweep.running.wire import (
     WorkerMessage,
     WorkerSettings,
 )
-from sweep.running.worker import Worker
-from sweep.training.device import CudaDevice
+from qlora_sweep.sweep.running.worker import Worker
+from qlora_sweep.sweep.training.device import CudaDevice
 
 SMALL = ModelSpec(
     name="small",

@@ -8,9 +8,9 @@ import bitsandbytes as bnb
 import pytest
 import torch
 
-from sweep.training import eight_bit
-from sweep.training.eight_bit import TYPES, compute_in_8_bits, to_8_bits
-from sweep.training.fitting import multiplying_in
+from qlora_sweep.sweep.training import eight_bit
+from qlora_sweep.sweep.training.eight_bit import TYPES, compute_in_8_bits, to_8_bits
+from qlora_sweep.sweep.training.fitting import multiplying_in
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]
 SHAPES = [(1024, 4096), (14336, 4096), (4096, 14336), (48, 112), (16, 16)]

@@ -18,10 +18,10 @@ from pathlib import Path
 
 import pytest
 
-from search_spaces.config import TrialConfig
-from search_spaces.space import StepBudget
-from storage.definition import Target
-from storage.records import (
+from qlora_sweep.search_spaces.config import TrialConfig
+from qlora_sweep.search_spaces.space import StepBudget
+from qlora_sweep.storage.definition import Target
+from qlora_sweep.storage.records import (
     NEIGHBOUR,
     Crashed,
     Measured,
@@ -30,9 +30,9 @@ from storage.records import (
     OutOfMemory,
     Phase,
 )
-from sweep.nvml import visible_cards
-from sweep.running.supervisor import SupervisedRunner
-from sweep.running.wire import Progress, TrialRequest
+from qlora_sweep.sweep.nvml import visible_cards
+from qlora_sweep.sweep.running.supervisor import SupervisedRunner
+from qlora_sweep.sweep.running.wire import Progress, TrialRequest
 from tests.gpu import faulty_worker as faulty
 from tests.gpu.rig import QUICK, SMALL, small_config
 from tests.gpu.test_memory_limits import BUDGET_BYTES, REFERENCE, TOO_LARGE

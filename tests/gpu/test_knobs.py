@@ -8,7 +8,7 @@ from typing import Any, get_args
 import pytest
 import torch
 
-from search_spaces.config import (
+from qlora_sweep.search_spaces.config import (
     TARGET_SETS,
     AdapterDtype,
     Attention,
@@ -18,12 +18,12 @@ from search_spaces.config import (
     Quantization,
     TrialConfig,
 )
-from search_spaces.linears import lora_parameters
-from storage.records import Ineffective, Measured
-from sweep.training.adapters import attached
-from sweep.training.model import build_base
-from sweep.training.proof import KernelWatch, StepEvidence, ineffective
-from sweep.training.step import TrainingLoop
+from qlora_sweep.search_spaces.linears import lora_parameters
+from qlora_sweep.storage.records import Ineffective, Measured
+from qlora_sweep.sweep.training.adapters import attached
+from qlora_sweep.sweep.training.model import build_base
+from qlora_sweep.sweep.training.proof import KernelWatch, StepEvidence, ineffective
+from qlora_sweep.sweep.training.step import TrainingLoop
 from tests.gpu.rig import SMALL, Rig, small_config
 
 pytestmark = [
@@ -231,7 +231,7 @@ def test_a_compiled_layer_leaves_nothing_that_changes_the_next_trial(rig: Rig) -
 def test_what_was_compiled_outlives_its_base_and_its_process(rig: Rig) -> None:
     from torch._dynamo.utils import counters
 
-    from sweep.training.adapters import forget_compiled
+    from qlora_sweep.sweep.training.adapters import forget_compiled
 
     plain = small_config(upcast_fp32=False, checkpoint_fraction=0.0, compile=True)
     one, other = (

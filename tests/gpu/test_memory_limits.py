@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from storage.definition import Target
-from storage.records import Measured, OutOfMemory
-from sweep.running.supervisor import SupervisedRunner
-from sweep.running.wire import TrialRequest
+from qlora_sweep.storage.definition import Target
+from qlora_sweep.storage.records import Measured, OutOfMemory
+from qlora_sweep.sweep.running.supervisor import SupervisedRunner
+from qlora_sweep.sweep.running.wire import TrialRequest
 from tests.gpu.rig import QUICK, SMALL, small_config
 
 pytestmark = pytest.mark.gpu

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from search_spaces.gpus import match_product
-from sweep.predict.memory.predictor import TracingPredictor
-from sweep.predict.memory.profile_store import TracingChildren
-from sweep.predict.trainers import for_memory
+from qlora_sweep.search_spaces.gpus import match_product
+from qlora_sweep.sweep.predict.memory.predictor import TracingPredictor
+from qlora_sweep.sweep.predict.memory.profile_store import TracingChildren
+from qlora_sweep.sweep.predict.trainers import for_memory
 from tests.gpu.rig import SMALL, Rig, small_config
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]

@@ -6,10 +6,10 @@ import time
 
 import pytest
 
-from search_spaces.space import StepBudget
-from storage.records import Measured, OutOfMemory
-from sweep.nvml import visible_cards
-from sweep.running.wire import RunCommand, TrialRequest
+from qlora_sweep.search_spaces.space import StepBudget
+from qlora_sweep.storage.records import Measured, OutOfMemory
+from qlora_sweep.sweep.nvml import visible_cards
+from qlora_sweep.sweep.running.wire import RunCommand, TrialRequest
 from tests.gpu.rig import Rig, small_config
 
 pytestmark = [

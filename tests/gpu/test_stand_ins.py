@@ -15,10 +15,10 @@ import pytest
 import torch
 import torch.nn.functional as functional
 
-from search_spaces.config import TrialConfig
-from sweep.predict.memory.tracing import fused, stand_ins
-from sweep.predict.memory.tracing.walk import Ledger
-from sweep.training.model import quantize_random
+from qlora_sweep.search_spaces.config import TrialConfig
+from qlora_sweep.sweep.predict.memory.tracing import fused, stand_ins
+from qlora_sweep.sweep.predict.memory.tracing.walk import Ledger
+from qlora_sweep.sweep.training.model import quantize_random
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]
 ROWS, WIDTH, INNER, VOCABULARY, CHUNK = 2048, 2048, 5632, 32_768, 128

@@ -13,15 +13,15 @@ import numpy as np
 import pytest
 import torch
 
-from storage.records import INTERRUPTED
-from sweep.data.rows import split
-from sweep.data.study_epochs import StudyEpochs
-from sweep.finetuning import checkpoints
-from sweep.finetuning.protocol import TrainingResult
-from sweep.predict.memory.predictor import TracingPredictor
-from sweep.predict.memory.profile_store import TracingChildren
-from sweep.predict.on_texts import MemoryOnTexts, ShapesOnTexts
-from sweep.running.wire import QualityCommand, TextsSettings
+from qlora_sweep.storage.records import INTERRUPTED
+from qlora_sweep.sweep.data.rows import split
+from qlora_sweep.sweep.data.study_epochs import StudyEpochs
+from qlora_sweep.sweep.finetuning import checkpoints
+from qlora_sweep.sweep.finetuning.protocol import TrainingResult
+from qlora_sweep.sweep.predict.memory.predictor import TracingPredictor
+from qlora_sweep.sweep.predict.memory.profile_store import TracingChildren
+from qlora_sweep.sweep.predict.on_texts import MemoryOnTexts, ShapesOnTexts
+from qlora_sweep.sweep.running.wire import QualityCommand, TextsSettings
 from tests.gpu.rig import SMALL, Rig, small_config
 from tests.sweep.data.prepared import prepared_settings
 from tests.sweep.finetuning.trainings import job, run

@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 import torch
 
-from search_spaces.config import TrialConfig
-from search_spaces.gpus import GIB
-from search_spaces.models import ModelSpec
-from search_spaces.space import StepBudget
-from storage.definition import Target
-from storage.records import (
+from qlora_sweep.search_spaces.config import TrialConfig
+from qlora_sweep.search_spaces.gpus import GIB
+from qlora_sweep.search_spaces.models import ModelSpec
+from qlora_sweep.search_spaces.space import StepBudget
+from qlora_sweep.storage.definition import Target
+from qlora_sweep.storage.records import (
     INTERRUPTED,
     Crashed,
     Measured,
@@ -25,12 +25,12 @@ from storage.records import (
     Outcome,
     OutOfMemory,
 )
-from sweep.finetuning import checkpoints
-from sweep.finetuning.protocol import Event, Saved, TrainingResult
-from sweep.finetuning.training import follow
-from sweep.predict.memory.predictor import TracingPredictor
-from sweep.running.supervisor import SupervisedRunner
-from sweep.running.wire import Progress, QualityCommand, TextsSettings, TrialRequest
+from qlora_sweep.sweep.finetuning import checkpoints
+from qlora_sweep.sweep.finetuning.protocol import Event, Saved, TrainingResult
+from qlora_sweep.sweep.finetuning.training import follow
+from qlora_sweep.sweep.predict.memory.predictor import TracingPredictor
+from qlora_sweep.sweep.running.supervisor import SupervisedRunner
+from qlora_sweep.sweep.running.wire import Progress, QualityCommand, TextsSettings, TrialRequest
 from tests.gpu.rig import SMALL, small_config
 from tests.sweep.data.prepared import prepared_pairs, prepared_settings
 from tests.sweep.finetuning.trainings import job
@@ -163,7 +163,7 @@ def test_a_process_that_is_killed_in_the_middle_of_a_step_holds_nobody_up(tmp_pa
                     words = Path(f"/proc/{number}/cmdline").read_bytes().split(b"\0")
                 except OSError:
                     continue
-                if words[3:4] == [b"sweep.running"] and words[6:7] == [b"1"]:
+                if words[3:4] == [b"qlora_sweep.sweep.running"] and words[6:7] == [b"1"]:
                     os.kill(int(number), signal.SIGKILL)
         return False
 
@@ -279,7 +279,7 @@ def test_a_rank_that_is_killed_as_it_trains_ends_the_training(
 ) -> None:
     def kill(event: Event) -> None:
         if isinstance(event, Saved) and event.step == 2:
-            os.kill(ranks("sweep.finetuning")[0][1], signal.SIGKILL)
+            os.kill(ranks("qlora_sweep.sweep.finetuning")[0][1], signal.SIGKILL)
 
     begun = on_two(tmp_path, Path(texts.directory), checkpoint_steps=2, epochs=50)
     end = follow(begun, observe=kill)

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from sweep.running.device_info import ask_cuda, read_card
+from qlora_sweep.sweep.running.device_info import ask_cuda, read_card
 
 
 @pytest.mark.gpu

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from sweep.launching.rented import Rental
+from qlora_sweep.sweep.launching.rented import Rental
 from tests.sweep.launching.rentals import a_cost, a_machine, a_parcel, a_rental
 
 HERE = Path(__file__).parent

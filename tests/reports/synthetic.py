@@ -11,12 +11,12 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
-from search_spaces.config import TrialConfig
-from search_spaces.dimensions import Choices
-from search_spaces.gpus import GIB
-from search_spaces.space import SearchSpace
-from storage.definition import StudyDefinition, StudySnapshot, Target
-from storage.records import (
+from qlora_sweep.search_spaces.config import TrialConfig
+from qlora_sweep.search_spaces.dimensions import Choices
+from qlora_sweep.search_spaces.gpus import GIB
+from qlora_sweep.search_spaces.space import SearchSpace
+from qlora_sweep.storage.definition import StudyDefinition, StudySnapshot, Target
+from qlora_sweep.storage.records import (
     Crashed,
     Diverged,
     DominatedOutOfMemory,
@@ -35,7 +35,7 @@ from storage.records import (
     TimedOut,
     TrialRecord,
 )
-from storage.surfaces import SurfaceRow, read_surface
+from qlora_sweep.storage.surfaces import SurfaceRow, read_surface
 from tests.storage.builders import a_measurement
 from tests.sweep.prepared_texts import a_summary
 

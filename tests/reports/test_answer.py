@@ -13,25 +13,25 @@ from typing import Any
 import pytest
 import yaml
 
-from reports.advice import how_to_go_faster
-from reports.decision import Card, decision_of
-from reports.page import render
-from reports.sections import texts_of
-from reports.sentences import (
+from qlora_sweep.reports.advice import how_to_go_faster
+from qlora_sweep.reports.decision import Card, decision_of
+from qlora_sweep.reports.page import render
+from qlora_sweep.reports.sections import texts_of
+from qlora_sweep.reports.sentences import (
     confirmed_rows,
     facts,
     headline,
     rank_claim,
 )
-from reports.view import view_of
-from reports.words import cut_in_words
-from search_spaces.config import TrialConfig
-from search_spaces.costs import AskedWork
-from search_spaces.gpus import GIB
-from search_spaces.prices import Offer
-from storage.definition import StudySnapshot, TargetSpeed
-from storage.ranking import rank_study
-from storage.records import (
+from qlora_sweep.reports.view import view_of
+from qlora_sweep.reports.words import cut_in_words
+from qlora_sweep.search_spaces.config import TrialConfig
+from qlora_sweep.search_spaces.costs import AskedWork
+from qlora_sweep.search_spaces.gpus import GIB
+from qlora_sweep.search_spaces.prices import Offer
+from qlora_sweep.storage.definition import StudySnapshot, TargetSpeed
+from qlora_sweep.storage.ranking import rank_study
+from qlora_sweep.storage.records import (
     Crashed,
     Measured,
     Outcome,

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from reports.comparison import Comparison, compare, comparison_words, of_plan, of_study
-from search_spaces.config import TrialConfig
-from search_spaces.costs import AskedWork
-from search_spaces.errors import InputError
-from search_spaces.models import ModelSpec
-from search_spaces.prices import Offer
-from storage.definition import StudySnapshot, TargetSpeed
+from qlora_sweep.reports.comparison import Comparison, compare, comparison_words, of_plan, of_study
+from qlora_sweep.search_spaces.config import TrialConfig
+from qlora_sweep.search_spaces.costs import AskedWork
+from qlora_sweep.search_spaces.errors import InputError
+from qlora_sweep.search_spaces.models import ModelSpec
+from qlora_sweep.search_spaces.prices import Offer
+from qlora_sweep.storage.definition import StudySnapshot, TargetSpeed
 from tests.reports.synthetic import definition, fits, snapshot
 
 SMALL = TrialConfig(micro_batch_size=8)

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from reports.effects import Effect, Ratio, effects_of
-from search_spaces.config import TrialConfig
-from search_spaces.gpus import GIB
-from storage.definition import StudySnapshot
-from sweep.study.recorded import recorded_study as surface_study
+from qlora_sweep.reports.effects import Effect, Ratio, effects_of
+from qlora_sweep.search_spaces.config import TrialConfig
+from qlora_sweep.search_spaces.gpus import GIB
+from qlora_sweep.storage.definition import StudySnapshot
+from qlora_sweep.sweep.study.recorded import recorded_study as surface_study
 from tests.reports.synthetic import (
     SURFACES,
     definition,

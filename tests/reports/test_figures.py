@@ -13,18 +13,18 @@ from typing import Any
 import plotly.graph_objects as go
 import pytest
 
-from reports.boundary import boundary_of
-from reports.document import document_of
-from reports.figures import MARKS, PageFigure, Section
-from reports.front import front_of
-from reports.search import search_of
-from reports.trust import accuracy_of, trust_of
-from reports.words import VERDICT_LABELS
-from search_spaces.config import TrialConfig
-from search_spaces.gpus import GIB
-from storage.definition import MemoryForecast, StudySnapshot, TargetSpeed
-from storage.ranking import measured_of
-from storage.records import (
+from qlora_sweep.reports.boundary import boundary_of
+from qlora_sweep.reports.document import document_of
+from qlora_sweep.reports.figures import MARKS, PageFigure, Section
+from qlora_sweep.reports.front import front_of
+from qlora_sweep.reports.search import search_of
+from qlora_sweep.reports.trust import accuracy_of, trust_of
+from qlora_sweep.reports.words import VERDICT_LABELS
+from qlora_sweep.search_spaces.config import TrialConfig
+from qlora_sweep.search_spaces.gpus import GIB
+from qlora_sweep.storage.definition import MemoryForecast, StudySnapshot, TargetSpeed
+from qlora_sweep.storage.ranking import measured_of
+from qlora_sweep.storage.records import (
     Carried,
     Crashed,
     DominatedOutOfMemory,

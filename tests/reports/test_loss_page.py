@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 
-from reports.loss import POINTS_MAX, loss_page
+from qlora_sweep.reports.loss import POINTS_MAX, loss_page
 
 
 def test_a_long_training_is_drawn_in_as_many_points_as_can_be_seen() -> None:

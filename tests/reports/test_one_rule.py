@@ -8,19 +8,19 @@ from dataclasses import replace
 
 import pytest
 
-from reports.document import document_of
-from reports.front import MEMORY, front_of
-from reports.sentences import headline, speed_on_target
-from reports.view import view_of
-from search_spaces.config import TrialConfig
-from search_spaces.gpus import GIB, find_gpu
-from search_spaces.models import load_model_spec
-from storage.definition import StudySnapshot
-from storage.ranking import rank_study
-from storage.records import Measured, OutOfMemory, TrialRecord
-from sweep.export.record import record_of
-from sweep.planning.evidence import with_target_speeds
-from sweep.predict.speed.predictor import StepTimes
+from qlora_sweep.reports.document import document_of
+from qlora_sweep.reports.front import MEMORY, front_of
+from qlora_sweep.reports.sentences import headline, speed_on_target
+from qlora_sweep.reports.view import view_of
+from qlora_sweep.search_spaces.config import TrialConfig
+from qlora_sweep.search_spaces.gpus import GIB, find_gpu
+from qlora_sweep.search_spaces.models import load_model_spec
+from qlora_sweep.storage.definition import StudySnapshot
+from qlora_sweep.storage.ranking import rank_study
+from qlora_sweep.storage.records import Measured, OutOfMemory, TrialRecord
+from qlora_sweep.sweep.export.record import record_of
+from qlora_sweep.sweep.planning.evidence import with_target_speeds
+from qlora_sweep.sweep.predict.speed.predictor import StepTimes
 from tests.reports.synthetic import definition, measurement, snapshot
 
 MODEL = load_model_spec("mistral-7b-v0.3")

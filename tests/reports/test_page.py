@@ -16,14 +16,14 @@ from typing import Any
 import pytest
 from plotly.offline import get_plotlyjs_version
 
-from reports import figures
-from reports.page import render, write_page
-from reports.view import view_of
-from search_spaces.config import TrialConfig, canonical
-from search_spaces.errors import EnvironmentFault
-from search_spaces.gpus import GIB
-from storage.definition import StudySnapshot
-from storage.records import Lost, PredictedOutOfMemory, TrialRecord
+from qlora_sweep.reports import figures
+from qlora_sweep.reports.page import render, write_page
+from qlora_sweep.reports.view import view_of
+from qlora_sweep.search_spaces.config import TrialConfig, canonical
+from qlora_sweep.search_spaces.errors import EnvironmentFault
+from qlora_sweep.search_spaces.gpus import GIB
+from qlora_sweep.storage.definition import StudySnapshot
+from qlora_sweep.storage.records import Lost, PredictedOutOfMemory, TrialRecord
 from tests.reports.synthetic import (
     HOSTILE,
     definition,
@@ -230,8 +230,8 @@ def test_twice_the_trials_take_at_most_a_little_more_than_twice_the_work(
 
 # Colours and the copy of plotly
 
-CSS = (files("reports") / "templates" / "report.css").read_text(encoding="utf-8")
-VENDOR = files("reports") / "vendor"
+CSS = (files("qlora_sweep.reports") / "templates" / "report.css").read_text(encoding="utf-8")
+VENDOR = files("qlora_sweep.reports") / "vendor"
 
 
 def _variables(block: str) -> dict[str, str]:

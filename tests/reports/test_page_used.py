@@ -19,16 +19,16 @@ from typing import Any
 
 import pytest
 
-from reports.comparison import compare, of_study
-from reports.images import picture_of, write_image
-from reports.page import render, render_comparison
-from search_spaces.config import TrialConfig, parse_config
-from search_spaces.costs import AskedWork
-from search_spaces.errors import EnvironmentFault, InputError
-from search_spaces.loading import load_space
-from search_spaces.prices import Offer
-from storage.definition import StudySnapshot, TargetSpeed
-from storage.records import Crashed
+from qlora_sweep.reports.comparison import compare, of_study
+from qlora_sweep.reports.images import picture_of, write_image
+from qlora_sweep.reports.page import render, render_comparison
+from qlora_sweep.search_spaces.config import TrialConfig, parse_config
+from qlora_sweep.search_spaces.costs import AskedWork
+from qlora_sweep.search_spaces.errors import EnvironmentFault, InputError
+from qlora_sweep.search_spaces.loading import load_space
+from qlora_sweep.search_spaces.prices import Offer
+from qlora_sweep.storage.definition import StudySnapshot, TargetSpeed
+from qlora_sweep.storage.records import Crashed
 from tests.reports.synthetic import (
     DIMENSIONS,
     HOSTILE,

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from reports.view import view_of
-from search_spaces.config import TrialConfig
-from search_spaces.gpus import GIB
-from search_spaces.prices import Offer, load_prices
-from storage.definition import StudySnapshot, TargetSpeed
-from storage.records import OutOfMemory, PredictedOutOfMemory, TrialRecord, Verdict
+from qlora_sweep.reports.view import view_of
+from qlora_sweep.search_spaces.config import TrialConfig
+from qlora_sweep.search_spaces.gpus import GIB
+from qlora_sweep.search_spaces.prices import Offer, load_prices
+from qlora_sweep.storage.definition import StudySnapshot, TargetSpeed
+from qlora_sweep.storage.records import OutOfMemory, PredictedOutOfMemory, TrialRecord, Verdict
 from tests.storage.builders import a_definition, a_record, confirmed, fits
 
 OOM = OutOfMemory(stage="backward")

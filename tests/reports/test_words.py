@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from reports import units, words
-from reports.words import VERDICT_LABELS, VERDICT_MEANINGS, verdict_words
-from search_spaces.config import TrialConfig
-from search_spaces.gpus import GIB
-from storage.confirmations import Ratio
-from storage.records import (
+from qlora_sweep.reports import units, words
+from qlora_sweep.reports.words import VERDICT_LABELS, VERDICT_MEANINGS, verdict_words
+from qlora_sweep.search_spaces.config import TrialConfig
+from qlora_sweep.search_spaces.gpus import GIB
+from qlora_sweep.storage.confirmations import Ratio
+from qlora_sweep.storage.records import (
     Crashed,
     Verdict,
 )

@@ -13,13 +13,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from search_spaces.checkpoints import INDEX, SINGLE, check_weights
-from search_spaces.documents import read_text
-from search_spaces.errors import InputError
-from search_spaces.loading import load_space
-from search_spaces.models import ModelSpec, load_model_spec
-from search_spaces.prices import load_prices
-from sweep.planning.question import read_configurations
+from qlora_sweep.search_spaces.checkpoints import INDEX, SINGLE, check_weights
+from qlora_sweep.search_spaces.documents import read_text
+from qlora_sweep.search_spaces.errors import InputError
+from qlora_sweep.search_spaces.loading import load_space
+from qlora_sweep.search_spaces.models import ModelSpec, load_model_spec
+from qlora_sweep.search_spaces.prices import load_prices
+from qlora_sweep.sweep.planning.question import read_configurations
 
 
 def safetensors(*names: str, bytes_each: int = 8) -> bytes:

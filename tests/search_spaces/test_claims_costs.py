@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from search_spaces.costs import Bill, Workload, compare_offers
-from search_spaces.prices import Offer
+from qlora_sweep.search_spaces.costs import Bill, Workload, compare_offers
+from qlora_sweep.search_spaces.prices import Offer
 
 FIVE_THOUSAND_STEPS = Workload(steps=5000, samples_per_step=16, tokens_per_sample=2048.0)
 H100_STEP_SECONDS = 1.05

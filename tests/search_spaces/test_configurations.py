@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from search_spaces.config import KNOBS, TrialConfig, canonical, parse_config
-from search_spaces.dimensions import Choices, FloatRange, IntRange
-from search_spaces.errors import InputError, did_you_mean, quote, words_of
-from search_spaces.space import SearchSpace
+from qlora_sweep.search_spaces.config import KNOBS, TrialConfig, canonical, parse_config
+from qlora_sweep.search_spaces.dimensions import Choices, FloatRange, IntRange
+from qlora_sweep.search_spaces.errors import InputError, did_you_mean, quote, words_of
+from qlora_sweep.search_spaces.space import SearchSpace
 
 
 @pytest.mark.parametrize(

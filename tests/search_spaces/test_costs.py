@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from search_spaces.config import TrialConfig, parse_config
-from search_spaces.costs import (
+from qlora_sweep.search_spaces.config import TrialConfig, parse_config
+from qlora_sweep.search_spaces.costs import (
     AskedWork,
     Bill,
     Range,
@@ -21,8 +21,8 @@ from search_spaces.costs import (
     compare_offers,
     usd_per_training_second,
 )
-from search_spaces.errors import InputError
-from search_spaces.prices import Offer
+from qlora_sweep.search_spaces.errors import InputError
+from qlora_sweep.search_spaces.prices import Offer
 
 WORK = Workload(steps=1000, samples_per_step=16, tokens_per_sample=512.0)
 

@@ -9,14 +9,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from search_spaces import feasibility
-from search_spaces.dimensions import Choices, FloatRange, IntRange
-from search_spaces.errors import InputError
-from search_spaces.feasibility import obstacles, refuse_without_texts
-from search_spaces.loading import Length, load_space, with_fixed, with_texts
-from search_spaces.models import load_model_spec
-from search_spaces.rules import Setting, violation
-from search_spaces.space import SearchSpace
+from qlora_sweep.search_spaces import feasibility
+from qlora_sweep.search_spaces.dimensions import Choices, FloatRange, IntRange
+from qlora_sweep.search_spaces.errors import InputError
+from qlora_sweep.search_spaces.feasibility import obstacles, refuse_without_texts
+from qlora_sweep.search_spaces.loading import Length, load_space, with_fixed, with_texts
+from qlora_sweep.search_spaces.models import load_model_spec
+from qlora_sweep.search_spaces.rules import Setting, violation
+from qlora_sweep.search_spaces.space import SearchSpace
 
 MISTRAL = load_model_spec("mistral-7b-v0.3")
 TURING, AMPERE = (7, 5), (8, 0)

@@ -7,8 +7,8 @@ from datetime import date
 
 import pytest
 
-from search_spaces.errors import InputError
-from search_spaces.gpus import (
+from qlora_sweep.search_spaces.errors import InputError
+from qlora_sweep.search_spaces.gpus import (
     GIB,
     UNMEASURED_COPY_SHARE,
     UNMEASURED_HALVED_SHARE,

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from search_spaces.config import TrialConfig
-from search_spaces.quality import KnownQuality, quality_in_words
+from qlora_sweep.search_spaces.config import TrialConfig
+from qlora_sweep.search_spaces.quality import KnownQuality, quality_in_words
 
 NF4 = TrialConfig()
 

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from search_spaces.config import TrialConfig
-from search_spaces.learning_rates import Factor, in_words, learning_rate_of
+from qlora_sweep.search_spaces.config import TrialConfig
+from qlora_sweep.search_spaces.learning_rates import Factor, in_words, learning_rate_of
 
 WIDE = {"hidden_size": 4096}
 

@@ -19,9 +19,15 @@ from huggingface_hub.errors import (
     RepositoryNotFoundError,
 )
 
-from search_spaces.errors import EnvironmentFault, InputError
-from search_spaces.linears import is_tied, parameters
-from search_spaces.models import SIZES, ModelSpec, load_model_spec, shipped_models, translate
+from qlora_sweep.search_spaces.errors import EnvironmentFault, InputError
+from qlora_sweep.search_spaces.linears import is_tied, parameters
+from qlora_sweep.search_spaces.models import (
+    SIZES,
+    ModelSpec,
+    load_model_spec,
+    shipped_models,
+    translate,
+)
 
 GOOD: dict[str, Any] = {
     "model_type": "llama",
@@ -222,7 +228,7 @@ def test_a_failed_request_says_what_it_means(
 
 FETCH = """
 import sys
-from search_spaces.models import load_model_spec
+from qlora_sweep.search_spaces.models import load_model_spec
 try:
     print(load_model_spec("org/some-model").vocab_size)
 except Exception as error:

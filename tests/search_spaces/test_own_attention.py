@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from search_spaces.config import TrialConfig
-from search_spaces.errors import InputError
-from search_spaces.models import ModelSpec, checked_config
-from search_spaces.rules import (
+from qlora_sweep.search_spaces.config import TrialConfig
+from qlora_sweep.search_spaces.errors import InputError
+from qlora_sweep.search_spaces.models import ModelSpec, checked_config
+from qlora_sweep.search_spaces.rules import (
     WITHOUT_FLASH,
     WITHOUT_SDPA,
     attention_of,

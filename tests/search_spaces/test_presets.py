@@ -13,16 +13,16 @@ from typing import Any, get_args
 import pytest
 import yaml
 
-from search_spaces.config import CONFIG_KEYS, KNOBS, TARGET_SETS, TrialConfig
-from search_spaces.dimensions import Choices, FloatRange, IntRange
-from search_spaces.errors import InputError
-from search_spaces.gpus import GIB, find_gpu, gpu_catalogue
-from search_spaces.loading import load_space, parse_space
-from search_spaces.models import load_model_spec, shipped_models
-from search_spaces.presets import preset_texts, schema_path, starting_text
-from search_spaces.rules import attention_of, violation
-from search_spaces.schema import schema_text, space_schema
-from search_spaces.space import (
+from qlora_sweep.search_spaces.config import CONFIG_KEYS, KNOBS, TARGET_SETS, TrialConfig
+from qlora_sweep.search_spaces.dimensions import Choices, FloatRange, IntRange
+from qlora_sweep.search_spaces.errors import InputError
+from qlora_sweep.search_spaces.gpus import GIB, find_gpu, gpu_catalogue
+from qlora_sweep.search_spaces.loading import load_space, parse_space
+from qlora_sweep.search_spaces.models import load_model_spec, shipped_models
+from qlora_sweep.search_spaces.presets import preset_texts, schema_path, starting_text
+from qlora_sweep.search_spaces.rules import attention_of, violation
+from qlora_sweep.search_spaces.schema import schema_text, space_schema
+from qlora_sweep.search_spaces.space import (
     ConfirmBudget,
     Objective,
     SamplerName,
@@ -30,8 +30,8 @@ from search_spaces.space import (
     StepBudget,
     Weights,
 )
-from storage.definition import Target
-from sweep.study.targets import check_budget
+from qlora_sweep.storage.definition import Target
+from qlora_sweep.sweep.study.targets import check_budget
 from tests.search_spaces.test_space_files import ADDED, SMALL
 
 PRESETS = preset_texts()
@@ -186,7 +186,7 @@ def faults(text: str) -> list[str]:
 
 
 def test_the_shipped_schema_is_of_the_code_and_explains_every_key_and_value() -> None:
-    shipped = (files("search_spaces") / "space.schema.json").read_text(encoding="utf-8")
+    shipped = (files("qlora_sweep.search_spaces") / "space.schema.json").read_text(encoding="utf-8")
     assert shipped == schema_text(), "run: sweep schema > search_spaces/space.schema.json"
     schema = space_schema()
     properties = schema["properties"]

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from search_spaces.errors import InputError
-from search_spaces.gpus import gpu_catalogue
-from search_spaces.prices import load_prices
+from qlora_sweep.search_spaces.errors import InputError
+from qlora_sweep.search_spaces.gpus import gpu_catalogue
+from qlora_sweep.search_spaces.prices import load_prices
 
 OWNED = {"p100-16gb", "a4000", "a5000", "gb10"}
 """What stands on desks rather than in price lists, GeForce and RTX GPUs apart."""

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from search_spaces.config import TARGET_SETS, TrialConfig, parse_config
-from search_spaces.linears import (
+from qlora_sweep.search_spaces.config import TARGET_SETS, TrialConfig, parse_config
+from qlora_sweep.search_spaces.linears import (
     linear_shapes,
     lora_parameters,
     parameters,
@@ -17,7 +17,7 @@ from search_spaces.linears import (
     target_sets,
     unquantized,
 )
-from search_spaces.models import ModelSpec, load_model_spec, shipped_models
+from qlora_sweep.search_spaces.models import ModelSpec, load_model_spec, shipped_models
 
 
 def _config(spec: ModelSpec, index: int) -> TrialConfig:

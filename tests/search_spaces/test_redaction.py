@@ -14,8 +14,8 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from search_spaces import redaction
-from search_spaces.redaction import learn_environment, redact, redacted, remember
+from qlora_sweep.search_spaces import redaction
+from qlora_sweep.search_spaces.redaction import learn_environment, redact, redacted, remember
 
 SECRET = "Zq7-xW9"
 

@@ -8,10 +8,15 @@ from typing import Any
 
 import pytest
 
-from search_spaces.config import TrialConfig
-from search_spaces.errors import InputError
-from search_spaces.models import ModelSpec, checked_config, load_model_spec, shipped_models
-from search_spaces.rules import violation
+from qlora_sweep.search_spaces.config import TrialConfig
+from qlora_sweep.search_spaces.errors import InputError
+from qlora_sweep.search_spaces.models import (
+    ModelSpec,
+    checked_config,
+    load_model_spec,
+    shipped_models,
+)
+from qlora_sweep.search_spaces.rules import violation
 from tests.search_spaces.small import SMALL
 
 CASES = Path(__file__).parents[1] / "data" / "configs"

@@ -12,15 +12,15 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from search_spaces.config import CONFIG_KEYS, TrialConfig
-from search_spaces.dimensions import Choices, FloatRange, IntRange
-from search_spaces.documents import BYTES_MAX
-from search_spaces.errors import InputError, SweepError
-from search_spaces.gpus import find_gpu
-from search_spaces.loading import load_space, parse_space, shipped_presets
-from search_spaces.models import load_model_spec
-from search_spaces.rules import violation
-from search_spaces.space import SearchSpace, parse_duration
+from qlora_sweep.search_spaces.config import CONFIG_KEYS, TrialConfig
+from qlora_sweep.search_spaces.dimensions import Choices, FloatRange, IntRange
+from qlora_sweep.search_spaces.documents import BYTES_MAX
+from qlora_sweep.search_spaces.errors import InputError, SweepError
+from qlora_sweep.search_spaces.gpus import find_gpu
+from qlora_sweep.search_spaces.loading import load_space, parse_space, shipped_presets
+from qlora_sweep.search_spaces.models import load_model_spec
+from qlora_sweep.search_spaces.rules import violation
+from qlora_sweep.search_spaces.space import SearchSpace, parse_duration
 
 SMALL = """\
 gpu: a10

@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
-from search_spaces.checkpoints import SINGLE, check_weights
-from search_spaces.config import TrialConfig
-from search_spaces.errors import InputError
-from search_spaces.feasibility import refuse_impossible
-from search_spaces.loading import load_space, parse_space, with_own_settings
-from search_spaces.models import ModelSpec, checked_config, load_model_spec
-from search_spaces.quantized import name_of_base, of_chosen_layers, unquantized_of_layer
-from search_spaces.rules import STORED, Setting, own_settings, violation
+from qlora_sweep.search_spaces.checkpoints import SINGLE, check_weights
+from qlora_sweep.search_spaces.config import TrialConfig
+from qlora_sweep.search_spaces.errors import InputError
+from qlora_sweep.search_spaces.feasibility import refuse_impossible
+from qlora_sweep.search_spaces.loading import load_space, parse_space, with_own_settings
+from qlora_sweep.search_spaces.models import ModelSpec, checked_config, load_model_spec
+from qlora_sweep.search_spaces.quantized import name_of_base, of_chosen_layers, unquantized_of_layer
+from qlora_sweep.search_spaces.rules import STORED, Setting, own_settings, violation
 from tests.search_spaces.small import SMALL
 
 SIZES: dict[str, Any] = {"model_type": "llama", **SMALL}

@@ -7,16 +7,16 @@ from typing import Any, Literal
 
 import pytest
 
-from search_spaces.config import parse_config
-from search_spaces.linears import (
+from qlora_sweep.search_spaces.config import parse_config
+from qlora_sweep.search_spaces.linears import (
     known_linear_modules,
     linear_shapes,
     lora_parameters,
     parameters,
     resolve_targets,
 )
-from search_spaces.models import ModelSpec, load_model_spec
-from search_spaces.rules import Violation, violation
+from qlora_sweep.search_spaces.models import ModelSpec, load_model_spec
+from qlora_sweep.search_spaces.rules import Violation, violation
 
 MISTRAL = load_model_spec("mistral-7b-v0.3")
 PHI3 = ModelSpec(

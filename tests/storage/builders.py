@@ -8,11 +8,11 @@ from typing import Any
 import optuna
 from optuna.distributions import BaseDistribution, CategoricalDistribution
 
-from search_spaces.config import TrialConfig
-from search_spaces.gpus import GIB
-from search_spaces.space import SearchSpace
-from storage.definition import StudyDefinition, Target
-from storage.records import (
+from qlora_sweep.search_spaces.config import TrialConfig
+from qlora_sweep.search_spaces.gpus import GIB
+from qlora_sweep.search_spaces.space import SearchSpace
+from qlora_sweep.storage.definition import StudyDefinition, Target
+from qlora_sweep.storage.records import (
     SEARCH,
     Attempt,
     Errand,
@@ -23,7 +23,7 @@ from storage.records import (
     SoakReport,
     TrialRecord,
 )
-from storage.study import OpenStudy, open_study
+from qlora_sweep.storage.study import OpenStudy, open_study
 
 BATCHES = (1, 2, 4, 8)
 BUDGET = 20 * GIB

@@ -21,8 +21,8 @@ import alembic.script.base
 import alembic.util
 import optuna
 
-from search_spaces.errors import EnvironmentFault
-from storage.directory import OutcomeFile, Spool
+from qlora_sweep.search_spaces.errors import EnvironmentFault
+from qlora_sweep.storage.directory import OutcomeFile, Spool
 from tests.storage.builders import DISTRIBUTIONS, a_record, an_attempt, begun, fits, open_it
 
 MOMENTS = ("queued", "asked", "begun", "left", "spooled", "telling", "told")

@@ -14,20 +14,20 @@ from typing import Any
 import sqlalchemy
 from optuna.distributions import distribution_to_json
 
-from search_spaces.gpus import find_gpu
-from search_spaces.loading import load_space
-from search_spaces.models import load_model_spec
-from search_spaces.rules import violation
-from search_spaces.space import SamplerName, SearchSpace
-from storage import codec
-from storage.database import close, open_for_writing
-from storage.definition import StudyDefinition, Target
-from storage.records import PredictionRecord, PrunedSlow, TrialRecord
-from storage.study import OpenStudy, open_study
-from storage.urls import parse_url
-from sweep.predict.forecast import Forecaster, SpeedForecast
-from sweep.sampling.encoding import Encoding
-from sweep.sampling.samplers import make_sampler
+from qlora_sweep.search_spaces.gpus import find_gpu
+from qlora_sweep.search_spaces.loading import load_space
+from qlora_sweep.search_spaces.models import load_model_spec
+from qlora_sweep.search_spaces.rules import violation
+from qlora_sweep.search_spaces.space import SamplerName, SearchSpace
+from qlora_sweep.storage import codec
+from qlora_sweep.storage.database import close, open_for_writing
+from qlora_sweep.storage.definition import StudyDefinition, Target
+from qlora_sweep.storage.records import PredictionRecord, PrunedSlow, TrialRecord
+from qlora_sweep.storage.study import OpenStudy, open_study
+from qlora_sweep.storage.urls import parse_url
+from qlora_sweep.sweep.predict.forecast import Forecaster, SpeedForecast
+from qlora_sweep.sweep.sampling.encoding import Encoding
+from qlora_sweep.sweep.sampling.samplers import make_sampler
 from tests.sweep.simulated_device import BUDGET, Exact, peak_bytes, train
 
 NAME = "long"

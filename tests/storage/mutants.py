@@ -7,8 +7,8 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-from search_spaces.config import TrialConfig
-from storage.records import (
+from qlora_sweep.search_spaces.config import TrialConfig
+from qlora_sweep.storage.records import (
     EpochRecord,
     Faithfulness,
     Measured,

@@ -13,20 +13,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from optuna.trial import TrialState
 
-from search_spaces.config import CONFIG_KEYS, TrialConfig
-from search_spaces.gpus import GIB
-from search_spaces.space import Objective
-from storage.codec import (
+from qlora_sweep.search_spaces.config import CONFIG_KEYS, TrialConfig
+from qlora_sweep.search_spaces.gpus import GIB
+from qlora_sweep.search_spaces.space import Objective
+from qlora_sweep.storage.codec import (
     FAULT_VIOLATION,
     LEAST_VIOLATION,
     OptunaResult,
     directions,
     to_optuna,
 )
-from storage.definition import differences
-from storage.environment import PACKAGES, fingerprint
-from storage.ledger import MAX_ATTEMPTS, Ledger, attempts, next_number
-from storage.records import (
+from qlora_sweep.storage.definition import differences
+from qlora_sweep.storage.environment import PACKAGES, fingerprint
+from qlora_sweep.storage.ledger import MAX_ATTEMPTS, Ledger, attempts, next_number
+from qlora_sweep.storage.records import (
     RETRYABLE,
     Carried,
     Crashed,

@@ -12,10 +12,10 @@ import pytest
 from optuna.exceptions import StorageInternalError
 from sqlalchemy.exc import DBAPIError, IntegrityError, OperationalError
 
-from search_spaces.errors import EnvironmentFault, InputError
-from storage import database, records
-from storage.database import faults, reason, retried
-from storage.urls import PostgresUrl, SqliteUrl, parse_url
+from qlora_sweep.search_spaces.errors import EnvironmentFault, InputError
+from qlora_sweep.storage import database, records
+from qlora_sweep.storage.database import faults, reason, retried
+from qlora_sweep.storage.urls import PostgresUrl, SqliteUrl, parse_url
 from tests.storage.builders import open_it
 
 

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from search_spaces.errors import EnvironmentFault, InputError
-from storage.lease import FileLease
-from storage.reading import list_studies, read_study
-from storage.transfer import refuse_local, remove_study, take_in
+from qlora_sweep.search_spaces.errors import EnvironmentFault, InputError
+from qlora_sweep.storage.lease import FileLease
+from qlora_sweep.storage.reading import list_studies, read_study
+from qlora_sweep.storage.transfer import refuse_local, remove_study, take_in
 from tests.storage.builders import DISTRIBUTIONS, a_record, begun, open_it, run_one
 
 HOST = "me@box"

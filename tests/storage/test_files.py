@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from storage import files
+from qlora_sweep.storage import files
 
 
 @pytest.fixture(autouse=True, params=[0o000, 0o022])

@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 from optuna.trial import Trial
 
-from reports.page import render, write_page
-from search_spaces.config import TrialConfig
-from search_spaces.errors import EnvironmentFault, InputError
-from storage.directory import (
+from qlora_sweep.reports.page import render, write_page
+from qlora_sweep.search_spaces.config import TrialConfig
+from qlora_sweep.search_spaces.errors import EnvironmentFault, InputError
+from qlora_sweep.storage.directory import (
     OUTCOME_BYTES_MAX,
     STUDY,
     OutcomeFile,
@@ -25,8 +25,8 @@ from storage.directory import (
     beside_log,
     read_identity,
 )
-from storage.reading import count_trials, list_studies, read_study
-from storage.records import (
+from qlora_sweep.storage.reading import count_trials, list_studies, read_study
+from qlora_sweep.storage.records import (
     Attempt,
     Crashed,
     Errand,
@@ -37,9 +37,9 @@ from storage.records import (
     TrialRecord,
     Verdict,
 )
-from storage.soundness import Soundness
-from storage.study import OpenStudy
-from storage.transfer import remove_study
+from qlora_sweep.storage.soundness import Soundness
+from qlora_sweep.storage.study import OpenStudy
+from qlora_sweep.storage.transfer import remove_study
 from tests.storage.builders import (
     BUDGET,
     DISTRIBUTIONS,

@@ -18,14 +18,14 @@ import pytest
 import sqlalchemy
 from optuna.trial import Trial, TrialState
 
-from search_spaces.errors import EnvironmentFault
-from storage import database
-from storage.definition import StudySnapshot
-from storage.lease import this_driver
-from storage.reading import list_studies, read_study
-from storage.records import TrialRecord
-from storage.study import OpenStudy
-from sweep.terminal.summary import studies_text
+from qlora_sweep.search_spaces.errors import EnvironmentFault
+from qlora_sweep.storage import database
+from qlora_sweep.storage.definition import StudySnapshot
+from qlora_sweep.storage.lease import this_driver
+from qlora_sweep.storage.reading import list_studies, read_study
+from qlora_sweep.storage.records import TrialRecord
+from qlora_sweep.storage.study import OpenStudy
+from qlora_sweep.sweep.terminal.summary import studies_text
 from tests.storage import driver, postgres
 from tests.storage.builders import (
     DISTRIBUTIONS,

@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from search_spaces.config import TrialConfig
-from search_spaces.gpus import GIB
-from search_spaces.space import Objective
-from storage.confirmations import (
+from qlora_sweep.search_spaces.config import TrialConfig
+from qlora_sweep.search_spaces.gpus import GIB
+from qlora_sweep.search_spaces.space import Objective
+from qlora_sweep.storage.confirmations import (
     BETWEEN_RUNS,
     ERRORS_OF_STEPS,
     Confirmations,
@@ -25,8 +25,8 @@ from storage.confirmations import (
     pool,
     scaled,
 )
-from storage.definition import StudySnapshot, TargetSpeed
-from storage.ranking import (
+from qlora_sweep.storage.definition import StudySnapshot, TargetSpeed
+from qlora_sweep.storage.ranking import (
     Gain,
     Ranking,
     measured_of,
@@ -35,7 +35,7 @@ from storage.ranking import (
     rank_study,
     verdict_counts,
 )
-from storage.records import (
+from qlora_sweep.storage.records import (
     Crashed,
     Diverged,
     DominatedOutOfMemory,

@@ -13,20 +13,25 @@ import pytest
 from optuna.trial import FrozenTrial, TrialState
 from pydantic import TypeAdapter
 
-from reports.document import document_of
-from reports.page import render
-from reports.view import view_of
-from search_spaces.config import TrialConfig
-from search_spaces.models import load_model_spec
-from storage import codec
-from storage.definition import StudySnapshot, UnreadableStudy
-from storage.directory import SPOOL
-from storage.ranking import rank_study
-from storage.reading import read_spooled_study, read_study
-from storage.records import Measured, Outcome, PrunedSlow, TrialRecord, Verdict
-from storage.soundness import Soundness
-from sweep.running.wire import Finished, UnreadableError, read_line, worker_message_adapter
-from sweep.study.carrying import take_over
+from qlora_sweep.reports.document import document_of
+from qlora_sweep.reports.page import render
+from qlora_sweep.reports.view import view_of
+from qlora_sweep.search_spaces.config import TrialConfig
+from qlora_sweep.search_spaces.models import load_model_spec
+from qlora_sweep.storage import codec
+from qlora_sweep.storage.definition import StudySnapshot, UnreadableStudy
+from qlora_sweep.storage.directory import SPOOL
+from qlora_sweep.storage.ranking import rank_study
+from qlora_sweep.storage.reading import read_spooled_study, read_study
+from qlora_sweep.storage.records import Measured, Outcome, PrunedSlow, TrialRecord, Verdict
+from qlora_sweep.storage.soundness import Soundness
+from qlora_sweep.sweep.running.wire import (
+    Finished,
+    UnreadableError,
+    read_line,
+    worker_message_adapter,
+)
+from qlora_sweep.sweep.study.carrying import take_over
 from tests.storage.builders import (
     DISTRIBUTIONS,
     a_definition,

@@ -20,10 +20,10 @@ from optuna.trial import TrialState
 from sqlalchemy.engine.default import DefaultDialect
 from sqlalchemy.exc import OperationalError
 
-from search_spaces.errors import EnvironmentFault, InputError
-from storage import database
-from storage.lease import FileLease, this_driver
-from storage.reading import list_studies, read_study
+from qlora_sweep.search_spaces.errors import EnvironmentFault, InputError
+from qlora_sweep.storage import database
+from qlora_sweep.storage.lease import FileLease, this_driver
+from qlora_sweep.storage.reading import list_studies, read_study
 from tests.storage.builders import DISTRIBUTIONS, a_record, begun, open_it, run_one
 
 NOBODY = 65534

@@ -14,11 +14,11 @@ import pytest
 from optuna.exceptions import StorageInternalError, UpdateFinishedTrialError
 from optuna.trial import TrialState
 
-from search_spaces.errors import EnvironmentFault, InputError
-from storage.codec import FORMAT_WRITTEN
-from storage.definition import StudySnapshot, UnreadableStudy
-from storage.reading import list_studies, read_study, shown_storage
-from storage.records import Errand, OutOfMemory
+from qlora_sweep.search_spaces.errors import EnvironmentFault, InputError
+from qlora_sweep.storage.codec import FORMAT_WRITTEN
+from qlora_sweep.storage.definition import StudySnapshot, UnreadableStudy
+from qlora_sweep.storage.reading import list_studies, read_study, shown_storage
+from qlora_sweep.storage.records import Errand, OutOfMemory
 from tests.storage.builders import DISTRIBUTIONS, a_record, begun, fits, open_it, run_one
 
 DAMAGED = 2

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from search_spaces.config import TrialConfig
-from search_spaces.errors import InputError, NothingFits
-from search_spaces.gpus import GIB
-from search_spaces.models import load_model_spec
-from storage.records import Carried, Crashed, OutOfMemory
-from storage.surfaces import read_surface, surface_text
+from qlora_sweep.search_spaces.config import TrialConfig
+from qlora_sweep.search_spaces.errors import InputError, NothingFits
+from qlora_sweep.search_spaces.gpus import GIB
+from qlora_sweep.search_spaces.models import load_model_spec
+from qlora_sweep.storage.records import Carried, Crashed, OutOfMemory
+from qlora_sweep.storage.surfaces import read_surface, surface_text
 from tests.sweep.imagined_study import TRIALS, a_record, a_snapshot
 from tests.sweep.prepared_texts import a_summary
 

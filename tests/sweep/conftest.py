@@ -13,7 +13,7 @@ import pytest
 from tests.sweep.typed import Said, Sweep
 
 if TYPE_CHECKING:
-    from sweep.predict.memory.profile_store import TracingChildren
+    from qlora_sweep.sweep.predict.memory.profile_store import TracingChildren
 
 # As the supervisor does for a worker on the CPU; torch reads it when it is imported.
 os.environ["TORCHDYNAMO_DISABLE"] = "1"
@@ -39,7 +39,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture
 def sweep(capsys: pytest.CaptureFixture[str]) -> Sweep:
     """Runs a command in this process, as it is typed."""
-    from sweep.cli import main
+    from qlora_sweep.sweep.cli import main
 
     def run(*words: str | Path) -> Said:
         capsys.readouterr()
@@ -52,7 +52,7 @@ def sweep(capsys: pytest.CaptureFixture[str]) -> Sweep:
 @pytest.fixture(scope="session")
 def tracing_child() -> Iterator[TracingChildren]:
     """Traces real models, started once for all tests."""
-    from sweep.predict.memory.profile_store import TracingChildren
+    from qlora_sweep.sweep.predict.memory.profile_store import TracingChildren
 
     child = TracingChildren(1, outlive=True)
     yield child
@@ -62,7 +62,7 @@ def tracing_child() -> Iterator[TracingChildren]:
 @pytest.fixture(scope="session")
 def profile_cache() -> Path:
     """Where all tests keep what is traced, from run to run."""
-    from sweep.paths import cache_directory
+    from qlora_sweep.sweep.paths import cache_directory
 
     return cache_directory() / "memory"
 
@@ -70,10 +70,10 @@ def profile_cache() -> Path:
 @pytest.fixture(scope="session")
 def finished_runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with a finished study called ``study``, to be copied."""
-    from sweep.predict.forecast import Forecaster
-    from sweep.running.replay import ReplayRunner
-    from sweep.study.driver import Driver
-    from sweep.study.tuner import tune
+    from qlora_sweep.sweep.predict.forecast import Forecaster
+    from qlora_sweep.sweep.running.replay import ReplayRunner
+    from qlora_sweep.sweep.study.driver import Driver
+    from qlora_sweep.sweep.study.tuner import tune
     from tests.sweep.simulated_device import BUDGET, MODEL, a_study, train
 
     runs = tmp_path_factory.mktemp("finished") / "runs"

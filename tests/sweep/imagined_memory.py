@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from search_spaces.config import TrialConfig
-from search_spaces.errors import InputError
-from search_spaces.gpus import GIB
-from sweep.predict.memory.prediction import MemoryPrediction, WholeMemory
-from sweep.predict.memory.predictor import MemoryPredictor
+from qlora_sweep.search_spaces.config import TrialConfig
+from qlora_sweep.search_spaces.errors import InputError
+from qlora_sweep.search_spaces.gpus import GIB
+from qlora_sweep.sweep.predict.memory.prediction import MemoryPrediction, WholeMemory
+from qlora_sweep.sweep.predict.memory.predictor import MemoryPredictor
 
 BASE_BYTES = 5 * GIB
 BYTES_PER_TOKEN = 1024 * 1024

@@ -5,12 +5,12 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
-from search_spaces.config import TrialConfig
-from search_spaces.gpus import GIB, find_gpu
-from search_spaces.models import load_model_spec
-from search_spaces.space import SearchSpace
-from storage.definition import StudyDefinition, StudySnapshot, Target
-from storage.records import Measured, Measurement, PredictionRecord, TrialRecord
+from qlora_sweep.search_spaces.config import TrialConfig
+from qlora_sweep.search_spaces.gpus import GIB, find_gpu
+from qlora_sweep.search_spaces.models import load_model_spec
+from qlora_sweep.search_spaces.space import SearchSpace
+from qlora_sweep.storage.definition import StudyDefinition, StudySnapshot, Target
+from qlora_sweep.storage.records import Measured, Measurement, PredictionRecord, TrialRecord
 from tests.sweep.predict.predicted_steps import predict_step
 
 MISTRAL = load_model_spec("mistral-7b-v0.3")

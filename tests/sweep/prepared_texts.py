@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from search_spaces.texts import LengthQuantiles, TextsSummary
-from sweep.data.texts import PreparedTexts, TextsRequest
+from qlora_sweep.search_spaces.texts import LengthQuantiles, TextsSummary
+from qlora_sweep.sweep.data.texts import PreparedTexts, TextsRequest
 
 LENGTHS = tuple(range(10, 410, 2))
 """Tokens of two hundred rows, 10 to 408."""

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from search_spaces.models import ModelSpec
-from sweep.predict.memory.profile_store import TracingChildren
-from sweep.predict.memory.profiles import Structure
+from qlora_sweep.search_spaces.models import ModelSpec
+from qlora_sweep.sweep.predict.memory.profile_store import TracingChildren
+from qlora_sweep.sweep.predict.memory.profiles import Structure
 
 
 def trace(children: TracingChildren, model: ModelSpec, structure: Structure) -> dict[str, Any]:
@@ -28,9 +28,9 @@ def asked_of(children: TracingChildren) -> Iterator[None]:
     kept = SimpleNamespace(trace_all=children.trace_all, close=lambda: None)
     with pytest.MonkeyPatch.context() as patch:
         for asking in (
-            "sweep.predict.memory.predictor",
-            "sweep.terminal.exporting",
-            "sweep.terminal.plan",
+            "qlora_sweep.sweep.predict.memory.predictor",
+            "qlora_sweep.sweep.terminal.exporting",
+            "qlora_sweep.sweep.terminal.plan",
         ):
             patch.setattr(f"{asking}.TracingChildren", lambda **_: kept)
         yield

@@ -12,17 +12,17 @@ from typing import Any
 import numpy as np
 from optuna.samplers import BaseSampler, RandomSampler
 
-from search_spaces.config import TrialConfig
-from search_spaces.gpus import GIB
-from search_spaces.models import ModelSpec
-from search_spaces.space import SearchSpace
-from storage.definition import StudyDefinition, Target
-from storage.records import Measured, Measurement, Outcome, OutOfMemory, TrialRecord
-from storage.study import OpenStudy, open_study
-from sweep.predict.memory.prediction import MemoryPrediction, WholeMemory
-from sweep.predict.memory.predictor import MemoryPredictor
-from sweep.sampling.surrogate import Array
-from sweep.study.events import Interruption
+from qlora_sweep.search_spaces.config import TrialConfig
+from qlora_sweep.search_spaces.gpus import GIB
+from qlora_sweep.search_spaces.models import ModelSpec
+from qlora_sweep.search_spaces.space import SearchSpace
+from qlora_sweep.storage.definition import StudyDefinition, Target
+from qlora_sweep.storage.records import Measured, Measurement, Outcome, OutOfMemory, TrialRecord
+from qlora_sweep.storage.study import OpenStudy, open_study
+from qlora_sweep.sweep.predict.memory.prediction import MemoryPrediction, WholeMemory
+from qlora_sweep.sweep.predict.memory.predictor import MemoryPredictor
+from qlora_sweep.sweep.sampling.surrogate import Array
+from qlora_sweep.sweep.study.events import Interruption
 from tests.sweep.imagined_memory import imagined, one_by_one
 
 BUDGET = int(21.5 * GIB)

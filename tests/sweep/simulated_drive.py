@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from search_spaces.config import TrialConfig
-from storage.records import Outcome
-from sweep.running.replay import ReplayRunner
-from sweep.study.events import StopReason
-from sweep.study.session import Prepared, drive
+from qlora_sweep.search_spaces.config import TrialConfig
+from qlora_sweep.storage.records import Outcome
+from qlora_sweep.sweep.running.replay import ReplayRunner
+from qlora_sweep.sweep.study.events import StopReason
+from qlora_sweep.sweep.study.session import Prepared, drive
 
 
 def driving_on(train: Callable[[TrialConfig], Outcome]) -> Callable[..., StopReason]:

@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 
-from search_spaces.config import TrialConfig
-from search_spaces.errors import InputError, NothingFits
-from search_spaces.gpus import GIB
-from storage.records import Measured, Outcome, OutOfMemory
-from sweep.api import Study, best, plan, tune
-from sweep.predict.memory.profile_store import TracingChildren
-from sweep.processes import STOP_SIGNALS
+from qlora_sweep.search_spaces.config import TrialConfig
+from qlora_sweep.search_spaces.errors import InputError, NothingFits
+from qlora_sweep.search_spaces.gpus import GIB
+from qlora_sweep.storage.records import Measured, Outcome, OutOfMemory
+from qlora_sweep.sweep.api import Study, best, plan, tune
+from qlora_sweep.sweep.predict.memory.profile_store import TracingChildren
+from qlora_sweep.sweep.processes import STOP_SIGNALS
 from tests.sweep.shared_tracing import asked_of
 from tests.sweep.simulated_device import a_measurement
 from tests.sweep.simulated_drive import driving_on
@@ -39,7 +39,7 @@ def runs_out(config: TrialConfig) -> Outcome:
 def simulate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Simulate:
     """Have the trials of a study be what a function says; all else that `tune` does is real."""
     monkeypatch.setenv("SWEEP_HOME", str(tmp_path))
-    drive = "sweep.terminal.driving.drive"
+    drive = "qlora_sweep.sweep.terminal.driving.drive"
     return lambda train: monkeypatch.setattr(drive, driving_on(train))
 
 

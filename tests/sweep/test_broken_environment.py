@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from storage.reading import read_study
+from qlora_sweep.storage.reading import read_study
 
 ROOT = Path(__file__).parents[2]
 BLOCKING = """
@@ -25,7 +25,7 @@ class Missing:
 sys.meta_path.insert(0, Missing())
 """
 RUN = ["run", "cpu-demo", "--study", "study", "--no-confirm", "--sampler", "random"]
-COMMAND = [sys.executable, "-P", "-m", "sweep.entry_point"]
+COMMAND = [sys.executable, "-P", "-m", "qlora_sweep.sweep.entry_point"]
 
 
 def environment(home: Path, **variables: str) -> dict[str, str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from sweep.child_environment import child_environment
+from qlora_sweep.sweep.child_environment import child_environment
 
 SECRETS = """
     PGPASSWORD SWEEP_STORAGE DATABASE_URL AWS_SECRET_ACCESS_KEY AWS_SESSION_TOKEN

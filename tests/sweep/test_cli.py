@@ -16,18 +16,18 @@ from typing import Any
 
 import pytest
 
-from search_spaces.errors import EnvironmentFault, InputError
-from storage.records import OutOfMemory
-from sweep.cli import guarded
-from sweep.paths import report_path, storage_url
-from sweep.request import default_study_name
-from sweep.terminal.console import ReaderGoneError
+from qlora_sweep.search_spaces.errors import EnvironmentFault, InputError
+from qlora_sweep.storage.records import OutOfMemory
+from qlora_sweep.sweep.cli import guarded
+from qlora_sweep.sweep.paths import report_path, storage_url
+from qlora_sweep.sweep.request import default_study_name
+from qlora_sweep.sweep.terminal.console import ReaderGoneError
 from tests.sweep.simulated_device import a_space
 from tests.sweep.typed import Sweep
 
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.usefixtures("home")
-COMMAND = f"{sys.executable} -c 'from sweep.cli import main; raise SystemExit(main())'"
+COMMAND = f"{sys.executable} -c 'from qlora_sweep.sweep.cli import main; raise SystemExit(main())'"
 
 
 def shell(line: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -53,8 +53,8 @@ def shell(line: str, **environment: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.usefixtures("study")
 def test_a_command_imports_nothing_large(words: list[str], heavy: set[str]) -> None:
     program = (
-        f"import sys; from sweep.cli import main; code = main({words});"
-        f"{'import sweep.study.session;' if words[0] == 'best' else ''}"
+        f"import sys; from qlora_sweep.sweep.cli import main; code = main({words});"
+        f"{'import qlora_sweep.sweep.study.session;' if words[0] == 'best' else ''}"
         f"heavy = {heavy} & set(sys.modules);"
         "sys.exit(f'imported {heavy}' if heavy else code)"
     )
@@ -258,7 +258,7 @@ def test_a_message_is_folded_to_the_terminal_and_writes_out_what_would_work_unse
     assert refused.code == 2
     assert r"'a10\x1b[31m\u202e' is no preset" in refused.err
     assert refused.err.rstrip("\n").isprintable()
-    monkeypatch.setattr("sweep.terminal.console.width_of", lambda stream: 60)
+    monkeypatch.setattr("qlora_sweep.sweep.terminal.console.width_of", lambda stream: 60)
     first, *further = sweep("run", "zzzzzzzz").err.splitlines()
     assert first.startswith("error: unknown preset 'zzzzzzzz'")
     assert further
@@ -336,7 +336,7 @@ def test_a_module_that_is_not_there_is_bad_input(
 def test_ctrl_c_twice_while_a_plan_is_traced_ends_it() -> None:
     # A suite that was started in the background has SIGINT ignored, and hands that on.
     listen = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"
-    program = f"{listen}; from sweep.cli import main; raise SystemExit(main())"
+    program = f"{listen}; from qlora_sweep.sweep.cli import main; raise SystemExit(main())"
     not_shipped = "--target-modules=q_proj,v_proj"
     command = [sys.executable, "-c", program, "plan", "a10", not_shipped]
     with subprocess.Popen(

@@ -14,9 +14,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from sweep.cli import main
+from qlora_sweep.sweep.cli import main
 
-COMMAND = [sys.executable, "-c", "from sweep.cli import main; raise SystemExit(main())"]
+COMMAND = [sys.executable, "-c", "from qlora_sweep.sweep.cli import main; raise SystemExit(main())"]
 SPACE = """
 name: two
 description: Two configurations that each train for a while
@@ -51,7 +51,7 @@ def worker_of(process: subprocess.Popen[str]) -> psutil.Process:
         for child in psutil.Process(process.pid).children(recursive=True):
             # One that has just ended has no command line any more.
             with contextlib.suppress(psutil.Error):
-                if "sweep.running" in child.cmdline():
+                if "qlora_sweep.sweep.running" in child.cmdline():
                     return child
         time.sleep(0.1)
     raise AssertionError("no worker was started")

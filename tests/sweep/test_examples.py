@@ -21,11 +21,11 @@ from typing import Any
 import pytest
 import typer
 
-from search_spaces.config import TrialConfig
-from search_spaces.presets import preset_texts
-from storage.records import Measured, Outcome
-from sweep.cli import CALLED, app, main
-from sweep.predict.memory.profile_store import TracingChildren
+from qlora_sweep.search_spaces.config import TrialConfig
+from qlora_sweep.search_spaces.presets import preset_texts
+from qlora_sweep.storage.records import Measured, Outcome
+from qlora_sweep.sweep.cli import CALLED, app, main
+from qlora_sweep.sweep.predict.memory.profile_store import TracingChildren
 from tests.sweep.predict.contributed import path_of
 from tests.sweep.shared_tracing import asked_of
 from tests.sweep.simulated_device import a_measurement
@@ -89,14 +89,14 @@ def tracing() -> Iterator[Callable[[], AbstractContextManager[None]]]:
 def at_home(home: Path, patch: pytest.MonkeyPatch) -> None:
     patch.setenv("SWEEP_HOME", str(home))
     patch.setenv("CUDA_VISIBLE_DEVICES", "")
-    patch.setattr("sweep.terminal.driving.drive", driving_on(measured))
+    patch.setattr("qlora_sweep.sweep.terminal.driving.drive", driving_on(measured))
     patch.chdir(home)
 
 
 @pytest.mark.parametrize("name", CALLED)
 def test_what_does_a_command_takes_its_options_by_name(name: str) -> None:
     module, _, function = CALLED[name].rpartition(".")
-    called = getattr(import_module(f"sweep.terminal.{module}"), function)
+    called = getattr(import_module(f"qlora_sweep.sweep.terminal.{module}"), function)
     inspect.signature(called).bind(**{each.name: None for each in commands()[name].params})
 
 

@@ -10,20 +10,20 @@ import pytest
 import yaml
 from optuna.samplers import RandomSampler
 
-from search_spaces.config import TrialConfig, parse_config
-from search_spaces.gpus import GIB, find_gpu
-from search_spaces.rules import Setting, broken_rules
-from search_spaces.space import SearchSpace
-from search_spaces.trainers import TRAINERS
-from storage.definition import StudyDefinition, Target
-from storage.reading import read_study
-from storage.records import Measured
-from storage.study import open_study
-from sweep.api import plan
-from sweep.predict.forecast import Forecaster
-from sweep.running.replay import ReplayRunner
-from sweep.study.driver import Driver
-from sweep.study.tuner import tune
+from qlora_sweep.search_spaces.config import TrialConfig, parse_config
+from qlora_sweep.search_spaces.gpus import GIB, find_gpu
+from qlora_sweep.search_spaces.rules import Setting, broken_rules
+from qlora_sweep.search_spaces.space import SearchSpace
+from qlora_sweep.search_spaces.trainers import TRAINERS
+from qlora_sweep.storage.definition import StudyDefinition, Target
+from qlora_sweep.storage.reading import read_study
+from qlora_sweep.storage.records import Measured
+from qlora_sweep.storage.study import open_study
+from qlora_sweep.sweep.api import plan
+from qlora_sweep.sweep.predict.forecast import Forecaster
+from qlora_sweep.sweep.running.replay import ReplayRunner
+from qlora_sweep.sweep.study.driver import Driver
+from qlora_sweep.sweep.study.tuner import tune
 from tests.sweep.imagined_study import MISTRAL
 from tests.sweep.simulated_device import at_speed
 from tests.sweep.typed import Sweep

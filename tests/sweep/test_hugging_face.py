@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import yaml
 
-from search_spaces.config import TrialConfig
-from search_spaces.errors import InputError
-from search_spaces.models import load_model_spec
-from sweep.export.record import Record, RecordedModel, record_of
+from qlora_sweep.search_spaces.config import TrialConfig
+from qlora_sweep.search_spaces.errors import InputError
+from qlora_sweep.search_spaces.models import load_model_spec
+from qlora_sweep.sweep.export.record import Record, RecordedModel, record_of
 from tests.lazy import lazily
 from tests.sweep.export.studies import a_study, export, some_texts
 from tests.sweep.export.weights import saved_model
@@ -23,7 +23,7 @@ from tests.sweep.training.tiny import TINY, tiny_config, tiny_loop
 torch = lazily("torch")
 peft = lazily("peft")
 transformers = lazily("transformers")
-ours = lazily("sweep.hugging_face")
+ours = lazily("qlora_sweep.sweep.hugging_face")
 exported = lazily("tests.sweep.export.test_export_script")
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from sweep.processes import STOP_SIGNALS, Child, End, process_pool
+from qlora_sweep.sweep.processes import STOP_SIGNALS, Child, End, process_pool
 
 ROOT = Path(__file__).parents[2]
 
@@ -114,21 +114,21 @@ def test_a_process_that_nothing_ends_is_given_up_in_time(
 BOUND = f"""
 import os, resource, sys, time
 sys.path.insert(0, {str(ROOT)!r})
-from sweep.processes import bind_to_parent
+from qlora_sweep.sweep.processes import bind_to_parent
 bind_to_parent(int(sys.argv[1]))
 print(os.getpid(), *resource.getrlimit(resource.RLIMIT_CPU), flush=True)
 time.sleep(600)
 """
 PARENT = f"""
 import os, subprocess, sys, time
-from sweep.processes import Child
+from qlora_sweep.sweep.processes import Child
 child = Child([sys.executable, '-P', '-c', {BOUND!r}, str(os.getpid())])
 print(child.process.stdout.readline().split()[0].decode(), flush=True)
 time.sleep(600)
 """
 POOL = """
 import os, time
-from sweep.processes import process_pool
+from qlora_sweep.sweep.processes import process_pool
 from tests.sweep.test_processes import sleep_long
 
 if __name__ == "__main__":
@@ -215,7 +215,7 @@ def test_the_hosts_memory_is_blamed_for_what_the_kernel_killed_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     counts = iter(kills)
-    monkeypatch.setattr("sweep.processes.oom_kills", lambda: next(counts))
+    monkeypatch.setattr("qlora_sweep.sweep.processes.oom_kills", lambda: next(counts))
     end = shell(script).end(patience=5.0 if "kill" in script else 0.0)
     assert end.is_host_out_of_memory is is_blamed
     assert ("memory ran out" in str(end)) is is_blamed
@@ -224,7 +224,7 @@ def test_the_hosts_memory_is_blamed_for_what_the_kernel_killed_alone(
 REAPER = """
 import ctypes, os
 from pathlib import Path
-from sweep.processes import Child
+from qlora_sweep.sweep.processes import Child
 PR_SET_CHILD_SUBREAPER = 36
 ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
 child = Child(['/bin/sh', '-c', 'sleep 600 & sleep 600 & echo on; exit 3'])

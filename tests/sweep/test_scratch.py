@@ -6,12 +6,12 @@ import subprocess
 import sys
 from pathlib import Path
 
-from sweep.scratch import remove_left, scratch
+from qlora_sweep.sweep.scratch import remove_left, scratch
 
 HOLDING = """
 import sys
 from pathlib import Path
-from sweep.scratch import scratch
+from qlora_sweep.sweep.scratch import scratch
 with scratch("test", parent=Path(sys.argv[1])) as path:
     (path / "deep").mkdir()
     print(path, flush=True)

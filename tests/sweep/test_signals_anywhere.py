@@ -16,12 +16,12 @@ from typing import Any
 
 import pytest
 
-from search_spaces.config import TrialConfig
-from storage.ledger import attempts
-from storage.reading import read_study
-from storage.records import Measured, Outcome
-from sweep import cli
-from sweep.processes import STOP_SIGNALS
+from qlora_sweep.search_spaces.config import TrialConfig
+from qlora_sweep.storage.ledger import attempts
+from qlora_sweep.storage.reading import read_study
+from qlora_sweep.storage.records import Measured, Outcome
+from qlora_sweep.sweep import cli
+from qlora_sweep.sweep.processes import STOP_SIGNALS
 from tests.sweep.simulated_device import a_measurement
 from tests.sweep.simulated_drive import driving_on
 
@@ -38,7 +38,7 @@ def measured(config: TrialConfig) -> Outcome:
 @pytest.fixture
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setenv("SWEEP_HOME", str(tmp_path))
-    monkeypatch.setattr("sweep.terminal.driving.drive", driving_on(measured))
+    monkeypatch.setattr("qlora_sweep.sweep.terminal.driving.drive", driving_on(measured))
     # Whoever started the suite may have them ignored.
     before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
     for number in STOP_SIGNALS:

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from sweep import stop_signals
-from sweep.processes import STOP_SIGNALS
+from qlora_sweep.sweep import stop_signals
+from qlora_sweep.sweep.processes import STOP_SIGNALS
 
 
 @pytest.fixture(autouse=True)
@@ -64,7 +64,7 @@ def test_what_comes_while_an_object_is_freed_is_heard_a_moment_later(
 
 PROGRAM = """
 import signal
-from sweep.stop_signals import heard
+from qlora_sweep.sweep.stop_signals import heard
 for n in (1, 2, 15): signal.signal(n, signal.SIG_DFL)
 with heard():
     while True:

@@ -21,7 +21,7 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from sweep.cli import main
+from qlora_sweep.sweep.cli import main
 from tests.real_model import VARIABLE, MissingModelError, real_model
 
 ROOT = Path(__file__).parents[2]

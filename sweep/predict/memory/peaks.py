@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from sweep.predict.memory.allocator import GRAIN_BYTES, SMALL_BYTES, grains
-from sweep.predict.memory.profiles import GRADIENTS, VARYING, Profile
-from sweep.predict.memory.replay import Step, base_allocator
+from qlora_sweep.sweep.predict.memory.allocator import GRAIN_BYTES, SMALL_BYTES, grains
+from qlora_sweep.sweep.predict.memory.profiles import GRADIENTS, VARYING, Profile
+from qlora_sweep.sweep.predict.memory.replay import Step, base_allocator
 
 PARTS = ("weights", "adapters", "gradients", "optimizer", "activations", "loss")
 """What a peak is made of, in the order it is shown."""

@@ -12,13 +12,19 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from search_spaces.config import TrialConfig
-from search_spaces.errors import InputError
-from sweep.predict.memory.allocator import paged
-from sweep.predict.memory.peaks import KNOWN_PARTS, Peaks, alike, find_peaks
-from sweep.predict.memory.profile_store import OnProgress, tell_nobody
-from sweep.predict.memory.profiles import Untraceable
-from sweep.predict.memory.replay import Step, Uncapped, replay_all, replay_uncapped, runs_under
+from qlora_sweep.search_spaces.config import TrialConfig
+from qlora_sweep.search_spaces.errors import InputError
+from qlora_sweep.sweep.predict.memory.allocator import paged
+from qlora_sweep.sweep.predict.memory.peaks import KNOWN_PARTS, Peaks, alike, find_peaks
+from qlora_sweep.sweep.predict.memory.profile_store import OnProgress, tell_nobody
+from qlora_sweep.sweep.predict.memory.profiles import Untraceable
+from qlora_sweep.sweep.predict.memory.replay import (
+    Step,
+    Uncapped,
+    replay_all,
+    replay_uncapped,
+    runs_under,
+)
 
 
 @dataclass(frozen=True)

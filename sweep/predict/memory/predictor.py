@@ -17,25 +17,31 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from search_spaces.config import BATCH_KEYS, KNOBS, LOGITS_AT_ONCE, TRL_TILE, TrialConfig
-from search_spaces.dimensions import Dimension, FloatRange
-from search_spaces.errors import InputError
-from search_spaces.models import ModelSpec
-from search_spaces.space import SearchSpace
-from storage.records import TrialRecord
-from sweep.predict.memory.allocator import MIB
-from sweep.predict.memory.prediction import Fit, MemoryPrediction, WholeMemory
-from sweep.predict.memory.profile_store import (
+from qlora_sweep.search_spaces.config import (
+    BATCH_KEYS,
+    KNOBS,
+    LOGITS_AT_ONCE,
+    TRL_TILE,
+    TrialConfig,
+)
+from qlora_sweep.search_spaces.dimensions import Dimension, FloatRange
+from qlora_sweep.search_spaces.errors import InputError
+from qlora_sweep.search_spaces.models import ModelSpec
+from qlora_sweep.search_spaces.space import SearchSpace
+from qlora_sweep.storage.records import TrialRecord
+from qlora_sweep.sweep.predict.memory.allocator import MIB
+from qlora_sweep.sweep.predict.memory.prediction import Fit, MemoryPrediction, WholeMemory
+from qlora_sweep.sweep.predict.memory.profile_store import (
     OnProgress,
     ProfileStore,
     Tracer,
     TracingChildren,
     tell_nobody,
 )
-from sweep.predict.memory.profiles import Profile, Structure, Values, sharded
-from sweep.predict.memory.replay import Step
-from sweep.predict.memory.shipped import ShippedProfiles
-from sweep.processes import Child
+from qlora_sweep.sweep.predict.memory.profiles import Profile, Structure, Values, sharded
+from qlora_sweep.sweep.predict.memory.replay import Step
+from qlora_sweep.sweep.predict.memory.shipped import ShippedProfiles
+from qlora_sweep.sweep.processes import Child
 
 __all__ = ["Fit", "MemoryPrediction", "MemoryPredictor", "Residuals", "TracingPredictor"]
 

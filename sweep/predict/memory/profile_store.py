@@ -24,15 +24,21 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Protocol
 
-from search_spaces.errors import EnvironmentFault, InputError, words_of
-from search_spaces.models import ModelSpec
-from search_spaces.rules import attention_of
-from storage import files
-from sweep.child_environment import child_environment
-from sweep.predict.memory.profiles import Profile, Structure, Untraceable, mixed
-from sweep.predict.memory.shipped import NOTHING, PROFILES, ROOT, ShippedProfiles, is_as_committed
-from sweep.processes import Child
-from sweep.subprocess_jobs import last_words
+from qlora_sweep.search_spaces.errors import EnvironmentFault, InputError, words_of
+from qlora_sweep.search_spaces.models import ModelSpec
+from qlora_sweep.search_spaces.rules import attention_of
+from qlora_sweep.storage import files
+from qlora_sweep.sweep.child_environment import child_environment
+from qlora_sweep.sweep.predict.memory.profiles import Profile, Structure, Untraceable, mixed
+from qlora_sweep.sweep.predict.memory.shipped import (
+    NOTHING,
+    PROFILES,
+    ROOT,
+    ShippedProfiles,
+    is_as_committed,
+)
+from qlora_sweep.sweep.processes import Child
+from qlora_sweep.sweep.subprocess_jobs import last_words
 
 _LIBRARIES = ("torch", "transformers", "peft", "bitsandbytes")
 TRACED_BY = (
@@ -48,9 +54,9 @@ _ATTEMPTS = 2
 _FAULTS_MAX = 3 * _ATTEMPTS
 """Times in a row that a tracing process may die before nothing is traced any more: each may take
 minutes to die, and a study would ask for hundreds."""
-_COMMAND = (sys.executable, "-P", "-m", "sweep.predict.memory.tracing")
+_COMMAND = (sys.executable, "-P", "-m", "qlora_sweep.sweep.predict.memory.tracing")
 """Followed by this process's number."""
-_RETRACING = (sys.executable, "-P", "-m", "sweep.predict.memory.retracing")
+_RETRACING = (sys.executable, "-P", "-m", "qlora_sweep.sweep.predict.memory.retracing")
 """Followed by the same."""
 _DEADLINE_SECONDS = 120.0
 """For one structure, the imports included; a slow disk makes those take most of a minute."""

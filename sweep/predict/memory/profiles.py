@@ -38,10 +38,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from search_spaces.config import KNOBS, TrialConfig, canonical, parse_config
-from search_spaces.errors import InputError
-from search_spaces.linears import is_tied, linear_shapes, lora_parameters, parameters
-from search_spaces.models import ModelSpec
+from qlora_sweep.search_spaces.config import KNOBS, TrialConfig, canonical, parse_config
+from qlora_sweep.search_spaces.errors import InputError
+from qlora_sweep.search_spaces.linears import is_tied, linear_shapes, lora_parameters, parameters
+from qlora_sweep.search_spaces.models import ModelSpec
 
 Polynomial = dict[str, int]
 Values = Mapping[str, Any]

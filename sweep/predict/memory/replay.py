@@ -20,8 +20,8 @@ from typing import NamedTuple, assert_never
 
 import numpy as np
 
-from search_spaces.config import AdapterDtype, OptimizerName, TrialConfig
-from sweep.predict.memory.allocator import (
+from qlora_sweep.search_spaces.config import AdapterDtype, OptimizerName, TrialConfig
+from qlora_sweep.sweep.predict.memory.allocator import (
     SMALL_BYTES,
     SMALL_SEGMENT_BYTES,
     CachingAllocator,
@@ -29,13 +29,13 @@ from sweep.predict.memory.allocator import (
     OutOfSegments,
     grains,
 )
-from sweep.predict.memory.profile_store import OnProgress, tell_nobody
-from sweep.predict.memory.profiles import (
+from qlora_sweep.sweep.predict.memory.profile_store import OnProgress, tell_nobody
+from qlora_sweep.sweep.predict.memory.profiles import (
     Profile,
     Segment,
     Values,
 )
-from sweep.processes import process_pool
+from qlora_sweep.sweep.processes import process_pool
 
 WORTH_PROCESSES = 300
 """Steps whose replays take longer than starting processes for them: one or two seconds."""

@@ -1,6 +1,6 @@
 """Traces structures into a user's cache while something else is going on.
 
-Run as ``python -P -m sweep.predict.memory.retracing PARENT`` by `ProfileStore.retrace`.
+Run as ``python -P -m qlora_sweep.sweep.predict.memory.retracing PARENT`` by `ProfileStore.retrace`.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ import os
 import sys
 from pathlib import Path
 
-from search_spaces.models import ModelSpec
-from sweep.predict.memory.profile_store import ProfileStore, TracingChildren
-from sweep.predict.memory.profiles import Structure
-from sweep.predict.memory.shipped import NOTHING, ShippedProfiles
-from sweep.processes import bind_to_parent
+from qlora_sweep.search_spaces.models import ModelSpec
+from qlora_sweep.sweep.predict.memory.profile_store import ProfileStore, TracingChildren
+from qlora_sweep.sweep.predict.memory.profiles import Structure
+from qlora_sweep.sweep.predict.memory.shipped import NOTHING, ShippedProfiles
+from qlora_sweep.sweep.processes import bind_to_parent
 
 _LEAST_URGENT = 19
 

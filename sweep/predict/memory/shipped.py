@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import Any
 from zipfile import BadZipFile, ZipFile
 
-from search_spaces.errors import InputError
-from search_spaces.models import ModelSpec
-from sweep.namesakes import NAMES
-from sweep.predict.memory.profiles import BIRTH, DEATH, Profile, Structure, Untraceable
+from qlora_sweep.search_spaces.errors import InputError
+from qlora_sweep.search_spaces.models import ModelSpec
+from qlora_sweep.sweep.namesakes import NAMES
+from qlora_sweep.sweep.predict.memory.profiles import BIRTH, DEATH, Profile, Structure, Untraceable
 
 ROOT = Path(__file__).parents[3]
 PROFILES = Path(__file__).with_name("profiles.zip")

@@ -18,9 +18,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from sweep.paths import runs_directory
-from sweep.predict.memory.profile_store import source_digest
-from sweep.predict.speed.steps import TERMS
+from qlora_sweep.sweep.paths import runs_directory
+from qlora_sweep.sweep.predict.memory.profile_store import source_digest
+from qlora_sweep.sweep.predict.speed.steps import TERMS
 
 Array = NDArray[np.float64]
 
@@ -92,7 +92,7 @@ def contributed_speed(gpu: str) -> Contributed | None:
 
 def shipped_contributions(gpu: str) -> Contributed | None:
     """Return what the catalogue's contributions say of a GPU."""
-    path = Path(str(files("search_spaces") / NAME))
+    path = Path(str(files("qlora_sweep.search_spaces") / NAME))
     return _by_gpu(json.loads(path.read_bytes())).get(gpu) if path.is_file() else None
 
 
@@ -104,7 +104,7 @@ def _kept(path: Path, changed: int) -> Mapping[str, Contributed]:
         if document["basis"] == basis():
             return _by_gpu(document)
     # It is damaged, or its factors are of other rates, or of other code that they multiply.
-    from sweep.predict import contributions
+    from qlora_sweep.sweep.predict import contributions
 
     return _by_gpu(contributions.renewed())
 
@@ -117,7 +117,7 @@ def _by_gpu(document: Mapping[str, Any]) -> Mapping[str, Contributed]:
 @cache
 def basis() -> str:
     """Return a digest of the rates and the code that factors multiply."""
-    shipped = files("search_spaces")
+    shipped = files("qlora_sweep.search_spaces")
     rates = b"".join((shipped / n).read_bytes() for n in ("gpus.yaml", "speed_spreads.yaml"))
     code = source_digest("search_spaces", "sweep/predict/speed").encode()
     return hashlib.sha256(rates + code).hexdigest()

@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from search_spaces.config import TrialConfig
-from search_spaces.errors import InputError
-from search_spaces.linears import resolve_targets
-from search_spaces.models import ModelSpec
-from sweep.predict.speed.layers import Layers, Product, layers_of
+from qlora_sweep.search_spaces.config import TrialConfig
+from qlora_sweep.search_spaces.errors import InputError
+from qlora_sweep.search_spaces.linears import resolve_targets
+from qlora_sweep.search_spaces.models import ModelSpec
+from qlora_sweep.sweep.predict.speed.layers import Layers, Product, layers_of
 
 FP32_BYTES = 4.0
 HALF_BYTES = 2.0

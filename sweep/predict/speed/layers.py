@@ -15,11 +15,15 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from search_spaces.errors import InputError, SweepError
-from search_spaces.linears import Shape, linear_shapes
-from search_spaces.models import ModelSpec
-from sweep.paths import cache_directory
-from sweep.predict.memory.profile_store import trace_layers, tracing_fingerprint, write_cache
+from qlora_sweep.search_spaces.errors import InputError, SweepError
+from qlora_sweep.search_spaces.linears import Shape, linear_shapes
+from qlora_sweep.search_spaces.models import ModelSpec
+from qlora_sweep.sweep.paths import cache_directory
+from qlora_sweep.sweep.predict.memory.profile_store import (
+    trace_layers,
+    tracing_fingerprint,
+    write_cache,
+)
 
 SHIPPED = Path(__file__).with_name("layers.json")
 """The layers of shipped models that had to be walked, by the model's fingerprint; written by

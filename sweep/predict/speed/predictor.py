@@ -17,15 +17,15 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from search_spaces.config import TrialConfig
-from search_spaces.errors import InputError
-from search_spaces.gpus import GpuSpec
-from search_spaces.models import ModelSpec
-from sweep.predict.on_texts import ShapesOnTexts, full_rows, tokens_per_step
-from sweep.predict.speed.contributed import Contributed, contributed_speed
-from sweep.predict.speed.kernels import MASKED_DOUBT
-from sweep.predict.speed.layers import layers_of
-from sweep.predict.speed.steps import (
+from qlora_sweep.search_spaces.config import TrialConfig
+from qlora_sweep.search_spaces.errors import InputError
+from qlora_sweep.search_spaces.gpus import GpuSpec
+from qlora_sweep.search_spaces.models import ModelSpec
+from qlora_sweep.sweep.predict.on_texts import ShapesOnTexts, full_rows, tokens_per_step
+from qlora_sweep.sweep.predict.speed.contributed import Contributed, contributed_speed
+from qlora_sweep.sweep.predict.speed.kernels import MASKED_DOUBT
+from qlora_sweep.sweep.predict.speed.layers import layers_of
+from qlora_sweep.sweep.predict.speed.steps import (
     TERMS,
     Rows,
     StepPhases,
@@ -34,7 +34,7 @@ from sweep.predict.speed.steps import (
     overlapped,
     refusal,
 )
-from sweep.predict.trainers import factors_of
+from qlora_sweep.sweep.predict.trainers import factors_of
 
 Factor = Term | Literal["launch", "overhead"]
 FACTORS: tuple[Factor, ...] = (*TERMS, "launch", "overhead")

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from search_spaces.gpus import SpeedSpread, SpeedSpreads
+from qlora_sweep.search_spaces.gpus import SpeedSpread, SpeedSpreads
 
 Array = NDArray[np.float64]
 

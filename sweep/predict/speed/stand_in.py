@@ -24,9 +24,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from storage.confirmations import noise
-from storage.records import Measurement
-from sweep.predict.speed.predictor import StepTimes
+from qlora_sweep.storage.confirmations import noise
+from qlora_sweep.storage.records import Measurement
+from qlora_sweep.sweep.predict.speed.predictor import StepTimes
 
 Array = NDArray[np.float64]
 

@@ -18,13 +18,13 @@ from typing import Literal, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from search_spaces.config import LOGITS_AT_ONCE, TRL_TILE, OptimizerName, TrialConfig
-from search_spaces.errors import InputError
-from search_spaces.gpus import GpuSpec, Interconnect
-from search_spaces.linears import resolve_targets, training_flops_per_token
-from search_spaces.models import ModelSpec
-from sweep.predict.speed import kernels
-from sweep.predict.speed.kernels import (
+from qlora_sweep.search_spaces.config import LOGITS_AT_ONCE, TRL_TILE, OptimizerName, TrialConfig
+from qlora_sweep.search_spaces.errors import InputError
+from qlora_sweep.search_spaces.gpus import GpuSpec, Interconnect
+from qlora_sweep.search_spaces.linears import resolve_targets, training_flops_per_token
+from qlora_sweep.search_spaces.models import ModelSpec
+from qlora_sweep.sweep.predict.speed import kernels
+from qlora_sweep.sweep.predict.speed.kernels import (
     BYTES,
     COMPILED_LAUNCH,
     FLOPS,
@@ -36,7 +36,7 @@ from sweep.predict.speed.kernels import (
     Work,
     asked,
 )
-from sweep.predict.speed.layers import layers_of
+from qlora_sweep.sweep.predict.speed.layers import layers_of
 
 Term = Literal[
     "matmul", "eight_bit", "lora", "attention", "dequant", "elementwise", "loss", "optimizer"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sweep.data.kinds import KINDS, Layout
+from qlora_sweep.sweep.data.kinds import KINDS, Layout
 
 _OPTIONAL = ("prompt", "input", "system", "history", "tools", "chat_template_kwargs")
 

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-from search_spaces.config import TrialConfig
-from sweep.running.wire import TextsSettings
+from qlora_sweep.search_spaces.config import TrialConfig
+from qlora_sweep.sweep.running.wire import TextsSettings
 
 VOCABULARY = 97
 
@@ -61,7 +61,7 @@ def prepared_settings(
 def prepared_pairs(directory: Path, *, count: int) -> Path:
     """Write pairs of a prompt of three tokens: what is chosen repeats one token, what is rejected
     another, over lengths that differ."""
-    from sweep.data.epoch import DIFFERENCES
+    from qlora_sweep.sweep.data.epoch import DIFFERENCES
 
     lengths = np.array([3 + 4 + (row * 5) % 9 for row in range(2 * count)])
     prepared(directory, lengths, completions=lengths - 3)

@@ -9,11 +9,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from search_spaces.texts import TextsChoice
-from sweep.data import epoch as epochs
-from sweep.data.batches import Texts, epoch_of, open_tokens, training_rows, trial_batches
-from sweep.data.rows import IGNORED, Collator
-from sweep.data.study_epochs import StudyEpochs
+from qlora_sweep.search_spaces.texts import TextsChoice
+from qlora_sweep.sweep.data import epoch as epochs
+from qlora_sweep.sweep.data.batches import (
+    Texts,
+    epoch_of,
+    open_tokens,
+    training_rows,
+    trial_batches,
+)
+from qlora_sweep.sweep.data.rows import IGNORED, Collator
+from qlora_sweep.sweep.data.study_epochs import StudyEpochs
 from tests.sweep.data.prepared import configured, prepared
 
 PACKINGS = ("none", "grouped", "packed")

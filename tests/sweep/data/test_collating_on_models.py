@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from search_spaces.config import TrialConfig
-from search_spaces.errors import InputError
-from search_spaces.rules import WITHOUT_SDPA
-from sweep.data.rows import IGNORED, Collator
+from qlora_sweep.search_spaces.config import TrialConfig
+from qlora_sweep.search_spaces.errors import InputError
+from qlora_sweep.search_spaces.rules import WITHOUT_SDPA
+from qlora_sweep.sweep.data.rows import IGNORED, Collator
 
 if TYPE_CHECKING:
     import torch
@@ -75,13 +75,13 @@ def alone(model: Any, texts: list[list[int]]) -> list[torch.Tensor]:
 
 
 def are_apart(model: Any, batch: dict[str, Any]) -> bool | None:
-    from sweep.data import probing
+    from qlora_sweep.sweep.data import probing
 
     return probing.are_apart(model, batch)
 
 
 def check_is_causal(model: Any) -> None:
-    from sweep.data import probing
+    from qlora_sweep.sweep.data import probing
 
     probing.check_is_causal(model)
 

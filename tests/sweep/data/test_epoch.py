@@ -9,9 +9,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from search_spaces.config import parse_config
-from search_spaces.errors import InputError
-from sweep.data.epoch import MASKED_COST, Epoch, Shape, cut, epoch, packed, representative
+from qlora_sweep.search_spaces.config import parse_config
+from qlora_sweep.search_spaces.errors import InputError
+from qlora_sweep.sweep.data.epoch import (
+    MASKED_COST,
+    Epoch,
+    Shape,
+    cut,
+    epoch,
+    packed,
+    representative,
+)
 from tests.sweep.data.prepared import configured
 
 PACKINGS = ("none", "grouped", "packed")

@@ -7,8 +7,15 @@ from typing import Any
 
 import pytest
 
-from sweep.data.files import Broken, RowsError
-from sweep.data.kinds import Asked, Example, Layout, example_of, on_completions, recognised
+from qlora_sweep.sweep.data.files import Broken, RowsError
+from qlora_sweep.sweep.data.kinds import (
+    Asked,
+    Example,
+    Layout,
+    example_of,
+    on_completions,
+    recognised,
+)
 from tests.sweep.data.layouts import layout_of
 
 INSTRUCTION = layout_of("instruction")

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from search_spaces.texts import CUT_MAX
-from sweep.data.lengths import (
+from qlora_sweep.search_spaces.texts import CUT_MAX
+from qlora_sweep.sweep.data.lengths import (
     candidate_lengths,
     histogram,
     longer_lengths,
@@ -19,7 +19,7 @@ from sweep.data.lengths import (
     waste_at,
     worthwhile_lengths,
 )
-from sweep.data.rows import Truncation, split
+from qlora_sweep.sweep.data.rows import Truncation, split
 
 LIMITS = st.integers(1, 5000)
 LENGTHS = arrays(np.int32, st.integers(1, 200), elements=st.integers(2, 3000))

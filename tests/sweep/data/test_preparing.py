@@ -13,14 +13,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from search_spaces.config import TrialConfig
-from search_spaces.errors import InputError
-from search_spaces.models import load_model_spec
-from search_spaces.texts import TextsChoice, TextsSummary
-from sweep.data import texts as module
-from sweep.data.choice import refuse_other_kind
-from sweep.data.study_epochs import StudyEpochs
-from sweep.data.texts import (
+from qlora_sweep.search_spaces.config import TrialConfig
+from qlora_sweep.search_spaces.errors import InputError
+from qlora_sweep.search_spaces.models import load_model_spec
+from qlora_sweep.search_spaces.texts import TextsChoice, TextsSummary
+from qlora_sweep.sweep.data import texts as module
+from qlora_sweep.sweep.data.choice import refuse_other_kind
+from qlora_sweep.sweep.data.study_epochs import StudyEpochs
+from qlora_sweep.sweep.data.texts import (
     BROKEN,
     BROKEN_KEPT,
     LENGTHS,
@@ -30,7 +30,7 @@ from sweep.data.texts import (
     Question,
     open_prepared,
 )
-from sweep.data.tokenizers import find_tokenizer
+from qlora_sweep.sweep.data.tokenizers import find_tokenizer
 
 TURNS = [{"role": "user", "content": "Where?"}, {"role": "assistant", "content": "In the hall."}]
 Prepare = Callable[..., PreparedTexts]
@@ -39,7 +39,7 @@ Prepare = Callable[..., PreparedTexts]
 @pytest.fixture
 def prepared(tmp_path: Path) -> Prepare:
     """Prepares rows, or a file as it is written."""
-    from sweep.data.preparing import prepare
+    from qlora_sweep.sweep.data.preparing import prepare
 
     files = find_tokenizer(None, load_model_spec("demo"))
 
@@ -64,7 +64,7 @@ def prepared(tmp_path: Path) -> Prepare:
 
 
 def test_tokens_lengths_and_summary_are_of_the_same_rows(prepared: Prepare) -> None:
-    from sweep.data.batches import open_tokens
+    from qlora_sweep.sweep.data.batches import open_tokens
 
     rows = [{"messages": TURNS * count} for count in (1, 3, 2)]
     texts = prepared(rows, completions_only=True)
@@ -212,7 +212,7 @@ def test_a_row_of_one_token_has_nothing_to_learn(prepared: Prepare, tmp_path: Pa
 def test_texts_are_prepared_anew_by_other_versions_and_are_others_if_their_tokens_are(
     prepared: Prepare, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from sweep.data import preparing
+    from qlora_sweep.sweep.data import preparing
 
     def names() -> set[str]:
         return {path.read_text() for path in first.directory.parent.glob("*.name")}

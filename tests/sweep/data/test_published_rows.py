@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from search_spaces.models import load_model_spec
-from sweep.data.encoding import tokenized
-from sweep.data.files import RowsError, Source
-from sweep.data.kinds import Asked, Example, example_of, first_rows
+from qlora_sweep.search_spaces.models import load_model_spec
+from qlora_sweep.sweep.data.encoding import tokenized
+from qlora_sweep.sweep.data.files import RowsError, Source
+from qlora_sweep.sweep.data.kinds import Asked, Example, example_of, first_rows
 from tests.sweep.data.judged_by_trl import labelled, preference_rows, supervised_rows
 
 CASES = Path(__file__).parents[2] / "data" / "cases"
@@ -24,7 +24,7 @@ Labelled = list[tuple[list[int], list[int]]]
 
 @pytest.fixture(scope="module")
 def shipped() -> Any:
-    from sweep.data.preparing import load_tokenizer
+    from qlora_sweep.sweep.data.preparing import load_tokenizer
 
     directory = load_model_spec("demo").tokenizer_path
     assert directory is not None

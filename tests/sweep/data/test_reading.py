@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from sweep.data import files
-from sweep.data.files import Broken, Place, RowsError, Source, dataset_files, is_on_hub
+from qlora_sweep.sweep.data import files
+from qlora_sweep.sweep.data.files import Broken, Place, RowsError, Source, dataset_files, is_on_hub
 
 LINES = b'{"text": "a"}\n{"text": "b"}\n'
 ROWS = [{"text": "a"}, {"text": "b"}]

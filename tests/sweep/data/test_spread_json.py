@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from sweep.data import files
-from sweep.data.files import Broken, RowsError, Source
+from qlora_sweep.sweep.data import files
+from qlora_sweep.sweep.data.files import Broken, RowsError, Source
 
 TURNS = [{"role": "user", "content": "a {\n} b"}, {"role": "assistant", "content": "c"}]
 CHAT = {"messages": TURNS, "tools": [], "text": "x"}

@@ -11,19 +11,19 @@ from typing import Any
 import numpy as np
 import pytest
 
-from search_spaces.errors import EnvironmentFault, InputError
-from search_spaces.models import ModelSpec, load_model_spec
-from search_spaces.texts import TextsChoice
-from sweep.data import texts as module
-from sweep.data.batches import open_tokens
-from sweep.data.texts import (
+from qlora_sweep.search_spaces.errors import EnvironmentFault, InputError
+from qlora_sweep.search_spaces.models import ModelSpec, load_model_spec
+from qlora_sweep.search_spaces.texts import TextsChoice
+from qlora_sweep.sweep.data import texts as module
+from qlora_sweep.sweep.data.batches import open_tokens
+from qlora_sweep.sweep.data.texts import (
     PreparedTexts,
     TextsRequest,
     open_prepared,
     prepare_texts,
     require_vocabulary,
 )
-from sweep.data.tokenizers import TokenizerFiles, find_tokenizer
+from qlora_sweep.sweep.data.tokenizers import TokenizerFiles, find_tokenizer
 
 EXAMPLE = Path(__file__).parents[3] / "docs" / "examples" / "dataset.jsonl"
 DEMO = load_model_spec("demo")

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from search_spaces.errors import InputError
-from search_spaces.models import load_model_spec
-from sweep.data import encoding
-from sweep.data.encoding import Encoder, Tokens, encoded
-from sweep.data.files import Broken, Place, RowsError
-from sweep.data.kinds import example_of, on_completions
-from sweep.data.marking import marked
+from qlora_sweep.search_spaces.errors import InputError
+from qlora_sweep.search_spaces.models import load_model_spec
+from qlora_sweep.sweep.data import encoding
+from qlora_sweep.sweep.data.encoding import Encoder, Tokens, encoded
+from qlora_sweep.sweep.data.files import Broken, Place, RowsError
+from qlora_sweep.sweep.data.kinds import example_of, on_completions
+from qlora_sweep.sweep.data.marking import marked
 from tests.sweep.data.judged_by_trl import labelled, preference_rows, supervised_rows
 from tests.sweep.data.layouts import layout_of
 
@@ -66,7 +66,7 @@ ENDING = (
 
 @pytest.fixture(scope="module")
 def shipped() -> Any:
-    from sweep.data.preparing import load_tokenizer
+    from qlora_sweep.sweep.data.preparing import load_tokenizer
 
     directory = load_model_spec("demo").tokenizer_path
     assert directory is not None
@@ -402,7 +402,7 @@ def test_a_tokenizer_in_python_does_the_same(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("text", ["", "{}", "no JSON"])
 def test_files_that_are_no_tokenizer_are_refused(tmp_path: Path, text: str) -> None:
-    from sweep.data.preparing import load_tokenizer
+    from qlora_sweep.sweep.data.preparing import load_tokenizer
 
     (tmp_path / "tokenizer.json").write_text(text)
     with pytest.raises(InputError, match="tokenizer 'mine': transformers cannot read it"):

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from search_spaces.errors import InputError
-from sweep.data.tokenizers import why_unreadable
+from qlora_sweep.search_spaces.errors import InputError
+from qlora_sweep.sweep.data.tokenizers import why_unreadable
 from tests.lazy import lazily
 
-preparing = lazily("sweep.data.preparing")
+preparing = lazily("qlora_sweep.sweep.data.preparing")
 
 SENTENCEPIECE = b"\n\x0e\n\x05<unk>\x15\x00\x00\x00\x00\x18\x02\n"
 TIKTOKEN = b"IQ== 0\nIg== 1\n"

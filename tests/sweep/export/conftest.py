@@ -8,8 +8,8 @@ from types import ModuleType
 
 import pytest
 
-from search_spaces.models import ModelSpec
-from storage.definition import StudySnapshot
+from qlora_sweep.search_spaces.models import ModelSpec
+from qlora_sweep.storage.definition import StudySnapshot
 from tests.sweep.export.studies import export, imported, rows_module
 from tests.sweep.export.weights import saved_model, with_tokenizer
 from tests.sweep.training.tiny import saved_with_outliers
@@ -37,7 +37,7 @@ def script_of(
     """Return a study's script as a module, on one thread; a process has its neighbours once."""
     import torch
 
-    from sweep.training import eight_bit, fitting
+    from qlora_sweep.sweep.training import eight_bit, fitting
 
     monkeypatch.setitem(__import__("sys").modules, "eight_bit", eight_bit)
     monkeypatch.setitem(__import__("sys").modules, "fitting", fitting)

@@ -9,14 +9,14 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from search_spaces.config import TrialConfig
-from search_spaces.gpus import GIB
-from search_spaces.models import ModelSpec
-from search_spaces.space import SearchSpace
-from search_spaces.texts import TextsKind, TextsSummary
-from storage.definition import StudyDefinition, StudySnapshot, Target
-from storage.records import Measured, Measurement
-from sweep.export.formats import exported, joined_rows
+from qlora_sweep.search_spaces.config import TrialConfig
+from qlora_sweep.search_spaces.gpus import GIB
+from qlora_sweep.search_spaces.models import ModelSpec
+from qlora_sweep.search_spaces.space import SearchSpace
+from qlora_sweep.search_spaces.texts import TextsKind, TextsSummary
+from qlora_sweep.storage.definition import StudyDefinition, StudySnapshot, Target
+from qlora_sweep.storage.records import Measured, Measurement
+from qlora_sweep.sweep.export.formats import exported, joined_rows
 from tests.storage import builders
 from tests.sweep.prepared_texts import a_summary
 

@@ -11,15 +11,15 @@ from typing import Any
 import pytest
 from optuna.samplers import RandomSampler
 
-from search_spaces.config import TrialConfig, canonical
-from storage.reading import read_study
-from storage.study import open_study
-from sweep.cli import main
-from sweep.export.formats import format_names
-from sweep.predict.forecast import Forecaster
-from sweep.running.replay import ReplayRunner
-from sweep.study.driver import Driver
-from sweep.study.tuner import tune
+from qlora_sweep.search_spaces.config import TrialConfig, canonical
+from qlora_sweep.storage.reading import read_study
+from qlora_sweep.storage.study import open_study
+from qlora_sweep.sweep.cli import main
+from qlora_sweep.sweep.export.formats import format_names
+from qlora_sweep.sweep.predict.forecast import Forecaster
+from qlora_sweep.sweep.running.replay import ReplayRunner
+from qlora_sweep.sweep.study.driver import Driver
+from qlora_sweep.sweep.study.tuner import tune
 from tests.sweep.simulated_device import BUDGET, MODEL, a_definition, train
 
 SPACES: dict[str, dict[str, Any]] = {

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from search_spaces.models import ModelSpec
-from storage.definition import StudySnapshot
+from qlora_sweep.search_spaces.models import ModelSpec
+from qlora_sweep.storage.definition import StudySnapshot
 from tests.sweep.export.studies import a_study, some_texts
 from tests.sweep.export.test_export_pairs import PAIRS
 from tests.sweep.export.weights import written_texts
@@ -25,8 +25,8 @@ Script = Callable[[StudySnapshot], ModuleType]
 
 def trained_by_sweep(source: Path, kind: Any, config: Any, model: ModelSpec) -> Any:
     """Return what `sweep train` records of 8-bit products on a file's examples."""
-    from sweep.data.preparing import prepare
-    from sweep.data.texts import Question
+    from qlora_sweep.sweep.data.preparing import prepare
+    from qlora_sweep.sweep.data.texts import Question
 
     place, beside = str(model.path), source.with_name("ours")
     only = kind == "preference"
@@ -63,7 +63,7 @@ def test_a_script_keeps_the_layers_in_16_bits_that_sweep_train_keeps(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    from sweep.training import preference
+    from qlora_sweep.sweep.training import preference
 
     monkeypatch.setitem(sys.modules, "preference", preference)
     source = tmp_path / "data.jsonl"
@@ -92,7 +92,7 @@ def test_a_script_keeps_the_layers_in_16_bits_that_sweep_train_keeps(
 def test_a_script_refuses_weights_that_8_bits_do_not_suit(
     outliers: ModelSpec, script_of: Script, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("sweep.training.fitting.MOST_SHARE", 0.05)
+    monkeypatch.setattr("qlora_sweep.sweep.training.fitting.MOST_SHARE", 0.05)
     written_texts(tmp_path / "data.jsonl", "text")
     typed = ["--data", str(tmp_path / "data.jsonl"), "--output", str(tmp_path / "adapter")]
     monkeypatch.setattr("sys.argv", ["train.py", *typed])

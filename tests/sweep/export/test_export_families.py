@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from search_spaces.config import liger_kernels
-from search_spaces.linears import target_sets
-from search_spaces.models import ModelSpec, shipped_models
-from storage.definition import StudySnapshot
+from qlora_sweep.search_spaces.config import liger_kernels
+from qlora_sweep.search_spaces.linears import target_sets
+from qlora_sweep.search_spaces.models import ModelSpec, shipped_models
+from qlora_sweep.storage.definition import StudySnapshot
 from tests.families import config_of, spec_of
 from tests.sweep.export.studies import a_study, export
 from tests.sweep.export.test_export_script import described
@@ -35,8 +35,8 @@ def test_the_script_builds_what_was_measured(
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from sweep.training.adapters import attached
-    from sweep.training.model import build_base
+    from qlora_sweep.sweep.training.adapters import attached
+    from qlora_sweep.sweep.training.model import build_base
 
     AutoModelForCausalLM.from_config(
         AutoConfig.for_model(**spec_of(family).config)
@@ -63,8 +63,8 @@ def test_peft_puts_the_adapters_of_its_file_where_the_trial_had_them(
 ) -> None:
     from peft import LoraConfig, get_peft_model
 
-    from sweep.training.adapters import with_adapters
-    from sweep.training.model import BaseModel
+    from qlora_sweep.sweep.training.adapters import with_adapters
+    from qlora_sweep.sweep.training.model import BaseModel
 
     spec = dataclasses.replace(spec_of(family), source="shipped")
     # Some have one matrix for queries, keys and values.

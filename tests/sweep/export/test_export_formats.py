@@ -15,13 +15,13 @@ from typing import Any
 import pytest
 import yaml
 
-from search_spaces.config import CONFIG_KEYS, TrialConfig
-from search_spaces.errors import InputError
-from search_spaces.learning_rates import in_words, learning_rate_of
-from search_spaces.models import PART_OF, ModelSpec
-from sweep.export.formats import exported, format_names, written
-from sweep.export.record import record_of
-from sweep.export.trainers import cases_of, trainers, unsupported
+from qlora_sweep.search_spaces.config import CONFIG_KEYS, TrialConfig
+from qlora_sweep.search_spaces.errors import InputError
+from qlora_sweep.search_spaces.learning_rates import in_words, learning_rate_of
+from qlora_sweep.search_spaces.models import PART_OF, ModelSpec
+from qlora_sweep.sweep.export.formats import exported, format_names, written
+from qlora_sweep.sweep.export.record import record_of
+from qlora_sweep.sweep.export.trainers import cases_of, trainers, unsupported
 from tests.storage.builders import confirmed
 from tests.sweep.export.studies import HOSTILE, MODEL, a_measurement, a_study, export, some_texts
 

@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from search_spaces.models import ModelSpec
-from storage.definition import StudySnapshot
-from sweep.export.formats import exported
-from sweep.training import preference
+from qlora_sweep.search_spaces.models import ModelSpec
+from qlora_sweep.storage.definition import StudySnapshot
+from qlora_sweep.sweep.export.formats import exported
+from qlora_sweep.sweep.training import preference
 from tests.sweep.export.studies import a_study, some_texts
 from tests.sweep.training.tiny import TINY, tiny_config
 
@@ -103,9 +103,9 @@ def test_a_script_trains_on_the_pairs_of_our_own_training(
     import numpy as np
     from transformers import AutoTokenizer
 
-    from sweep.data.batches import training_rows
-    from sweep.data.preparing import prepare
-    from sweep.data.texts import Question
+    from qlora_sweep.sweep.data.batches import training_rows
+    from qlora_sweep.sweep.data.preparing import prepare
+    from qlora_sweep.sweep.data.texts import Question
 
     monkeypatch.setitem(sys.modules, "preference", preference)
     source, place = tmp_path / "data.jsonl", str(model.path)

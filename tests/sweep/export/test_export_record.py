@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from search_spaces.config import TrialConfig, canonical
-from search_spaces.errors import InputError
-from search_spaces.models import load_model_spec
-from sweep.export.formats import endings_of, exported
-from sweep.export.record import parse_record, read_record, record_of
+from qlora_sweep.search_spaces.config import TrialConfig, canonical
+from qlora_sweep.search_spaces.errors import InputError
+from qlora_sweep.search_spaces.models import load_model_spec
+from qlora_sweep.sweep.export.formats import endings_of, exported
+from qlora_sweep.sweep.export.record import parse_record, read_record, record_of
 from tests.sweep.export.studies import a_study, some_texts
 
 CONFIG = TrialConfig(lora_rank=64, kernels="fused-loss", upcast_fp32=False, micro_batch_size=8)

@@ -15,11 +15,11 @@ from typing import Any
 
 import pytest
 
-from search_spaces.config import liger_kernels
-from search_spaces.models import ModelSpec, load_model_spec
-from storage.definition import StudySnapshot
-from storage.records import Measured
-from sweep.export.formats import exported
+from qlora_sweep.search_spaces.config import liger_kernels
+from qlora_sweep.search_spaces.models import ModelSpec, load_model_spec
+from qlora_sweep.storage.definition import StudySnapshot
+from qlora_sweep.storage.records import Measured
+from qlora_sweep.sweep.export.formats import exported
 from tests.sweep.export.studies import a_study, some_texts
 from tests.sweep.export.weights import written_texts
 from tests.sweep.training.tiny import TINY, UNSUITED, tiny_base, tiny_config, trial_on
@@ -66,7 +66,7 @@ def described(model: Any) -> dict[str, Any]:
 def test_the_script_builds_what_was_measured(
     knobs: dict[str, Any], model: ModelSpec, script_of: Script
 ) -> None:
-    from sweep.training.adapters import attached
+    from qlora_sweep.sweep.training.adapters import attached
 
     config = tiny_config(**knobs)
     built = script_of(a_study(config, model=TINY)).load_model(str(model.path)).get_base_model()
@@ -80,7 +80,7 @@ def test_the_script_takes_a_stored_base_as_it_is(
     import torch
     from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
-    from sweep.training.adapters import attached
+    from qlora_sweep.sweep.training.adapters import attached
 
     options = BitsAndBytesConfig(
         load_in_4bit=True,

@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 import yaml
 
-from search_spaces.config import TrialConfig
-from search_spaces.models import ModelSpec, load_model_spec
-from search_spaces.space import SearchSpace
-from storage.definition import StudySnapshot
-from sweep.data import rows
-from sweep.export.formats import exported, format_names
+from qlora_sweep.search_spaces.config import TrialConfig
+from qlora_sweep.search_spaces.models import ModelSpec, load_model_spec
+from qlora_sweep.search_spaces.space import SearchSpace
+from qlora_sweep.storage.definition import StudySnapshot
+from qlora_sweep.sweep.data import rows
+from qlora_sweep.sweep.export.formats import exported, format_names
 from tests.sweep.export.studies import HOSTILE, a_study, export, imported, some_texts
 from tests.sweep.export.test_export_formats import dataset_info
 from tests.sweep.export.weights import a_row, saved_model, written_texts
@@ -64,9 +64,9 @@ def test_the_script_trains_on_the_micro_batches_of_our_own_training(
     import numpy as np
     from transformers import AutoTokenizer
 
-    from sweep.data.batches import epoch_of, training_rows
-    from sweep.data.preparing import prepare
-    from sweep.data.texts import Question, open_prepared
+    from qlora_sweep.sweep.data.batches import epoch_of, training_rows
+    from qlora_sweep.sweep.data.preparing import prepare
+    from qlora_sweep.sweep.data.texts import Question, open_prepared
 
     config = tiny_config(packing=packing, compile=compiled, seq_len=128, micro_batch_size=4)
     only, place = kind != "text", str(model.path)

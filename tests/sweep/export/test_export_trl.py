@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import yaml
 
-from search_spaces.config import TrialConfig
-from search_spaces.errors import InputError
-from search_spaces.models import ModelSpec
-from sweep.data.marking import marked
-from sweep.export.formats import exported
+from qlora_sweep.search_spaces.config import TrialConfig
+from qlora_sweep.search_spaces.errors import InputError
+from qlora_sweep.search_spaces.models import ModelSpec
+from qlora_sweep.sweep.data.marking import marked
+from qlora_sweep.sweep.export.formats import exported
 from tests.sweep.export.studies import a_study, export, some_texts
 from tests.sweep.export.test_export_formats import studies
 from tests.sweep.export.weights import written_texts

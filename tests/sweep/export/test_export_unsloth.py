@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from search_spaces.models import ModelSpec
+from qlora_sweep.search_spaces.models import ModelSpec
 from tests.sweep.export.studies import a_study, export, imported, some_texts
 from tests.sweep.export.weights import written_texts
 from tests.sweep.training.tiny import tiny_config

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from search_spaces.config import TrialConfig
-from search_spaces.errors import InputError
-from sweep.export.grpo import grpo_config
+from qlora_sweep.search_spaces.config import TrialConfig
+from qlora_sweep.search_spaces.errors import InputError
+from qlora_sweep.sweep.export.grpo import grpo_config
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 SETTINGS: dict[str, Any] = {"num_generations": 8, "beta": 0.04, "max_completion_length": None}

@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from search_spaces.models import ModelSpec, load_model_spec
+from qlora_sweep.search_spaces.models import ModelSpec, load_model_spec
 from tests.sweep.training.tiny import TINY
 
 WORDS = ("the", "quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog")

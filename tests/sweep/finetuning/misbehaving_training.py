@@ -8,8 +8,8 @@ import signal
 import sys
 import time
 
-from storage.records import INTERRUPTED
-from sweep.processes import bind_to_parent
+from qlora_sweep.storage.records import INTERRUPTED
+from qlora_sweep.sweep.processes import bind_to_parent
 
 CRASHES, SAYS_NONSENSE, IS_SILENT, STOPS_WHEN_ASKED, IS_DEAF, CLAIMS_INFINITY = range(1, 7)
 

@@ -15,18 +15,22 @@ from typing import Any
 import numpy as np
 import pytest
 
-from search_spaces.config import TrialConfig
-from search_spaces.errors import InputError, NothingFits
-from search_spaces.models import load_model_spec
-from search_spaces.texts import CUT_MAX, TextsChoice
-from sweep.data.rows import split
-from sweep.data.study_epochs import StudyEpochs, TruncatedDataset
-from sweep.data.texts import prepare_texts
-from sweep.export.record import record_of
-from sweep.finetuning.planned import longer
-from sweep.finetuning.training import PreparedTraining, TrainingRequest, prepare_training
-from sweep.predict.memory.prediction import Fit
-from sweep.running.device_info import Card
+from qlora_sweep.search_spaces.config import TrialConfig
+from qlora_sweep.search_spaces.errors import InputError, NothingFits
+from qlora_sweep.search_spaces.models import load_model_spec
+from qlora_sweep.search_spaces.texts import CUT_MAX, TextsChoice
+from qlora_sweep.sweep.data.rows import split
+from qlora_sweep.sweep.data.study_epochs import StudyEpochs, TruncatedDataset
+from qlora_sweep.sweep.data.texts import prepare_texts
+from qlora_sweep.sweep.export.record import record_of
+from qlora_sweep.sweep.finetuning.planned import longer
+from qlora_sweep.sweep.finetuning.training import (
+    PreparedTraining,
+    TrainingRequest,
+    prepare_training,
+)
+from qlora_sweep.sweep.predict.memory.prediction import Fit
+from qlora_sweep.sweep.running.device_info import Card
 from tests.sweep.export.studies import a_measurement, a_study
 from tests.sweep.typed import Sweep
 
@@ -150,7 +154,7 @@ def test_what_is_cut_is_counted_in_the_examples_of_every_kind(
 
 
 def of_lengths(texts: Path, *, seq_len: int) -> TruncatedDataset:
-    from sweep.data.texts import PreparedTexts
+    from qlora_sweep.sweep.data.texts import PreparedTexts
     from tests.sweep.prepared_texts import a_summary
 
     known = PreparedTexts(texts, a_summary(), "mine.jsonl")
@@ -161,7 +165,7 @@ def of_lengths(texts: Path, *, seq_len: int) -> TruncatedDataset:
 @pytest.mark.slow
 @pytest.mark.parametrize("packing", ["none", "grouped", "packed"])
 def test_an_epoch_trains_on_what_is_not_cut(tmp_path: Path, packing: str) -> None:
-    from sweep.finetuning.protocol import TrainingResult
+    from qlora_sweep.sweep.finetuning.protocol import TrainingResult
     from tests.sweep.data.prepared import prepared as prepared_rows
     from tests.sweep.finetuning.trainings import job, run
 
@@ -338,7 +342,7 @@ def test_what_is_offered_is_the_shortest_that_cuts_little_or_the_longest_that_fi
 
 
 def test_what_is_typed_of_a_micro_batch_keeps_the_step_where_it_can() -> None:
-    from sweep.finetuning.subject import as_options, with_settings
+    from qlora_sweep.sweep.finetuning.subject import as_options, with_settings
 
     config = TrialConfig(micro_batch_size=8, seq_len=512)
     smaller = with_settings(config, {"micro_batch_size": 2, "seq_len": 1024})

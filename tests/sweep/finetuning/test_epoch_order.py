@@ -9,7 +9,7 @@ WIDTHS = np.random.default_rng(0).integers(20, 400, 100).tolist()
 
 
 def _order(*, is_grouped: bool, step: int, epoch: int = 0) -> list[int]:
-    from sweep.finetuning.rows import Ordered
+    from qlora_sweep.sweep.finetuning.rows import Ordered
 
     rows = Ordered(range(len(WIDTHS)), step, 3, WIDTHS, is_grouped)
     rows.set_epoch(epoch)

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from search_spaces.config import TrialConfig
-from search_spaces.models import load_model_spec
-from storage.records import INTERRUPTED, Crashed, TimedOut
-from sweep.finetuning.protocol import Saved, TrainingJob, TrainingProgress
-from sweep.finetuning.training import follow
-from sweep.running.supervisor import Deadlines
+from qlora_sweep.search_spaces.config import TrialConfig
+from qlora_sweep.search_spaces.models import load_model_spec
+from qlora_sweep.storage.records import INTERRUPTED, Crashed, TimedOut
+from qlora_sweep.sweep.finetuning.protocol import Saved, TrainingJob, TrainingProgress
+from qlora_sweep.sweep.finetuning.training import follow
+from qlora_sweep.sweep.running.supervisor import Deadlines
 from tests.sweep.finetuning import misbehaving_training as wrong
 
 SHORT = Deadlines(start=20.0, build=1.0, closed=1.0)

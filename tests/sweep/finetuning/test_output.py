@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from search_spaces.errors import EnvironmentFault, InputError
-from sweep.finetuning import checkpoints, output
+from qlora_sweep.search_spaces.errors import EnvironmentFault, InputError
+from qlora_sweep.sweep.finetuning import checkpoints, output
 
 RUN = {"config": {"lora_rank": 8}, "seed": 0, "texts": {"fingerprint": "abc"}}
 
@@ -45,7 +45,7 @@ def test_what_a_killed_writer_leaves_is_no_checkpoint_and_goes_with_the_next_run
     code = f"""
         import os, signal
         from pathlib import Path
-        from sweep.finetuning import checkpoints
+        from qlora_sweep.sweep.finetuning import checkpoints
         with checkpoints.being_written(Path({str(tmp_path)!r}), step=7) as half:
             (half / "optimizer.pt").write_bytes(b"half")
             os.kill(os.getpid(), signal.SIGKILL)

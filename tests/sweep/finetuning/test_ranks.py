@@ -11,19 +11,19 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from search_spaces.config import TrialConfig
-from search_spaces.errors import InputError
-from storage.records import INTERRUPTED, Crashed
-from sweep.finetuning import checkpoints
-from sweep.finetuning.protocol import Event, Saved, TrainingProgress, TrainingResult
-from sweep.finetuning.training import (
+from qlora_sweep.search_spaces.config import TrialConfig
+from qlora_sweep.search_spaces.errors import InputError
+from qlora_sweep.storage.records import INTERRUPTED, Crashed
+from qlora_sweep.sweep.finetuning import checkpoints
+from qlora_sweep.sweep.finetuning.protocol import Event, Saved, TrainingProgress, TrainingResult
+from qlora_sweep.sweep.finetuning.training import (
     TrainingRequest,
     fault_of,
     follow,
     on_devices,
     prepare_training,
 )
-from sweep.running.device_info import Card
+from qlora_sweep.sweep.running.device_info import Card
 from tests.sweep.data.prepared import prepared, prepared_pairs
 from tests.sweep.finetuning.trainings import job, run
 from tests.sweep.running.teams import ranks
@@ -127,7 +127,7 @@ def test_a_rank_that_is_killed_ends_the_training_with_one_message_and_its_checkp
             saved.append(event.step)
         if not killed and getattr(event, "phase", None) == phase:
             is_first = isinstance(event, TrainingProgress) and phase == "build"
-            found = ranks("sweep.finetuning")
+            found = ranks("qlora_sweep.sweep.finetuning")
             if found and (is_first or saved):
                 os.kill(found[0][1], signal.SIGKILL)
                 killed.append(found[0][1])
@@ -136,7 +136,7 @@ def test_a_rank_that_is_killed_ends_the_training_with_one_message_and_its_checkp
     assert isinstance(end, Crashed), end
     assert str(fault_of(end)) == "the process of GPU 1 ended with signal SIGKILL"
     assert checkpoints.steps_of(tmp_path) == sorted(saved, reverse=True)[:2]
-    assert not ranks("sweep.finetuning")
+    assert not ranks("qlora_sweep.sweep.finetuning")
 
 
 def test_more_gpus_keep_the_effective_batch_where_it_is_a_multiple() -> None:

@@ -6,15 +6,15 @@ from typing import Any
 
 import pytest
 
-from search_spaces.config import TrialConfig
-from search_spaces.models import load_model_spec
-from storage.records import EightBitProducts, ProductErrors
-from sweep.export.record import Provenance, Record, RecordedTexts, record_of
-from sweep.finetuning.protocol import TrainingJob, TrainingResult
-from sweep.finetuning.results import TrainedAdapter, model_card
-from sweep.finetuning.subject import Subject
-from sweep.terminal.finishing import verification_text
-from sweep.verifying.runs import Reached, Verification, judge
+from qlora_sweep.search_spaces.config import TrialConfig
+from qlora_sweep.search_spaces.models import load_model_spec
+from qlora_sweep.storage.records import EightBitProducts, ProductErrors
+from qlora_sweep.sweep.export.record import Provenance, Record, RecordedTexts, record_of
+from qlora_sweep.sweep.finetuning.protocol import TrainingJob, TrainingResult
+from qlora_sweep.sweep.finetuning.results import TrainedAdapter, model_card
+from qlora_sweep.sweep.finetuning.subject import Subject
+from qlora_sweep.sweep.terminal.finishing import verification_text
+from qlora_sweep.sweep.verifying.runs import Reached, Verification, judge
 from tests.sweep.export.studies import a_measurement, a_study
 from tests.sweep.prepared_texts import a_summary
 

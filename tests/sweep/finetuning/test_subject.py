@@ -10,12 +10,17 @@ from typing import Any
 
 import pytest
 
-from search_spaces.config import TrialConfig, canonical
-from search_spaces.errors import InputError, NothingFits
-from search_spaces.models import load_model_spec
-from storage.definition import StudySnapshot
-from sweep.finetuning.subject import candidates, next_smaller, refuse_too_large, subject_of
-from sweep.predict.memory.prediction import Fit
+from qlora_sweep.search_spaces.config import TrialConfig, canonical
+from qlora_sweep.search_spaces.errors import InputError, NothingFits
+from qlora_sweep.search_spaces.models import load_model_spec
+from qlora_sweep.storage.definition import StudySnapshot
+from qlora_sweep.sweep.finetuning.subject import (
+    candidates,
+    next_smaller,
+    refuse_too_large,
+    subject_of,
+)
+from qlora_sweep.sweep.predict.memory.prediction import Fit
 from tests.sweep.export.studies import a_study, export
 
 WINNER = TrialConfig(micro_batch_size=8, lora_rank=32)

@@ -13,11 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from search_spaces.config import parse_config
-from search_spaces.learning_rates import in_words, learning_rate_of
-from search_spaces.models import load_model_spec
-from sweep.cli import main
-from sweep.finetuning.protocol import TrainingJob, TrainingResult
+from qlora_sweep.search_spaces.config import parse_config
+from qlora_sweep.search_spaces.learning_rates import in_words, learning_rate_of
+from qlora_sweep.search_spaces.models import load_model_spec
+from qlora_sweep.sweep.cli import main
+from qlora_sweep.sweep.finetuning.protocol import TrainingJob, TrainingResult
 from tests.sweep.finetuning.trainings import run
 
 CONFIG = {
@@ -32,7 +32,7 @@ CONFIG = {
 COMMAND = ["train", "config.json", "--model", "demo", "--data", "texts.jsonl"]
 COMMAND += ["--set", "data.tokenizer=tokenizer", "--max-steps", "5", "--seed", "3"]
 INTO_OUT = ["--checkpoint-every", "1", "--output", "out"]
-PROGRAM = "import sys; from sweep.cli import main; sys.exit(main())"
+PROGRAM = "import sys; from qlora_sweep.sweep.cli import main; sys.exit(main())"
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("default")]
 

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from search_spaces.learning_rates import learning_rate_of
-from storage.records import INTERRUPTED, Crashed, Diverged, Invalid, OutOfMemory
-from sweep.finetuning import checkpoints
-from sweep.finetuning.protocol import Saved, Started, TrainingResult
+from qlora_sweep.search_spaces.learning_rates import learning_rate_of
+from qlora_sweep.storage.records import INTERRUPTED, Crashed, Diverged, Invalid, OutOfMemory
+from qlora_sweep.sweep.finetuning import checkpoints
+from qlora_sweep.sweep.finetuning.protocol import Saved, Started, TrainingResult
 from tests.sweep.data.prepared import prepared, prepared_pairs
 from tests.sweep.finetuning.trainings import job, run
 from tests.sweep.training.tiny import TINY, saved_with_outliers
@@ -267,7 +267,7 @@ def test_a_full_disk_costs_a_checkpoint_and_only_the_last_one_ends_the_training(
     full_for_good: bool,
     kept: list[int],
 ) -> None:
-    from sweep.finetuning.run import AdapterTrainer
+    from qlora_sweep.sweep.finetuning.run import AdapterTrainer
 
     save = AdapterTrainer.save_model
 
@@ -360,7 +360,7 @@ def test_weights_that_8_bits_do_not_suit_are_not_trained_in_8_bits(
     tmp_path: Path, texts: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spec = saved_with_outliers(tmp_path / "model")
-    monkeypatch.setattr("sweep.training.fitting.MOST_ERROR", 1e-6)
+    monkeypatch.setattr("qlora_sweep.sweep.training.fitting.MOST_ERROR", 1e-6)
     eight_bit = {"quantization": "fp8", "compute_dtype": "fp8", "upcast_fp32": False}
     asked = job(tmp_path / "out", texts, model=spec.to_json(), weights="pretrained", **eight_bit)
     end, _ = run(asked)
@@ -429,9 +429,9 @@ def test_a_reference_that_is_worked_out_once_trains_as_one_that_is_asked_in_each
 def test_a_step_in_which_something_is_compiled_is_no_measure_of_speed() -> None:
     import torch
 
-    from sweep.finetuning.course import WARMUP_STEPS, Course, Steps
-    from sweep.training.adapters import Compilation
-    from sweep.training.device import open_device
+    from qlora_sweep.sweep.finetuning.course import WARMUP_STEPS, Course, Steps
+    from qlora_sweep.sweep.training.adapters import Compilation
+    from qlora_sweep.sweep.training.device import open_device
 
     compilation, steps = Compilation(), Steps()
     watch = Course(open_device("cpu"), steps, compilation=compilation)

@@ -7,8 +7,8 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from search_spaces.config import TrialConfig
-from sweep.finetuning.protocol import Saved, TrainingJob, TrainingOutcome
+from qlora_sweep.search_spaces.config import TrialConfig
+from qlora_sweep.sweep.finetuning.protocol import Saved, TrainingJob, TrainingOutcome
 from tests.sweep.training.tiny import TINY
 
 
@@ -49,7 +49,7 @@ def run(
         job: the training.
         stop_after: asked to stop once the checkpoint of this step is written.
     """
-    from sweep.finetuning.run import Training
+    from qlora_sweep.sweep.finetuning.run import Training
 
     Path(job.output).mkdir(parents=True, exist_ok=True)
     said: list[BaseModel] = []

@@ -9,10 +9,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from search_spaces.gpus import find_gpu
-from search_spaces.prices import Offer
-from sweep.launching import there
-from sweep.launching.rented import Cost, Machine, Rental, providers
+from qlora_sweep.search_spaces.gpus import find_gpu
+from qlora_sweep.search_spaces.prices import Offer
+from qlora_sweep.sweep.launching import there
+from qlora_sweep.sweep.launching.rented import Cost, Machine, Rental, providers
 
 
 def an_offer(**changes: Any) -> Offer:

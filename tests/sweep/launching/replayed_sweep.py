@@ -5,10 +5,10 @@ from __future__ import annotations
 import sys
 import time
 
-from search_spaces.config import TrialConfig
-from storage.records import Measured, Outcome
-from sweep import cli
-from sweep.terminal import driving
+from qlora_sweep.search_spaces.config import TrialConfig
+from qlora_sweep.storage.records import Measured, Outcome
+from qlora_sweep.sweep import cli
+from qlora_sweep.sweep.terminal import driving
 from tests.sweep.simulated_device import a_measurement
 from tests.sweep.simulated_drive import driving_on
 

@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 from huggingface_hub import constants
 
-from sweep.cli import main
-from sweep.launching import parcel, remote
-from sweep.request import RunRequest
-from sweep.terminal.console import note
+from qlora_sweep.sweep.cli import main
+from qlora_sweep.sweep.launching import parcel, remote
+from qlora_sweep.sweep.request import RunRequest
+from qlora_sweep.sweep.terminal.console import note
 from tests.sweep.launching import broken_ssh
 from tests.sweep.launching.ssh_server import environment
 

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from search_spaces.errors import InputError
-from search_spaces.models import load_model_spec
-from sweep.cli import main
-from sweep.launching.parcel import constraints, packed, released_version, write
-from sweep.request import REQUEST, RunRequest
+from qlora_sweep.search_spaces.errors import InputError
+from qlora_sweep.search_spaces.models import load_model_spec
+from qlora_sweep.sweep.cli import main
+from qlora_sweep.sweep.launching.parcel import constraints, packed, released_version, write
+from qlora_sweep.sweep.request import REQUEST, RunRequest
 
 SPACE = """
 gpu: cpu

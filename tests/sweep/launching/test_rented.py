@@ -23,14 +23,14 @@ from typing import Any
 import pytest
 import yaml
 
-from search_spaces.errors import EnvironmentFault, InputError, NothingFits
-from search_spaces.gpus import gpu_catalogue
-from search_spaces.models import load_model_spec
-from search_spaces.presets import preset_texts
-from search_spaces.prices import TYPED_PROVIDER, load_prices
-from sweep import cli
-from sweep.launching.parcel import hub_variables
-from sweep.launching.rented import (
+from qlora_sweep.search_spaces.errors import EnvironmentFault, InputError, NothingFits
+from qlora_sweep.search_spaces.gpus import gpu_catalogue
+from qlora_sweep.search_spaces.models import load_model_spec
+from qlora_sweep.search_spaces.presets import preset_texts
+from qlora_sweep.search_spaces.prices import TYPED_PROVIDER, load_prices
+from qlora_sweep.sweep import cli
+from qlora_sweep.sweep.launching.parcel import hub_variables
+from qlora_sweep.sweep.launching.rented import (
     HOURS_MAX,
     Cost,
     Course,
@@ -39,8 +39,8 @@ from sweep.launching.rented import (
     providers,
     remove_jobs,
 )
-from sweep.request import REQUEST, RunRequest, Where
-from sweep.terminal import elsewhere
+from qlora_sweep.sweep.request import REQUEST, RunRequest, Where
+from qlora_sweep.sweep.terminal import elsewhere
 from tests.sweep.imagined_memory import ImaginedPredictor
 from tests.sweep.launching.rentals import a_machine, a_parcel, a_program, a_rental, an_offer
 

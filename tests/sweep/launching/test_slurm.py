@@ -19,19 +19,19 @@ from typing import Any
 import optuna
 import pytest
 
-from search_spaces.errors import EnvironmentFault, InputError
-from storage.reading import read_study
-from storage.records import Verdict
-from storage.study import open_study
-from sweep.cli import main
-from sweep.launching.slurm import (
+from qlora_sweep.search_spaces.errors import EnvironmentFault, InputError
+from qlora_sweep.storage.reading import read_study
+from qlora_sweep.storage.records import Verdict
+from qlora_sweep.storage.study import open_study
+from qlora_sweep.sweep.cli import main
+from qlora_sweep.sweep.launching.slurm import (
     IDLE_ALLOCATIONS_MAX,
     WARNING_SECONDS,
     Allocation,
     job_script,
     submit,
 )
-from sweep.request import RunRequest
+from qlora_sweep.sweep.request import RunRequest
 from tests.storage.builders import a_definition
 from tests.sweep.launching.rentals import a_program
 

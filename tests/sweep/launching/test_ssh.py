@@ -15,12 +15,17 @@ from pathlib import Path
 
 import pytest
 
-from search_spaces.errors import EnvironmentFault, InputError
-from search_spaces.presets import preset_texts
-from storage.reading import read_study
-from sweep.cli import main
-from sweep.launching.remote import Connection, ConnectionLostError, RemoteStudy, checked_address
-from sweep.launching.there import STAMP
+from qlora_sweep.search_spaces.errors import EnvironmentFault, InputError
+from qlora_sweep.search_spaces.presets import preset_texts
+from qlora_sweep.storage.reading import read_study
+from qlora_sweep.sweep.cli import main
+from qlora_sweep.sweep.launching.remote import (
+    Connection,
+    ConnectionLostError,
+    RemoteStudy,
+    checked_address,
+)
+from qlora_sweep.sweep.launching.there import STAMP
 from tests.sweep.launching.ssh_server import Server, environment, skip_without_ssh
 
 ROOT = Path(__file__).parents[3]
@@ -328,7 +333,11 @@ def test_a_study_is_installed_run_stopped_and_fetched(
     server: Server, home: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     python = environment(server.directory / "fresh")
-    command = [sys.executable, "-c", "import sys; from sweep.cli import main; sys.exit(main())"]
+    command = [
+        sys.executable,
+        "-c",
+        "import sys; from qlora_sweep.sweep.cli import main; sys.exit(main())",
+    ]
     words = ["run", "space.yaml", "--trials=40", "--sampler=random", "--no-confirm", "--json"]
     there = ["--study", "fetched", "--on", f"ssh:{server.address}", "--with", f"python={python}"]
     (home / "space.yaml").write_text(preset_texts()["cpu-demo"])

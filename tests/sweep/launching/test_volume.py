@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from sweep.launching.there import SWEEP
-from sweep.launching.volume import STOP_SECONDS, Copies, Ledger
+from qlora_sweep.sweep.launching.there import SWEEP
+from qlora_sweep.sweep.launching.volume import STOP_SECONDS, Copies, Ledger
 
 WRITER = """
 import os, signal, sqlite3, sys, time
@@ -39,7 +39,7 @@ sys.exit(int(sys.argv[2]))
 MACHINE = """
 import sys, time
 from pathlib import Path
-from sweep.launching.volume import Copies, Ledger, keep
+from qlora_sweep.sweep.launching.volume import Copies, Ledger, keep
 volume, home, limit, *command = sys.argv[1:]
 ledger = Ledger(Path(volume) / "paid.json", float(limit), since=time.time(), quiet_seconds=1.0)
 copies = Copies(Path(volume), Path(home))
@@ -122,8 +122,8 @@ def test_the_provider_is_told_of_no_failure_where_another_attempt_would_do_no_mo
 
 
 def test_an_installation_that_cannot_be_imported_fails_and_says_why(rented: Rented) -> None:
-    hidden = f"import sys; sys.modules['sweep.cli'] = None; exec({SWEEP!r})"
-    said = "import of sweep.cli"
+    hidden = f"import sys; sys.modules['qlora_sweep.sweep.cli'] = None; exec({SWEEP!r})"
+    said = "import of qlora_sweep.sweep.cli"
     assert rented.start(program=hidden).ends(3, said)
 
 
@@ -276,7 +276,16 @@ def test_the_module_runs_sweep_and_a_second_start_on_one_machine_is_paid_for_onc
 ) -> None:
     since, volume = tmp_path / "since", tmp_path / "volume"
     since.write_text(f"{int(time.time()) - 100}\n")
-    command = [sys.executable, "-P", "-m", "sweep.launching.volume", volume, "600", "0", since]
+    command = [
+        sys.executable,
+        "-P",
+        "-m",
+        "qlora_sweep.sweep.launching.volume",
+        volume,
+        "600",
+        "0",
+        since,
+    ]
     for _ in range(2):
         said = subprocess.check_output([*command, "presets"], text=True)
         assert "cpu-demo" in said

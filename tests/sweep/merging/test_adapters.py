@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from search_spaces.errors import InputError
+from qlora_sweep.search_spaces.errors import InputError
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 VOCABULARY = 700
@@ -257,7 +257,7 @@ def merged_model(base: Path, adapter: Path, directory: Path) -> Any:
     import torch
     from transformers import AutoModelForCausalLM
 
-    from sweep.merging.merged import Merge
+    from qlora_sweep.sweep.merging.merged import Merge
 
     directory.mkdir()
     Merge(adapter, base).write(directory)
@@ -329,7 +329,7 @@ def test_the_logits_after_reloading_are_pefts(case: Case, tmp_path: Path) -> Non
 def test_added_tokens_that_nothing_holds_are_said(
     saved: list[str], filled: list[str], tmp_path: Path
 ) -> None:
-    from sweep.merging.merged import Merge
+    from qlora_sweep.sweep.merging.merged import Merge
 
     case = resized(706, save=False, modules_to_save=saved)
     base, adapter = make(case, tmp_path)
@@ -363,7 +363,7 @@ def test_an_adapter_that_classifies_is_refused(tmp_path: Path) -> None:
     import peft
     from transformers import AutoModelForSequenceClassification
 
-    from sweep.merging.merged import Merge
+    from qlora_sweep.sweep.merging.merged import Merge
 
     base, _ = make(CASES["plain"], tmp_path)
     model = AutoModelForSequenceClassification.from_pretrained(base, num_labels=3)

@@ -53,7 +53,7 @@ def of_peft(base: Path, adapter: Path) -> Any:
 
 
 def check(base: Path, adapter: Path, merged: Path, expected: Any) -> None:
-    from sweep.merging.merged import Merge
+    from qlora_sweep.sweep.merging.merged import Merge
 
     merged.mkdir()
     Merge(adapter, base).write(merged)

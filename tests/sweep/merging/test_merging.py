@@ -14,14 +14,14 @@ from typing import Any
 
 import pytest
 
-from search_spaces.checkpoints import ADAPTER, ADAPTER_CONFIG, INDEX, identity_of
-from search_spaces.config import TrialConfig
-from search_spaces.errors import EnvironmentFault, InputError
-from search_spaces.models import load_model_spec
-from sweep.cli import main
-from sweep.merging.job import merge
-from sweep.subprocess_jobs import run_subprocess
-from sweep.terminal import finishing
+from qlora_sweep.search_spaces.checkpoints import ADAPTER, ADAPTER_CONFIG, INDEX, identity_of
+from qlora_sweep.search_spaces.config import TrialConfig
+from qlora_sweep.search_spaces.errors import EnvironmentFault, InputError
+from qlora_sweep.search_spaces.models import load_model_spec
+from qlora_sweep.sweep.cli import main
+from qlora_sweep.sweep.merging.job import merge
+from qlora_sweep.sweep.subprocess_jobs import run_subprocess
+from qlora_sweep.sweep.terminal import finishing
 from tests.sweep.merging.made import make_adapter, make_base
 from tests.sweep.vision_language import make_checkpoint
 
@@ -65,7 +65,7 @@ def refused(adapter: Path, model: Path | None, words: str) -> None:
 
 def merged_here(adapter: Path, base: Path, directory: Path, **options: Any) -> Path:
     """Merge in this process."""
-    from sweep.merging.merged import Merge
+    from qlora_sweep.sweep.merging.merged import Merge
 
     directory.mkdir()
     Merge(adapter, base, **options).write(directory)
@@ -139,7 +139,7 @@ def test_the_decoders_adapter_is_merged_into_the_whole_vision_language_model(
     import torch
     from peft import LoraConfig, get_peft_model
 
-    from sweep.training.model import load_pretrained
+    from qlora_sweep.sweep.training.model import load_pretrained
 
     base, adapter = tmp_path / "base", tmp_path / "adapter"
     make_checkpoint(base, kind)
@@ -311,7 +311,7 @@ def test_a_comparison_that_fails_keeps_the_merged_model(
             raise EnvironmentFault("the child process ended with SIGKILL")
         return run_subprocess(command, request, **options)
 
-    monkeypatch.setattr("sweep.merging.job.run_subprocess", killed)
+    monkeypatch.setattr("qlora_sweep.sweep.merging.job.run_subprocess", killed)
     output = tmp_path / "merged"
     assert main(["merge", str(adapter), "--output", str(output), "--json"]) == 1
     told = capsys.readouterr()
@@ -406,7 +406,7 @@ def test_one_model_is_in_memory_at_a_time_and_a_4_bit_one_that_fails_costs_no_pr
 ) -> None:
     from transformers import AutoModelForCausalLM
 
-    from sweep.merging.comparing import Models, compare
+    from qlora_sweep.sweep.merging.comparing import Models, compare
 
     loaded: list[weakref.ref[Any]] = []
     alive: list[int] = []
@@ -431,7 +431,7 @@ def test_one_model_is_in_memory_at_a_time_and_a_4_bit_one_that_fails_costs_no_pr
 def test_an_adapter_of_an_8_bit_base_is_compared_on_that_base(
     kind: str, base: Path, adapter: Path, tmp_path: Path
 ) -> None:
-    from sweep.merging.comparing import Models, compare
+    from qlora_sweep.sweep.merging.comparing import Models, compare
 
     models = Models(base, adapter, merged_here(adapter, base, tmp_path / "merged"), dtype="bf16")
     in_4_bits = compare(models, rows=1)["trained"]

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from search_spaces.gpus import GIB, find_gpu
-from search_spaces.models import ModelSpec
-from search_spaces.prices import Offer
-from sweep.predict.forecast import NO_EVIDENCE, Evidence, Forecaster
+from qlora_sweep.search_spaces.gpus import GIB, find_gpu
+from qlora_sweep.search_spaces.models import ModelSpec
+from qlora_sweep.search_spaces.prices import Offer
+from qlora_sweep.sweep.predict.forecast import NO_EVIDENCE, Evidence, Forecaster
 from tests.sweep.imagined_memory import ImaginedPredictor
 from tests.sweep.imagined_study import MISTRAL
 

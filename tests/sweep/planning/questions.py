@@ -20,19 +20,19 @@ from typing import Any
 
 import numpy as np
 
-from search_spaces.config import EIGHT_BIT, TrialConfig
-from search_spaces.gpus import find_gpu
-from search_spaces.loading import parse_space, preset_name, with_fixed
-from search_spaces.models import load_model_spec
-from search_spaces.presets import preset_space, starting_text
-from search_spaces.sizes import with_offered_batches
-from search_spaces.space import SearchSpace
-from sweep.planning.survey import Survey, survey
-from sweep.predict.forecast import Forecast, Forecaster
-from sweep.predict.memory.prediction import Fit
-from sweep.predict.memory.predictor import MemoryPredictor, TracingPredictor
-from sweep.predict.memory.profile_store import Tracer, TracingChildren
-from sweep.predict.on_texts import ShapesOnTexts
+from qlora_sweep.search_spaces.config import EIGHT_BIT, TrialConfig
+from qlora_sweep.search_spaces.gpus import find_gpu
+from qlora_sweep.search_spaces.loading import parse_space, preset_name, with_fixed
+from qlora_sweep.search_spaces.models import load_model_spec
+from qlora_sweep.search_spaces.presets import preset_space, starting_text
+from qlora_sweep.search_spaces.sizes import with_offered_batches
+from qlora_sweep.search_spaces.space import SearchSpace
+from qlora_sweep.sweep.planning.survey import Survey, survey
+from qlora_sweep.sweep.predict.forecast import Forecast, Forecaster
+from qlora_sweep.sweep.predict.memory.prediction import Fit
+from qlora_sweep.sweep.predict.memory.predictor import MemoryPredictor, TracingPredictor
+from qlora_sweep.sweep.predict.memory.profile_store import Tracer, TracingChildren
+from qlora_sweep.sweep.predict.on_texts import ShapesOnTexts
 
 BASES = ("nf4", "none", "int8", "fp8")
 SHARES = tuple(eighth / 8 for eighth in range(9))

@@ -12,17 +12,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from search_spaces.config import TrialConfig, canonical
-from search_spaces.gpus import GIB
-from search_spaces.loading import load_space, parse_space
-from storage.contributions import read_contribution
-from sweep.planning.calibrating import TRIALS, Lessons, lessons
-from sweep.planning.survey import survey
-from sweep.predict.contributions import evidence_document
-from sweep.predict.speed.contributed import SESSION, Contributed
-from sweep.predict.speed.predictor import FACTORS, NINE_IN_TEN, StepTimes
-from sweep.terminal.drawing import rendered
-from sweep.terminal.plan_screen import calibrating
+from qlora_sweep.search_spaces.config import TrialConfig, canonical
+from qlora_sweep.search_spaces.gpus import GIB
+from qlora_sweep.search_spaces.loading import load_space, parse_space
+from qlora_sweep.storage.contributions import read_contribution
+from qlora_sweep.sweep.planning.calibrating import TRIALS, Lessons, lessons
+from qlora_sweep.sweep.planning.survey import survey
+from qlora_sweep.sweep.predict.contributions import evidence_document
+from qlora_sweep.sweep.predict.speed.contributed import SESSION, Contributed
+from qlora_sweep.sweep.predict.speed.predictor import FACTORS, NINE_IN_TEN, StepTimes
+from qlora_sweep.sweep.terminal.drawing import rendered
+from qlora_sweep.sweep.terminal.plan_screen import calibrating
 from tests.sweep.imagined_study import MISTRAL
 from tests.sweep.planning.imagined import a_forecaster, an_offer
 from tests.sweep.predict.contributed import a_text

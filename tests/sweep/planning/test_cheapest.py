@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from search_spaces.config import KNOBS, TrialConfig
-from search_spaces.costs import AskedWork, ratio
-from search_spaces.loading import with_fixed
-from search_spaces.prices import Offer
-from search_spaces.space import SearchSpace
-from sweep.planning.backwards import (
+from qlora_sweep.search_spaces.config import KNOBS, TrialConfig
+from qlora_sweep.search_spaces.costs import AskedWork, ratio
+from qlora_sweep.search_spaces.loading import with_fixed
+from qlora_sweep.search_spaces.prices import Offer
+from qlora_sweep.search_spaces.space import SearchSpace
+from qlora_sweep.sweep.planning.backwards import (
     LENGTH_STEP,
     Cheapest,
     JobCard,
@@ -23,14 +23,14 @@ from sweep.planning.backwards import (
     on_card,
     ranked,
 )
-from sweep.planning.candidates import Asked, is_faster, own_space
-from sweep.planning.documents import cheapest_document, longest_document
-from sweep.planning.evidence import evidence_from
-from sweep.planning.plan import TASK_KEYS, Use, few, what_ifs
-from sweep.planning.survey import survey
-from sweep.predict.forecast import Forecaster
-from sweep.predict.memory.predictor import Fit
-from sweep.predict.memory.profiles import Untraceable
+from qlora_sweep.sweep.planning.candidates import Asked, is_faster, own_space
+from qlora_sweep.sweep.planning.documents import cheapest_document, longest_document
+from qlora_sweep.sweep.planning.evidence import evidence_from
+from qlora_sweep.sweep.planning.plan import TASK_KEYS, Use, few, what_ifs
+from qlora_sweep.sweep.planning.survey import survey
+from qlora_sweep.sweep.predict.forecast import Forecaster
+from qlora_sweep.sweep.predict.memory.predictor import Fit
+from qlora_sweep.sweep.predict.memory.profiles import Untraceable
 from tests.sweep.imagined_memory import ImaginedPredictor
 from tests.sweep.imagined_study import MISTRAL, TRIALS, a_snapshot, a_space
 from tests.sweep.planning.imagined import a_forecaster, an_offer

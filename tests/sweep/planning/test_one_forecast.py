@@ -12,17 +12,17 @@ from typing import Any
 
 import pytest
 
-from search_spaces.config import TrialConfig
-from search_spaces.errors import EnvironmentFault
-from storage.records import Outcome
-from sweep.data.texts import texts_directory
-from sweep.planning.evidence import with_target_speeds
-from sweep.predict import building
-from sweep.predict.building import shapes_of_study
-from sweep.request import RunRequest
-from sweep.running.replay import ReplayRunner
-from sweep.study.session import prepare
-from sweep.terminal.commands import read_for_report
+from qlora_sweep.search_spaces.config import TrialConfig
+from qlora_sweep.search_spaces.errors import EnvironmentFault
+from qlora_sweep.storage.records import Outcome
+from qlora_sweep.sweep.data.texts import texts_directory
+from qlora_sweep.sweep.planning.evidence import with_target_speeds
+from qlora_sweep.sweep.predict import building
+from qlora_sweep.sweep.predict.building import shapes_of_study
+from qlora_sweep.sweep.request import RunRequest
+from qlora_sweep.sweep.running.replay import ReplayRunner
+from qlora_sweep.sweep.study.session import prepare
+from qlora_sweep.sweep.terminal.commands import read_for_report
 from tests.sweep.simulated_device import at_speed
 from tests.sweep.study.test_session import a_card, read, run
 from tests.sweep.typed import Sweep

@@ -13,22 +13,26 @@ from typing import Any
 
 import pytest
 
-from search_spaces.config import TrialConfig
-from search_spaces.costs import AskedWork
-from search_spaces.errors import InputError
-from search_spaces.gpus import GIB, find_gpu
-from search_spaces.linears import CapacityClass
-from search_spaces.loading import load_space
-from search_spaces.models import ModelSpec
-from search_spaces.preference import TIE
-from search_spaces.space import SearchSpace
-from storage.records import OutOfMemory, PredictionRecord
-from sweep.planning import candidates
-from sweep.planning import survey as surveys
-from sweep.planning.candidates import is_faster, own_space, speed_ratio
-from sweep.planning.documents import card_document, comparison_document, forecast_document
-from sweep.planning.evidence import evidence_from
-from sweep.planning.plan import (
+from qlora_sweep.search_spaces.config import TrialConfig
+from qlora_sweep.search_spaces.costs import AskedWork
+from qlora_sweep.search_spaces.errors import InputError
+from qlora_sweep.search_spaces.gpus import GIB, find_gpu
+from qlora_sweep.search_spaces.linears import CapacityClass
+from qlora_sweep.search_spaces.loading import load_space
+from qlora_sweep.search_spaces.models import ModelSpec
+from qlora_sweep.search_spaces.preference import TIE
+from qlora_sweep.search_spaces.space import SearchSpace
+from qlora_sweep.storage.records import OutOfMemory, PredictionRecord
+from qlora_sweep.sweep.planning import candidates
+from qlora_sweep.sweep.planning import survey as surveys
+from qlora_sweep.sweep.planning.candidates import is_faster, own_space, speed_ratio
+from qlora_sweep.sweep.planning.documents import (
+    card_document,
+    comparison_document,
+    forecast_document,
+)
+from qlora_sweep.sweep.planning.evidence import evidence_from
+from qlora_sweep.sweep.planning.plan import (
     CardComparison,
     CardPlan,
     bill_offers,
@@ -36,11 +40,11 @@ from sweep.planning.plan import (
     plan_card,
     shape_table,
 )
-from sweep.planning.survey import survey
-from sweep.predict.forecast import Evidence, Forecast, Forecaster
-from sweep.predict.memory.predictor import Fit
-from sweep.predict.memory.profiles import Untraceable
-from sweep.predict.speed.predictor import within
+from qlora_sweep.sweep.planning.survey import survey
+from qlora_sweep.sweep.predict.forecast import Evidence, Forecast, Forecaster
+from qlora_sweep.sweep.predict.memory.predictor import Fit
+from qlora_sweep.sweep.predict.memory.profiles import Untraceable
+from qlora_sweep.sweep.predict.speed.predictor import within
 from tests.sweep.imagined_memory import ImaginedMemory, ImaginedPredictor
 from tests.sweep.imagined_study import (
     INTERFACE_KEYS,

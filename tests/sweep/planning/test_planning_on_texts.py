@@ -12,32 +12,32 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from reports import units
-from reports.comparison import compare, comparison_words, of_plan, of_study
-from reports.sentences import facts
-from reports.view import view_of
-from search_spaces.config import TrialConfig
-from search_spaces.costs import AskedWork
-from search_spaces.errors import InputError
-from search_spaces.gpus import GIB, find_gpu
-from search_spaces.models import load_model_spec
-from search_spaces.space import SearchSpace
-from storage.definition import StudySnapshot
-from storage.records import OutOfMemory, TrialRecord
-from sweep.data.study_epochs import StudyEpochs
-from sweep.planning.documents import card_document
-from sweep.planning.evidence import (
+from qlora_sweep.reports import units
+from qlora_sweep.reports.comparison import compare, comparison_words, of_plan, of_study
+from qlora_sweep.reports.sentences import facts
+from qlora_sweep.reports.view import view_of
+from qlora_sweep.search_spaces.config import TrialConfig
+from qlora_sweep.search_spaces.costs import AskedWork
+from qlora_sweep.search_spaces.errors import InputError
+from qlora_sweep.search_spaces.gpus import GIB, find_gpu
+from qlora_sweep.search_spaces.models import load_model_spec
+from qlora_sweep.search_spaces.space import SearchSpace
+from qlora_sweep.storage.definition import StudySnapshot
+from qlora_sweep.storage.records import OutOfMemory, TrialRecord
+from qlora_sweep.sweep.data.study_epochs import StudyEpochs
+from qlora_sweep.sweep.planning.documents import card_document
+from qlora_sweep.sweep.planning.evidence import (
     KeptForecasts,
     evidence_from,
     with_memory_forecasts,
     with_target_speeds,
 )
-from sweep.planning.plan import plan_card, workload_of
-from sweep.planning.survey import survey
-from sweep.predict.forecast import Forecaster
-from sweep.predict.memory.prediction import Fit
-from sweep.predict.on_texts import ShapesOnTexts
-from sweep.terminal.plan_screen import one_gpu
+from qlora_sweep.sweep.planning.plan import plan_card, workload_of
+from qlora_sweep.sweep.planning.survey import survey
+from qlora_sweep.sweep.predict.forecast import Forecaster
+from qlora_sweep.sweep.predict.memory.prediction import Fit
+from qlora_sweep.sweep.predict.on_texts import ShapesOnTexts
+from qlora_sweep.sweep.terminal.plan_screen import one_gpu
 from tests.reports import synthetic
 from tests.reports.synthetic import definition, fits, snapshot
 from tests.sweep.imagined_memory import ImaginedPredictor

@@ -7,14 +7,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from search_spaces.config import TrialConfig
-from search_spaces.gpus import find_gpu
-from search_spaces.models import load_model_spec
-from sweep.planning.survey import survey
-from sweep.predict.forecast import Forecaster
-from sweep.predict.memory.prediction import Fit
-from sweep.predict.memory.profile_store import TracingChildren
-from sweep.predict.on_texts import ShapesOnTexts
+from qlora_sweep.search_spaces.config import TrialConfig
+from qlora_sweep.search_spaces.gpus import find_gpu
+from qlora_sweep.search_spaces.models import load_model_spec
+from qlora_sweep.sweep.planning.survey import survey
+from qlora_sweep.sweep.predict.forecast import Forecaster
+from qlora_sweep.sweep.predict.memory.prediction import Fit
+from qlora_sweep.sweep.predict.memory.profile_store import TracingChildren
+from qlora_sweep.sweep.predict.on_texts import ShapesOnTexts
 from tests.sweep.imagined_memory import ImaginedPredictor
 from tests.sweep.planning.questions import (
     QUESTIONS,

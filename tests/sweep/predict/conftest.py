@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from search_spaces.models import ModelSpec
-from sweep.predict.memory.predictor import MemoryPrediction, TracingPredictor
-from sweep.predict.memory.profile_store import TracingChildren
+from qlora_sweep.search_spaces.models import ModelSpec
+from qlora_sweep.sweep.predict.memory.predictor import MemoryPrediction, TracingPredictor
+from qlora_sweep.sweep.predict.memory.profile_store import TracingChildren
 from tests.sweep.predict.rows import Predict, Row, config_of, model_of
 
 Predictors = Callable[..., TracingPredictor]

@@ -10,9 +10,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from search_spaces.gpus import find_gpu
-from search_spaces.models import load_model_spec
-from storage.surfaces import read_surface
+from qlora_sweep.search_spaces.gpus import find_gpu
+from qlora_sweep.search_spaces.models import load_model_spec
+from qlora_sweep.storage.surfaces import read_surface
 from tests.sweep.predict.rows import DATA, TABLE, config_of, read_rows
 
 FOLDER = DATA / "contributions"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from typing import Any
 
-from search_spaces.config import TrialConfig
+from qlora_sweep.search_spaces.config import TrialConfig
 
 MIXED: dict[str, tuple[Any, ...]] = {
     "lora_rank": (4, 8, 16, 24, 64, 128, 500),

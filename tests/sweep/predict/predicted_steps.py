@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from search_spaces.config import TrialConfig
-from search_spaces.errors import InputError
-from search_spaces.gpus import GpuSpec
-from search_spaces.models import ModelSpec
-from sweep.predict.speed.predictor import Calibration, SpeedPrediction, StepTimes
+from qlora_sweep.search_spaces.config import TrialConfig
+from qlora_sweep.search_spaces.errors import InputError
+from qlora_sweep.search_spaces.gpus import GpuSpec
+from qlora_sweep.search_spaces.models import ModelSpec
+from qlora_sweep.sweep.predict.speed.predictor import Calibration, SpeedPrediction, StepTimes
 
 
 def predict_steps(

@@ -10,10 +10,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from search_spaces.config import TrialConfig, parse_config
-from search_spaces.models import ModelSpec, load_model_spec
-from sweep.predict.memory.predictor import MemoryPrediction
-from sweep.predict.trainers import for_memory
+from qlora_sweep.search_spaces.config import TrialConfig, parse_config
+from qlora_sweep.search_spaces.models import ModelSpec, load_model_spec
+from qlora_sweep.sweep.predict.memory.predictor import MemoryPrediction
+from qlora_sweep.sweep.predict.trainers import for_memory
 
 DATA = Path(__file__).parents[2] / "data"
 

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from search_spaces.config import TrialConfig, parse_config
-from search_spaces.gpus import GIB, find_gpu
-from search_spaces.linears import lora_parameters
-from search_spaces.models import ModelSpec, load_model_spec
-from sweep.predict.memory.predictor import Fit, MemoryPrediction
+from qlora_sweep.search_spaces.config import TrialConfig, parse_config
+from qlora_sweep.search_spaces.gpus import GIB, find_gpu
+from qlora_sweep.search_spaces.linears import lora_parameters
+from qlora_sweep.search_spaces.models import ModelSpec, load_model_spec
+from qlora_sweep.sweep.predict.memory.predictor import Fit, MemoryPrediction
 from tests.sweep.predict.predicted_steps import predict_step
 from tests.sweep.predict.rows import TABLE, config_of
 

@@ -11,21 +11,26 @@ from typing import Any
 import numpy as np
 import pytest
 
-from search_spaces.config import TrialConfig
-from search_spaces.errors import InputError
-from search_spaces.gpus import GIB, find_gpu
-from search_spaces.models import load_model_spec
-from storage.contributions import BYTES_MAX, Contribution, parse_contribution, read_contribution
-from sweep.predict.contributions import (
+from qlora_sweep.search_spaces.config import TrialConfig
+from qlora_sweep.search_spaces.errors import InputError
+from qlora_sweep.search_spaces.gpus import GIB, find_gpu
+from qlora_sweep.search_spaces.models import load_model_spec
+from qlora_sweep.storage.contributions import (
+    BYTES_MAX,
+    Contribution,
+    parse_contribution,
+    read_contribution,
+)
+from qlora_sweep.sweep.predict.contributions import (
     Session,
     check,
     evidence_document,
     posterior,
     refuse_copy,
 )
-from sweep.predict.memory.prediction import MemoryPrediction
-from sweep.predict.speed.contributed import Contributed
-from sweep.predict.speed.predictor import StepTimes
+from qlora_sweep.sweep.predict.memory.prediction import MemoryPrediction
+from qlora_sweep.sweep.predict.speed.contributed import Contributed
+from qlora_sweep.sweep.predict.speed.predictor import StepTimes
 from tests.sweep.imagined_memory import ImaginedMemory, ImaginedPredictor, imagined
 from tests.sweep.predict import contributed
 from tests.sweep.predict.contributed import FILES, a_text, path_of

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from search_spaces.config import TrialConfig
-from sweep.predict.dominance import Footprint, base_alone, dominates, footprint
+from qlora_sweep.search_spaces.config import TrialConfig
+from qlora_sweep.sweep.predict.dominance import Footprint, base_alone, dominates, footprint
 from tests.sweep.simulated_device import MODEL
 
 configs = st.builds(

@@ -7,16 +7,21 @@ from typing import Any
 import numpy as np
 import pytest
 
-from search_spaces.config import TrialConfig
-from search_spaces.gpus import GIB, find_gpu
-from search_spaces.models import load_model_spec
-from storage.records import Measured
-from sweep.data.epoch import Epoch, epoch
-from sweep.data.study_epochs import StudyEpochs
-from sweep.predict import on_texts
-from sweep.predict.forecast import Forecaster, SpeedForecast
-from sweep.predict.on_texts import MemoryOnTexts, ShapeOnTexts, ShapesOnTexts, tokens_per_step
-from sweep.predict.speed.predictor import SpeedPrediction, StepTimes
+from qlora_sweep.search_spaces.config import TrialConfig
+from qlora_sweep.search_spaces.gpus import GIB, find_gpu
+from qlora_sweep.search_spaces.models import load_model_spec
+from qlora_sweep.storage.records import Measured
+from qlora_sweep.sweep.data.epoch import Epoch, epoch
+from qlora_sweep.sweep.data.study_epochs import StudyEpochs
+from qlora_sweep.sweep.predict import on_texts
+from qlora_sweep.sweep.predict.forecast import Forecaster, SpeedForecast
+from qlora_sweep.sweep.predict.on_texts import (
+    MemoryOnTexts,
+    ShapeOnTexts,
+    ShapesOnTexts,
+    tokens_per_step,
+)
+from qlora_sweep.sweep.predict.speed.predictor import SpeedPrediction, StepTimes
 from tests.sweep.imagined_memory import ImaginedPredictor
 from tests.sweep.predict.predicted_steps import predict_step
 from tests.sweep.simulated_device import a_measurement, a_record

@@ -7,13 +7,13 @@ import statistics
 
 import pytest
 
-from search_spaces.config import TrialConfig, parse_config
-from search_spaces.gpus import GIB, find_gpu
-from sweep.predict.forecast import Forecaster
-from sweep.predict.memory.peaks import KNOWN_PARTS
-from sweep.predict.memory.predictor import TracingPredictor
-from sweep.predict.speed.predictor import NINE_IN_TEN
-from sweep.predict.trainers import UNSLOTH, Factors, for_memory
+from qlora_sweep.search_spaces.config import TrialConfig, parse_config
+from qlora_sweep.search_spaces.gpus import GIB, find_gpu
+from qlora_sweep.sweep.predict.forecast import Forecaster
+from qlora_sweep.sweep.predict.memory.peaks import KNOWN_PARTS
+from qlora_sweep.sweep.predict.memory.predictor import TracingPredictor
+from qlora_sweep.sweep.predict.speed.predictor import NINE_IN_TEN
+from qlora_sweep.sweep.predict.trainers import UNSLOTH, Factors, for_memory
 from tests.sweep.imagined_study import MISTRAL
 from tests.sweep.predict.rows import Row, read_rows
 

@@ -9,13 +9,13 @@ from functools import partial
 
 import psutil
 
-from search_spaces.config import TrialConfig
-from search_spaces.models import load_model_spec
-from search_spaces.space import StepBudget
-from storage.definition import Target
-from sweep.running.ray_nodes import Cluster, joined
-from sweep.running.supervisor import SupervisedRunner
-from sweep.running.wire import Progress, TrialRequest
+from qlora_sweep.search_spaces.config import TrialConfig
+from qlora_sweep.search_spaces.models import load_model_spec
+from qlora_sweep.search_spaces.space import StepBudget
+from qlora_sweep.storage.definition import Target
+from qlora_sweep.sweep.running.ray_nodes import Cluster, joined
+from qlora_sweep.sweep.running.supervisor import SupervisedRunner
+from qlora_sweep.sweep.running.wire import Progress, TrialRequest
 
 LONG = StepBudget(measured_max=100_000, relative_interval=1e-9, seconds_max=120)
 SMALL = TrialConfig(micro_batch_size=2, seq_len=64, lora_rank=4, compute_dtype="fp32")
@@ -39,7 +39,7 @@ def processes_of(part: str) -> dict[str, int]:
         try:
             logs = [file.path for file in process.open_files() if "/ray/" in file.path]
             if any(re.search(rf"/{part}(-[0-9a-f]{{8}})?/", path) for path in logs):
-                is_worker = "sweep.running" in process.cmdline()
+                is_worker = "qlora_sweep.sweep.running" in process.cmdline()
                 found["worker" if is_worker else "actor"] = process.pid
         except (psutil.NoSuchProcess, psutil.AccessDenied):
             continue

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from sweep.processes import bind_to_parent
+from qlora_sweep.sweep.processes import bind_to_parent
 
 UNUSABLE_SEED, STOPPED_SEED, CHATTY_SEED, DEAF_SEED = range(13, 17)
 """Of workers that never become ready."""

@@ -6,11 +6,11 @@ import os
 from pathlib import Path
 from typing import Any
 
-from search_spaces.gpus import GIB
-from search_spaces.models import ModelSpec, load_model_spec
-from storage.definition import Target
-from storage.records import Measured, Measurement, Outcome
-from sweep.running.supervisor import SupervisedRunner
+from qlora_sweep.search_spaces.gpus import GIB
+from qlora_sweep.search_spaces.models import ModelSpec, load_model_spec
+from qlora_sweep.storage.definition import Target
+from qlora_sweep.storage.records import Measured, Measurement, Outcome
+from qlora_sweep.sweep.running.supervisor import SupervisedRunner
 
 
 def a_cpu_runner(
@@ -26,7 +26,7 @@ def measured(outcome: Outcome) -> Measurement:
     return outcome.measurement
 
 
-def ranks(module: str = "sweep.running") -> list[tuple[int, int]]:
+def ranks(module: str = "qlora_sweep.sweep.running") -> list[tuple[int, int]]:
     """Return the processes below this one that are not the first of their ranks: rank, number."""
     found = []
     for name in filter(str.isdecimal, os.listdir("/proc")):

@@ -9,10 +9,10 @@ from typing import Any
 import pynvml
 import pytest
 
-from search_spaces.errors import EnvironmentFault, InputError
-from search_spaces.gpus import GIB
-from sweep.nvml import FaultWatch
-from sweep.running.device_info import (
+from qlora_sweep.search_spaces.errors import EnvironmentFault, InputError
+from qlora_sweep.search_spaces.gpus import GIB
+from qlora_sweep.sweep.nvml import FaultWatch
+from qlora_sweep.sweep.running.device_info import (
     Card,
     CardProcess,
     cards_for,

@@ -16,17 +16,25 @@ from typing import Any
 
 import pytest
 
-from search_spaces.config import TrialConfig
-from search_spaces.errors import CardLost, EnvironmentFault
-from search_spaces.gpus import GIB
-from search_spaces.space import StepBudget
-from storage.definition import Target
-from storage.records import INTERRUPTED, Attempt, Crashed, Diverged, Lost, Outcome, TimedOut
-from sweep.processes import End
-from sweep.running.child import WorkerProcess
-from sweep.running.runner import Observer, keep_going
-from sweep.running.supervisor import Deadlines, SupervisedRunner
-from sweep.running.wire import Progress, TrialRequest
+from qlora_sweep.search_spaces.config import TrialConfig
+from qlora_sweep.search_spaces.errors import CardLost, EnvironmentFault
+from qlora_sweep.search_spaces.gpus import GIB
+from qlora_sweep.search_spaces.space import StepBudget
+from qlora_sweep.storage.definition import Target
+from qlora_sweep.storage.records import (
+    INTERRUPTED,
+    Attempt,
+    Crashed,
+    Diverged,
+    Lost,
+    Outcome,
+    TimedOut,
+)
+from qlora_sweep.sweep.processes import End
+from qlora_sweep.sweep.running.child import WorkerProcess
+from qlora_sweep.sweep.running.runner import Observer, keep_going
+from qlora_sweep.sweep.running.supervisor import Deadlines, SupervisedRunner
+from qlora_sweep.sweep.running.wire import Progress, TrialRequest
 from tests.sweep.running import misbehaving_worker as how
 from tests.sweep.running.teams import a_cpu_runner
 from tests.sweep.test_processes import ends_soon, is_running
@@ -142,7 +150,7 @@ def test_what_does_not_come_to_an_end_is_timed_out_by_the_limit_that_it_passed(
 def test_what_no_worker_says_and_an_end_of_its_own_are_told_as_they_were_and_at_once(
     start: Start, rank: int, cause: str, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("sweep.processes.oom_kills", lambda: 3)
+    monkeypatch.setattr("qlora_sweep.sweep.processes.oom_kills", lambda: 3)
     # Whether it reads is known once something was written to it.
     outcome = ran(start(deadlines=PATIENT), rank, observe=stop)
     assert isinstance(outcome, Crashed), outcome
@@ -158,7 +166,7 @@ def test_a_kill_by_the_kernel_for_want_of_memory_has_its_own_cause(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kills = iter([3, 4])
-    monkeypatch.setattr("sweep.processes.oom_kills", lambda: next(kills))
+    monkeypatch.setattr("qlora_sweep.sweep.processes.oom_kills", lambda: next(kills))
     outcome = ran(start(), how.KILLED)
     assert isinstance(outcome, Crashed)
     assert outcome.cause == "host_out_of_memory"
@@ -169,7 +177,7 @@ def test_a_compiler_that_the_kernel_killed_is_no_setting_without_effect(
     start: Start, monkeypatch: pytest.MonkeyPatch, kills: list[int], verdict: str
 ) -> None:
     counts = iter(kills)
-    monkeypatch.setattr("sweep.running.supervisor.oom_kills", lambda: next(counts))
+    monkeypatch.setattr("qlora_sweep.sweep.running.supervisor.oom_kills", lambda: next(counts))
     outcome = ran(start(), how.NO_COMPILER)
     assert outcome.verdict == verdict
     if isinstance(outcome, Crashed):
@@ -359,7 +367,7 @@ def test_whoever_is_interrupted_while_a_worker_is_ended_leaves_none(
     assert runner._worker is not None
     process = runner._worker.process
     with monkeypatch.context() as pressed:
-        pressed.setattr("sweep.processes.Child.end", interrupt)
+        pressed.setattr("qlora_sweep.sweep.processes.Child.end", interrupt)
         with pytest.raises(KeyboardInterrupt):
             runner.close()
     assert ends_soon(process.pid)
@@ -460,7 +468,7 @@ def test_a_worker_sees_its_own_cards_and_no_other_trainings_settings_and_shares_
 ROOT = Path(__file__).parents[3]
 DRIVER = """
 import os, sys, time
-from sweep.processes import Child
+from qlora_sweep.sweep.processes import Child
 child = Child([sys.executable, "-P", *sys.argv[2:], str(os.getpid())], pass_fds=[1], stdout=1)
 print(child.pid, flush=True)
 time.sleep(float(sys.argv[1]))
@@ -468,7 +476,7 @@ os.kill(os.getpid(), 9)
 """
 GUARDED = """
 import os, subprocess, sys, time
-from sweep.processes import bind_to_parent, leave_a_guard
+from qlora_sweep.sweep.processes import bind_to_parent, leave_a_guard
 bind_to_parent(int(sys.argv[1]))
 leave_a_guard()
 for command in ("sleep 600", "setsid sleep 600", "exec sleep 600"):
@@ -505,7 +513,7 @@ def assert_nothing_is_left_of(driver: subprocess.Popen[str]) -> None:
 
 @pytest.mark.parametrize("delay", [0.0, 0.1, 0.5])
 def test_a_driver_killed_while_its_worker_starts_leaves_none_after_an_instant(delay: float) -> None:
-    words = ("-c", DRIVER, str(delay), "-m", "sweep.running", "1")
+    words = ("-c", DRIVER, str(delay), "-m", "qlora_sweep.sweep.running", "1")
     with python(*words, stderr=subprocess.DEVNULL) as killed:
         assert killed.stdout is not None
         worker = int(killed.stdout.readline())
@@ -528,9 +536,9 @@ def test_what_a_worker_started_ends_with_it_or_with_its_driver(how: str) -> None
 RUNNING = """
 import sys
 from pathlib import Path
-from search_spaces.config import TrialConfig
-from search_spaces.space import StepBudget
-from sweep.running.wire import TrialRequest
+from qlora_sweep.search_spaces.config import TrialConfig
+from qlora_sweep.search_spaces.space import StepBudget
+from qlora_sweep.sweep.running.wire import TrialRequest
 from tests.sweep.running.misbehaving_worker import BEAT_AND_ANSWER
 from tests.sweep.running.teams import a_cpu_runner
 from tests.sweep.running.test_misbehaviour import QUICK
@@ -579,7 +587,7 @@ def test_a_real_worker_is_not_shadowed_by_the_users_modules_and_dies_with_its_pa
 def test_what_is_printed_onto_a_full_disk_fails_nobody() -> None:
     script = (
         "import sys\n"
-        "from sweep.running.__main__ import print_without_fail\n"
+        "from qlora_sweep.sweep.running.__main__ import print_without_fail\n"
         "print_without_fail()\n"
         "for stream in (sys.stdout, sys.stderr):\n"
         "    print('no room for this \\udcff', file=stream, flush=True)\n"

@@ -10,15 +10,21 @@ from collections.abc import Sequence
 
 import pytest
 
-from search_spaces.config import TrialConfig
-from search_spaces.errors import CardLost, EnvironmentFault, InputError, install_extra
-from search_spaces.space import StepBudget
-from storage.records import Crashed, Invalid, Measured, Outcome, OutOfMemory, PrunedSlow
-from sweep.running.device_info import Card
-from sweep.running.ray_nodes import Node, checked_address, chosen, joined, refuse_differences
-from sweep.running.ray_runner import Host
-from sweep.running.replay import ReplayRunner
-from sweep.running.wire import TrialRequest
+from qlora_sweep.search_spaces.config import TrialConfig
+from qlora_sweep.search_spaces.errors import CardLost, EnvironmentFault, InputError, install_extra
+from qlora_sweep.search_spaces.space import StepBudget
+from qlora_sweep.storage.records import Crashed, Invalid, Measured, Outcome, OutOfMemory, PrunedSlow
+from qlora_sweep.sweep.running.device_info import Card
+from qlora_sweep.sweep.running.ray_nodes import (
+    Node,
+    checked_address,
+    chosen,
+    joined,
+    refuse_differences,
+)
+from qlora_sweep.sweep.running.ray_runner import Host
+from qlora_sweep.sweep.running.replay import ReplayRunner
+from qlora_sweep.sweep.running.wire import TrialRequest
 from tests.sweep.simulated_device import a_record, train
 
 A10, H200 = "NVIDIA A10", "NVIDIA H200"

@@ -19,16 +19,22 @@ from typing import Any
 
 import pytest
 
-from search_spaces.errors import CardLost, EnvironmentFault
-from search_spaces.space import StepBudget
-from storage.definition import Target
-from storage.directory import Left, StudyFile, keep_outcomes, left_outcomes, note_identity
-from storage.records import Attempt, Crashed, Measured, Outcome
-from sweep.running.device_info import Card
-from sweep.running.ray_nodes import Cluster, Node, joined
-from sweep.running.ray_runner import RayRunner
-from sweep.running.runner import Lane, Runner
-from sweep.running.wire import Progress, TrialRequest
+from qlora_sweep.search_spaces.errors import CardLost, EnvironmentFault
+from qlora_sweep.search_spaces.space import StepBudget
+from qlora_sweep.storage.definition import Target
+from qlora_sweep.storage.directory import (
+    Left,
+    StudyFile,
+    keep_outcomes,
+    left_outcomes,
+    note_identity,
+)
+from qlora_sweep.storage.records import Attempt, Crashed, Measured, Outcome
+from qlora_sweep.sweep.running.device_info import Card
+from qlora_sweep.sweep.running.ray_nodes import Cluster, Node, joined
+from qlora_sweep.sweep.running.ray_runner import RayRunner
+from qlora_sweep.sweep.running.runner import Lane, Runner
+from qlora_sweep.sweep.running.wire import Progress, TrialRequest
 from tests.storage.builders import a_definition
 from tests.sweep.running.driver_on_ray import LONG, SMALL, new_runner, processes_of
 from tests.sweep.running.ray_cluster import PATH, ROOT, LocalCluster
@@ -270,7 +276,7 @@ def no_warning(words: str) -> None:
 def test_a_study_goes_on_without_a_node_that_is_lost(
     local: LocalCluster, nodes: list[Node], tmp_path: Path
 ) -> None:
-    run = "import sys; from sweep.cli import main; sys.exit(main())"
+    run = "import sys; from qlora_sweep.sweep.cli import main; sys.exit(main())"
     options = ["--trials", "4", "--no-confirm", "--json", "--on", f"ray:{local.address}"]
     study = subprocess.Popen(
         [sys.executable, "-c", run, "run", "cpu-demo", *options],

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from search_spaces.config import TrialConfig
-from search_spaces.space import StepBudget
-from storage.records import Measured
-from sweep.running.starting import begin, take, worker_environment
-from sweep.running.supervisor import SupervisedRunner
-from sweep.running.wire import TrialRequest
+from qlora_sweep.search_spaces.config import TrialConfig
+from qlora_sweep.search_spaces.space import StepBudget
+from qlora_sweep.storage.records import Measured
+from qlora_sweep.sweep.running.starting import begin, take, worker_environment
+from qlora_sweep.sweep.running.supervisor import SupervisedRunner
+from qlora_sweep.sweep.running.wire import TrialRequest
 from tests.sweep.running.teams import a_cpu_runner
 from tests.sweep.test_processes import ends_soon, is_running
 
@@ -71,7 +71,7 @@ def test_libraries_are_compiled_by_the_standard_library_where_that_is_kept(
     # The user's own, in the directory where the command runs.
     (tmp_path / "compileall.py").write_text("open('shadowed', 'w').close()")
     wait = "os.wait()" if is_writable else ""
-    code = f"import os; from sweep.running.starting import compile_libraries as c; c(); {wait}"
+    code = f"import os; from qlora_sweep.sweep.running.starting import compile_libraries as c; c(); {wait}"
     paths = f"{library.parent}:{Path(__file__).parents[3]}"
     environment = os.environ | {"PYTHONPATH": paths, "PYTHONDONTWRITEBYTECODE": "1"}
     subprocess.run([sys.executable, "-P", "-c", code], cwd=tmp_path, env=environment, check=True)

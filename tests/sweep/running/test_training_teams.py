@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from search_spaces.config import TrialConfig
-from search_spaces.models import ModelSpec
-from search_spaces.space import StepBudget
-from storage.records import (
+from qlora_sweep.search_spaces.config import TrialConfig
+from qlora_sweep.search_spaces.models import ModelSpec
+from qlora_sweep.search_spaces.space import StepBudget
+from qlora_sweep.storage.records import (
     OUT_OF_TIME,
     Crashed,
     Invalid,
@@ -22,8 +22,8 @@ from storage.records import (
     Outcome,
     OutOfMemory,
 )
-from sweep.running.supervisor import SupervisedRunner
-from sweep.running.wire import Progress, QualityCommand, TextsSettings, TrialRequest
+from qlora_sweep.sweep.running.supervisor import SupervisedRunner
+from qlora_sweep.sweep.running.wire import Progress, QualityCommand, TextsSettings, TrialRequest
 from tests.sweep.data.prepared import prepared_settings
 from tests.sweep.running.teams import a_cpu_runner, measured, ranks
 from tests.sweep.training.tiny import TINY

@@ -14,13 +14,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from search_spaces.config import TrialConfig
-from search_spaces.errors import EnvironmentFault
-from search_spaces.gpus import GIB
-from search_spaces.models import load_model_spec
-from search_spaces.space import StepBudget
-from storage.directory import OutcomeFile
-from storage.records import (
+from qlora_sweep.search_spaces.config import TrialConfig
+from qlora_sweep.search_spaces.errors import EnvironmentFault
+from qlora_sweep.search_spaces.gpus import GIB
+from qlora_sweep.search_spaces.models import load_model_spec
+from qlora_sweep.search_spaces.space import StepBudget
+from qlora_sweep.storage.directory import OutcomeFile
+from qlora_sweep.storage.records import (
     OUT_OF_TIME,
     RETRYABLE,
     Attempt,
@@ -31,8 +31,8 @@ from storage.records import (
     Measurement,
     Outcome,
 )
-from sweep.running.supervisor import SupervisedRunner
-from sweep.running.wire import (
+from qlora_sweep.sweep.running.supervisor import SupervisedRunner
+from qlora_sweep.sweep.running.wire import (
     Finished,
     Progress,
     QualityCommand,
@@ -68,7 +68,7 @@ def served(
     end: Outcome | BaseException, path: Path, *, attempt: Attempt | None = ATTEMPT
 ) -> tuple[Any, Outcome | None]:
     """Return what was sent of a trial with that end, and what was on disk at that moment."""
-    from sweep.running.worker import Worker
+    from qlora_sweep.sweep.running.worker import Worker
 
     class Trained(Worker):
         def _run(self, command: RunCommand) -> tuple[Outcome, str | None, bool]:
@@ -139,7 +139,7 @@ def test_what_a_training_raised_has_a_typed_cause(
 
 def outcome_of(**changes: str) -> Outcome:
     """What a worker says of the demo's model with another config."""
-    from sweep.running.worker import Worker
+    from qlora_sweep.sweep.running.worker import Worker
 
     broken = dataclasses.replace(DEMO, config={**DEMO.config, **changes})
     settings = CPU.model_copy(update={"model": broken.to_json(), "budget_bytes": 2**40})
@@ -293,7 +293,7 @@ def test_what_is_cut_before_it_is_known_what_it_learned_is_no_verdict(
 def test_a_shared_out_base_that_cannot_be_held_once_more_is_the_outcome(
     texts: TextsSettings,
 ) -> None:
-    from sweep.running.worker import Worker
+    from qlora_sweep.sweep.running.worker import Worker
 
     several = dataclasses.replace(DEMO, config={**DEMO.config, "model_type": "gemma3"})
     settings = CPU.model_copy(update={"model": several.to_json(), "texts": texts})
@@ -312,7 +312,7 @@ def test_a_shared_out_base_that_cannot_be_held_once_more_is_the_outcome(
 def test_texts_that_are_not_those_of_the_study_are_refused(
     texts: TextsSettings, changes: dict[str, str], words: str
 ) -> None:
-    from sweep.running.worker import Worker
+    from qlora_sweep.sweep.running.worker import Worker
 
     settings = WorkerSettings(
         device="cpu",

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from search_spaces.errors import EnvironmentFault
-from search_spaces.space import StepBudget
-from storage.records import Phase
-from sweep.running.child import AttentiveClock, WorkerLog
-from sweep.running.supervisor import Deadlines, Patience
-from sweep.running.wire import Progress
+from qlora_sweep.search_spaces.errors import EnvironmentFault
+from qlora_sweep.search_spaces.space import StepBudget
+from qlora_sweep.storage.records import Phase
+from qlora_sweep.sweep.running.child import AttentiveClock, WorkerLog
+from qlora_sweep.sweep.running.supervisor import Deadlines, Patience
+from qlora_sweep.sweep.running.wire import Progress
 
 
 @pytest.fixture

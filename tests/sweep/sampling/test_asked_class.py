@@ -9,15 +9,15 @@ from typing import Any
 import optuna
 import pytest
 
-from search_spaces.config import TrialConfig
-from search_spaces.gpus import find_gpu
-from search_spaces.space import SearchSpace
-from storage import codec
-from storage.records import TrialRecord
-from sweep.predict.forecast import Forecaster, SpeedForecast
-from sweep.sampling.encoding import Encoding
-from sweep.sampling.guided import GuidedSampler
-from sweep.sampling.samplers import make_sampler
+from qlora_sweep.search_spaces.config import TrialConfig
+from qlora_sweep.search_spaces.gpus import find_gpu
+from qlora_sweep.search_spaces.space import SearchSpace
+from qlora_sweep.storage import codec
+from qlora_sweep.storage.records import TrialRecord
+from qlora_sweep.sweep.predict.forecast import Forecaster, SpeedForecast
+from qlora_sweep.sweep.sampling.encoding import Encoding
+from qlora_sweep.sweep.sampling.guided import GuidedSampler
+from qlora_sweep.sweep.sampling.samplers import make_sampler
 from tests.sweep.simulated_device import BUDGET, MODEL, Exact, a_space, at_speed
 
 SPACE: dict[str, Any] = {

@@ -14,23 +14,23 @@ from optuna.distributions import FloatDistribution
 from optuna.samplers import BaseSampler
 from optuna.trial import TrialState
 
-from search_spaces.config import TrialConfig
-from search_spaces.errors import InputError
-from search_spaces.loading import load_space, parse_space, with_fixed
-from search_spaces.space import SamplerName, SearchSpace
-from storage import codec
-from storage.records import Crashed, Outcome, OutOfMemory, TrialRecord
-from sweep.planning.survey import survey
-from sweep.predict.memory.predictor import one_of_each_kind
-from sweep.request import RunRequest
-from sweep.sampling.encoding import (
+from qlora_sweep.search_spaces.config import TrialConfig
+from qlora_sweep.search_spaces.errors import InputError
+from qlora_sweep.search_spaces.loading import load_space, parse_space, with_fixed
+from qlora_sweep.search_spaces.space import SamplerName, SearchSpace
+from qlora_sweep.storage import codec
+from qlora_sweep.storage.records import Crashed, Outcome, OutOfMemory, TrialRecord
+from qlora_sweep.sweep.planning.survey import survey
+from qlora_sweep.sweep.predict.memory.predictor import one_of_each_kind
+from qlora_sweep.sweep.request import RunRequest
+from qlora_sweep.sweep.sampling.encoding import (
     Encoding,
     Frontier,
     ShortlistedCandidates,
     SpaceCandidates,
     identity,
 )
-from sweep.sampling.samplers import make_sampler, quiet_optuna
+from qlora_sweep.sweep.sampling.samplers import make_sampler, quiet_optuna
 from tests.sweep.planning.imagined import a_forecaster
 from tests.sweep.simulated_device import (
     BUDGET,

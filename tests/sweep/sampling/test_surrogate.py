@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from sweep.sampling.surrogate import (
+from qlora_sweep.sweep.sampling.surrogate import (
     Array,
     Column,
     Goal,

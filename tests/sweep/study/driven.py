@@ -6,13 +6,13 @@ from pathlib import Path
 from types import FunctionType
 from typing import Any
 
-from storage.study import OpenStudy
-from sweep.predict.forecast import Forecaster
-from sweep.running.replay import ReplayRunner
-from sweep.sampling.samplers import make_sampler
-from sweep.study.driver import Driver
-from sweep.study.events import StopReason
-from sweep.study.tuner import tune
+from qlora_sweep.storage.study import OpenStudy
+from qlora_sweep.sweep.predict.forecast import Forecaster
+from qlora_sweep.sweep.running.replay import ReplayRunner
+from qlora_sweep.sweep.sampling.samplers import make_sampler
+from qlora_sweep.sweep.study.driver import Driver
+from qlora_sweep.sweep.study.events import StopReason
+from qlora_sweep.sweep.study.tuner import tune
 from tests.sweep.simulated_device import BUDGET, MODEL, a_study, train
 
 

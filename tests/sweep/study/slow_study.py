@@ -7,8 +7,14 @@ import sys
 import time
 from pathlib import Path
 
-from sweep.running.replay import ReplayRunner
-from sweep.study.events import Event, Interruption, StopReason, TrialFinished, TrialProgress
+from qlora_sweep.sweep.running.replay import ReplayRunner
+from qlora_sweep.sweep.study.events import (
+    Event,
+    Interruption,
+    StopReason,
+    TrialFinished,
+    TrialProgress,
+)
 from tests.sweep.simulated_device import a_study, train
 from tests.sweep.study.driven import drive
 

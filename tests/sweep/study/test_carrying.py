@@ -9,15 +9,15 @@ from typing import Any
 
 import pytest
 
-from search_spaces.config import TrialConfig
-from search_spaces.errors import InputError
-from storage.definition import StudySnapshot, Target
-from storage.reading import read_study
-from storage.records import Diverged, OutOfMemory
-from storage.study import OpenStudy, open_study
-from sweep.running.replay import ReplayRunner
-from sweep.sampling.samplers import make_sampler
-from sweep.study.carrying import carry_over, holding, refuse_incomparable
+from qlora_sweep.search_spaces.config import TrialConfig
+from qlora_sweep.search_spaces.errors import InputError
+from qlora_sweep.storage.definition import StudySnapshot, Target
+from qlora_sweep.storage.reading import read_study
+from qlora_sweep.storage.records import Diverged, OutOfMemory
+from qlora_sweep.storage.study import OpenStudy, open_study
+from qlora_sweep.sweep.running.replay import ReplayRunner
+from qlora_sweep.sweep.sampling.samplers import make_sampler
+from qlora_sweep.sweep.study.carrying import carry_over, holding, refuse_incomparable
 from tests.storage.builders import confirmed
 from tests.sweep.simulated_device import BUDGET, a_definition, a_record, a_space, train
 from tests.sweep.study.driven import a_forecaster, drive

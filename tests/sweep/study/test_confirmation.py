@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 from optuna.samplers import TPESampler
 
-from search_spaces.config import TrialConfig, canonical
-from search_spaces.space import ConfirmBudget
-from storage.ranking import Ranking, rank
-from storage.records import (
+from qlora_sweep.search_spaces.config import TrialConfig, canonical
+from qlora_sweep.search_spaces.space import ConfirmBudget
+from qlora_sweep.storage.ranking import Ranking, rank
+from qlora_sweep.storage.records import (
     INTERRUPTED,
     Crashed,
     Measured,
@@ -26,11 +26,11 @@ from storage.records import (
     TrialRecord,
     Verdict,
 )
-from storage.study import OpenStudy
-from sweep.planning.survey import TRIAL_SECONDS
-from sweep.running.replay import ReplayRunner
-from sweep.study.confirmation import Plan
-from sweep.study.events import ConfirmationStarted, Event, StopReason, TrialFinished
+from qlora_sweep.storage.study import OpenStudy
+from qlora_sweep.sweep.planning.survey import TRIAL_SECONDS
+from qlora_sweep.sweep.running.replay import ReplayRunner
+from qlora_sweep.sweep.study.confirmation import Plan
+from qlora_sweep.sweep.study.events import ConfirmationStarted, Event, StopReason, TrialFinished
 from tests.sweep.simulated_device import StopsWhen, a_measurement, a_study, at_speed, train
 from tests.sweep.study.driven import a_forecaster, a_grid, drive
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
-from reports.view import view_of
-from storage.ranking import rank_study
-from storage.reading import read_study
+from qlora_sweep.reports.view import view_of
+from qlora_sweep.storage.ranking import rank_study
+from qlora_sweep.storage.reading import read_study
 from tests.sweep.simulated_device import BUDGET, peak_bytes, tokens_per_second
 from tests.sweep.study.test_stopping import run
 from tests.sweep.study.timed_device import TimedRunner

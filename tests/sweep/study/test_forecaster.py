@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from search_spaces.config import TrialConfig
-from search_spaces.errors import EnvironmentFault, InputError, SweepError
-from search_spaces.gpus import GIB
-from search_spaces.rules import Violation
-from storage.records import (
+from qlora_sweep.search_spaces.config import TrialConfig
+from qlora_sweep.search_spaces.errors import EnvironmentFault, InputError, SweepError
+from qlora_sweep.search_spaces.gpus import GIB
+from qlora_sweep.search_spaces.rules import Violation
+from qlora_sweep.storage.records import (
     Crashed,
     DominatedOutOfMemory,
     Invalid,
@@ -23,10 +23,15 @@ from storage.records import (
     PredictionRecord,
     TrialRecord,
 )
-from sweep.predict.forecast import Forecaster
-from sweep.predict.memory.prediction import WholeMemory
-from sweep.predict.memory.predictor import Fit, MemoryPrediction, MemoryPredictor, Residuals
-from sweep.predict.memory.profiles import Untraceable
+from qlora_sweep.sweep.predict.forecast import Forecaster
+from qlora_sweep.sweep.predict.memory.prediction import WholeMemory
+from qlora_sweep.sweep.predict.memory.predictor import (
+    Fit,
+    MemoryPrediction,
+    MemoryPredictor,
+    Residuals,
+)
+from qlora_sweep.sweep.predict.memory.profiles import Untraceable
 from tests.sweep.imagined_memory import imagined, one_by_one
 from tests.sweep.simulated_device import a_measurement, a_record
 from tests.sweep.study import driven

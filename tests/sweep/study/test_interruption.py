@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from storage.records import Verdict
-from sweep.processes import STOP_SIGNALS
-from sweep.study.events import (
+from qlora_sweep.storage.records import Verdict
+from qlora_sweep.sweep.processes import STOP_SIGNALS
+from qlora_sweep.sweep.study.events import (
     SETTLING_SECONDS,
     TELLING_SECONDS,
     Interruption,

@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from search_spaces.config import TrialConfig
-from search_spaces.errors import CardLost, EnvironmentFault
-from search_spaces.prices import load_prices
-from storage.records import (
+from qlora_sweep.search_spaces.config import TrialConfig
+from qlora_sweep.search_spaces.errors import CardLost, EnvironmentFault
+from qlora_sweep.search_spaces.prices import load_prices
+from qlora_sweep.storage.records import (
     NEIGHBOUR,
     RETRYABLE,
     Crashed,
@@ -25,13 +25,13 @@ from storage.records import (
     TrialRecord,
     Verdict,
 )
-from storage.study import OpenStudy
-from sweep.request import RunRequest
-from sweep.running.replay import ReplayRunner
-from sweep.running.runner import Lane, Lanes
-from sweep.study import session
-from sweep.study.driver import Driver
-from sweep.study.events import (
+from qlora_sweep.storage.study import OpenStudy
+from qlora_sweep.sweep.request import RunRequest
+from qlora_sweep.sweep.running.replay import ReplayRunner
+from qlora_sweep.sweep.running.runner import Lane, Lanes
+from qlora_sweep.sweep.study import session
+from qlora_sweep.sweep.study.driver import Driver
+from qlora_sweep.sweep.study.events import (
     Event,
     Interruption,
     LaneLost,
@@ -39,8 +39,8 @@ from sweep.study.events import (
     StopReason,
     TrialFinished,
 )
-from sweep.study.session import prepare, prepare_again
-from sweep.study.stopping import FAILURES_IN_A_ROW, Stopping
+from qlora_sweep.sweep.study.session import prepare, prepare_again
+from qlora_sweep.sweep.study.stopping import FAILURES_IN_A_ROW, Stopping
 from tests.sweep.imagined_memory import ImaginedPredictor
 from tests.sweep.simulated_device import a_study, at_speed, train
 from tests.sweep.study.driven import a_forecaster, a_grid, drive

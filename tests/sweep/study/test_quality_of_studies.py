@@ -9,14 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from search_spaces.config import TrialConfig
-from storage.confirmations import loss_difference, pooled_qualities
-from storage.ranking import Ranking, claimed_pair, rank
-from storage.records import EpochRecord, Measured, Outcome, QualityReport, TrialRecord
-from sweep.running.replay import ReplayRunner
-from sweep.running.runner import Observer, keep_going
-from sweep.running.wire import QualityCommand, TrialRequest
-from sweep.study.driver import default_tokens
+from qlora_sweep.search_spaces.config import TrialConfig
+from qlora_sweep.storage.confirmations import loss_difference, pooled_qualities
+from qlora_sweep.storage.ranking import Ranking, claimed_pair, rank
+from qlora_sweep.storage.records import EpochRecord, Measured, Outcome, QualityReport, TrialRecord
+from qlora_sweep.sweep.running.replay import ReplayRunner
+from qlora_sweep.sweep.running.runner import Observer, keep_going
+from qlora_sweep.sweep.running.wire import QualityCommand, TrialRequest
+from qlora_sweep.sweep.study.driver import default_tokens
 from tests.sweep.simulated_device import a_measurement, a_record, at_speed
 from tests.sweep.study.driven import a_grid, drive
 

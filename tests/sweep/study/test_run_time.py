@@ -10,21 +10,21 @@ from typing import Any
 
 import pytest
 
-from reports.view import view_of
-from search_spaces.config import TrialConfig
-from search_spaces.errors import InputError
-from storage.ranking import rank_study
-from storage.reading import read_study
-from storage.records import INTERRUPTED, Measured, Outcome, Verdict
-from sweep.paths import runs_directory
-from sweep.running.replay import ReplayRunner
-from sweep.running.runner import Lane, Lanes, Observer, keep_going
-from sweep.running.wire import Progress, TrialRequest
-from sweep.study.events import StopReason
-from sweep.study.run_time import CommandStart
-from sweep.study.session import prepare_again
-from sweep.study.stopping import Stopping
-from sweep.terminal.summary import last_screen
+from qlora_sweep.reports.view import view_of
+from qlora_sweep.search_spaces.config import TrialConfig
+from qlora_sweep.search_spaces.errors import InputError
+from qlora_sweep.storage.ranking import rank_study
+from qlora_sweep.storage.reading import read_study
+from qlora_sweep.storage.records import INTERRUPTED, Measured, Outcome, Verdict
+from qlora_sweep.sweep.paths import runs_directory
+from qlora_sweep.sweep.running.replay import ReplayRunner
+from qlora_sweep.sweep.running.runner import Lane, Lanes, Observer, keep_going
+from qlora_sweep.sweep.running.wire import Progress, TrialRequest
+from qlora_sweep.sweep.study.events import StopReason
+from qlora_sweep.sweep.study.run_time import CommandStart
+from qlora_sweep.sweep.study.session import prepare_again
+from qlora_sweep.sweep.study.stopping import Stopping
+from qlora_sweep.sweep.terminal.summary import last_screen
 from tests.sweep.simulated_device import a_measurement, a_study, peak_bytes, tokens_per_second
 from tests.sweep.study.driven import a_forecaster, a_grid, drive
 from tests.sweep.study.test_session import prepared, run

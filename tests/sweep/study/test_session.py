@@ -15,32 +15,45 @@ from typing import Any
 import pytest
 from typer.main import get_command
 
-from search_spaces.config import EIGHT_BIT, TrialConfig
-from search_spaces.errors import EnvironmentFault, InputError
-from search_spaces.gpus import GIB, find_gpu
-from search_spaces.loading import load_space, with_fixed
-from search_spaces.models import ModelSpec, load_model_spec
-from storage.definition import StudySnapshot, Target
-from storage.reading import list_studies, read_spooled_study, read_study
-from storage.records import Measured, Outcome, TrialRecord
-from storage.study import OpenStudy
-from sweep import cli
-from sweep.paths import runs_directory
-from sweep.predict.memory.prediction import WholeMemory
-from sweep.predict.memory.predictor import MemoryPredictor, TracingPredictor
-from sweep.predict.memory.profiles import Untraceable
-from sweep.predict.speed.predictor import StepTimes
-from sweep.request import RunRequest
-from sweep.running.device_info import Card, ChosenCard
-from sweep.running.replay import ReplayRunner
-from sweep.running.runner import Observer, Runner, keep_going
-from sweep.running.wire import TrialRequest
-from sweep.study import session
-from sweep.study.events import Event, Interruption, Listener, SpaceTraced, StopReason, TrialFinished
-from sweep.study.session import Prepared, drive, prepare, prepare_again, supervised_runner
-from sweep.study.targets import check_budget, least_weight_bytes, resolve_target
-from sweep.terminal.driving import LocalGpus
-from sweep.terminal.options import settings
+from qlora_sweep.search_spaces.config import EIGHT_BIT, TrialConfig
+from qlora_sweep.search_spaces.errors import EnvironmentFault, InputError
+from qlora_sweep.search_spaces.gpus import GIB, find_gpu
+from qlora_sweep.search_spaces.loading import load_space, with_fixed
+from qlora_sweep.search_spaces.models import ModelSpec, load_model_spec
+from qlora_sweep.storage.definition import StudySnapshot, Target
+from qlora_sweep.storage.reading import list_studies, read_spooled_study, read_study
+from qlora_sweep.storage.records import Measured, Outcome, TrialRecord
+from qlora_sweep.storage.study import OpenStudy
+from qlora_sweep.sweep import cli
+from qlora_sweep.sweep.paths import runs_directory
+from qlora_sweep.sweep.predict.memory.prediction import WholeMemory
+from qlora_sweep.sweep.predict.memory.predictor import MemoryPredictor, TracingPredictor
+from qlora_sweep.sweep.predict.memory.profiles import Untraceable
+from qlora_sweep.sweep.predict.speed.predictor import StepTimes
+from qlora_sweep.sweep.request import RunRequest
+from qlora_sweep.sweep.running.device_info import Card, ChosenCard
+from qlora_sweep.sweep.running.replay import ReplayRunner
+from qlora_sweep.sweep.running.runner import Observer, Runner, keep_going
+from qlora_sweep.sweep.running.wire import TrialRequest
+from qlora_sweep.sweep.study import session
+from qlora_sweep.sweep.study.events import (
+    Event,
+    Interruption,
+    Listener,
+    SpaceTraced,
+    StopReason,
+    TrialFinished,
+)
+from qlora_sweep.sweep.study.session import (
+    Prepared,
+    drive,
+    prepare,
+    prepare_again,
+    supervised_runner,
+)
+from qlora_sweep.sweep.study.targets import check_budget, least_weight_bytes, resolve_target
+from qlora_sweep.sweep.terminal.driving import LocalGpus
+from qlora_sweep.sweep.terminal.options import settings
 from tests.sweep.imagined_memory import ImaginedPredictor
 from tests.sweep.simulated_device import a_measurement, a_space, at_speed, train
 

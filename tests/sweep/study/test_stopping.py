@@ -12,16 +12,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from reports import units
-from reports.sentences import stopped_words
-from reports.view import view_of
-from search_spaces.config import TrialConfig
-from search_spaces.errors import EnvironmentFault, InputError
-from search_spaces.gpus import GIB, find_gpu
-from search_spaces.space import Objective
-from storage.ranking import rank, rank_study
-from storage.reading import read_study
-from storage.records import (
+from qlora_sweep.reports import units
+from qlora_sweep.reports.sentences import stopped_words
+from qlora_sweep.reports.view import view_of
+from qlora_sweep.search_spaces.config import TrialConfig
+from qlora_sweep.search_spaces.errors import EnvironmentFault, InputError
+from qlora_sweep.search_spaces.gpus import GIB, find_gpu
+from qlora_sweep.search_spaces.space import Objective
+from qlora_sweep.storage.ranking import rank, rank_study
+from qlora_sweep.storage.reading import read_study
+from qlora_sweep.storage.records import (
     Crashed,
     Lost,
     Measured,
@@ -32,15 +32,22 @@ from storage.records import (
     TrialRecord,
     Verdict,
 )
-from storage.study import OpenStudy, open_study
-from sweep.planning.evidence import with_target_speeds
-from sweep.predict.forecast import SpeedForecast
-from sweep.running.wire import Progress
-from sweep.sampling.guided import GuidedSampler, Outlook
-from sweep.sampling.samplers import make_sampler
-from sweep.study.events import StopReason
-from sweep.study.stopping import ConsecutiveFailures, Rival, Rivals, Stopping, is_hopeless, price_of
-from sweep.terminal.summary import best_text, last_screen
+from qlora_sweep.storage.study import OpenStudy, open_study
+from qlora_sweep.sweep.planning.evidence import with_target_speeds
+from qlora_sweep.sweep.predict.forecast import SpeedForecast
+from qlora_sweep.sweep.running.wire import Progress
+from qlora_sweep.sweep.sampling.guided import GuidedSampler, Outlook
+from qlora_sweep.sweep.sampling.samplers import make_sampler
+from qlora_sweep.sweep.study.events import StopReason
+from qlora_sweep.sweep.study.stopping import (
+    ConsecutiveFailures,
+    Rival,
+    Rivals,
+    Stopping,
+    is_hopeless,
+    price_of,
+)
+from qlora_sweep.sweep.terminal.summary import best_text, last_screen
 from tests.sweep.simulated_device import (
     BUDGET,
     MODEL,

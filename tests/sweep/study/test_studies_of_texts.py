@@ -7,18 +7,18 @@ from typing import Any
 
 import pytest
 
-from reports.view import view_of
-from search_spaces.config import TrialConfig
-from search_spaces.errors import EnvironmentFault, InputError
-from search_spaces.learning_rates import in_words, learning_rate_of
-from storage.records import Measured, Outcome, OutOfMemory
-from sweep.data.rows import split
-from sweep.data.texts import texts_directory
-from sweep.predict.memory.profiles import Untraceable
-from sweep.request import RunRequest
-from sweep.running.replay import ReplayRunner
-from sweep.study import session
-from sweep.study.session import Prepared, prepare, prepare_again
+from qlora_sweep.reports.view import view_of
+from qlora_sweep.search_spaces.config import TrialConfig
+from qlora_sweep.search_spaces.errors import EnvironmentFault, InputError
+from qlora_sweep.search_spaces.learning_rates import in_words, learning_rate_of
+from qlora_sweep.storage.records import Measured, Outcome, OutOfMemory
+from qlora_sweep.sweep.data.rows import split
+from qlora_sweep.sweep.data.texts import texts_directory
+from qlora_sweep.sweep.predict.memory.profiles import Untraceable
+from qlora_sweep.sweep.request import RunRequest
+from qlora_sweep.sweep.running.replay import ReplayRunner
+from qlora_sweep.sweep.study import session
+from qlora_sweep.sweep.study.session import Prepared, prepare, prepare_again
 from tests.sweep.imagined_memory import ImaginedPredictor
 from tests.sweep.prepared_texts import Reader, prepared_texts
 from tests.sweep.simulated_device import a_measurement

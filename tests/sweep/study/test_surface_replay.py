@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from search_spaces.config import TrialConfig
-from search_spaces.gpus import GIB, find_gpu
-from storage.surfaces import Header, Surface, SurfaceRow
-from sweep.cli import main
-from sweep.sampling.encoding import identity
-from sweep.study.recorded import Recorded, search, trials_of
-from sweep.terminal.replay import document_of
+from qlora_sweep.search_spaces.config import TrialConfig
+from qlora_sweep.search_spaces.gpus import GIB, find_gpu
+from qlora_sweep.storage.surfaces import Header, Surface, SurfaceRow
+from qlora_sweep.sweep.cli import main
+from qlora_sweep.sweep.sampling.encoding import identity
+from qlora_sweep.sweep.study.recorded import Recorded, search, trials_of
+from qlora_sweep.sweep.terminal.replay import document_of
 from tests.storage.test_surfaces import HEADER, OOM, ROW, a_file
 from tests.sweep.predict.rows import HELD_OUT, TABLE, config_of, model_of
 

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from search_spaces.config import TrialConfig
-from search_spaces.errors import CardLost, EnvironmentFault
-from search_spaces.rules import Violation
-from storage.ledger import MAX_ATTEMPTS, Ledger, attempts
-from storage.records import (
+from qlora_sweep.search_spaces.config import TrialConfig
+from qlora_sweep.search_spaces.errors import CardLost, EnvironmentFault
+from qlora_sweep.search_spaces.rules import Violation
+from qlora_sweep.storage.ledger import MAX_ATTEMPTS, Ledger, attempts
+from qlora_sweep.storage.records import (
     Crashed,
     Measured,
     Outcome,
@@ -19,10 +19,10 @@ from storage.records import (
     TrialRecord,
     Verdict,
 )
-from storage.study import OpenStudy
-from sweep.running.replay import ReplayRunner
-from sweep.sampling.samplers import make_sampler
-from sweep.study.events import (
+from qlora_sweep.storage.study import OpenStudy
+from qlora_sweep.sweep.running.replay import ReplayRunner
+from qlora_sweep.sweep.sampling.samplers import make_sampler
+from qlora_sweep.sweep.study.events import (
     Event,
     Interruption,
     StopReason,

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any, cast
 
-from search_spaces.config import KNOBS, TrialConfig, canonical
-from storage.records import (
+from qlora_sweep.search_spaces.config import KNOBS, TrialConfig, canonical
+from qlora_sweep.storage.records import (
     OUT_OF_TIME,
     Measured,
     Outcome,
@@ -19,9 +19,15 @@ from storage.records import (
     PrunedSlow,
     SoakReport,
 )
-from sweep.running.runner import Observer, Runner, keep_going
-from sweep.running.wire import Progress, TrialRequest
-from sweep.training.meter import CardReader, Meter, NeighbourWatch, fastest_median, median_interval
+from qlora_sweep.sweep.running.runner import Observer, Runner, keep_going
+from qlora_sweep.sweep.running.wire import Progress, TrialRequest
+from qlora_sweep.sweep.training.meter import (
+    CardReader,
+    Meter,
+    NeighbourWatch,
+    fastest_median,
+    median_interval,
+)
 from tests.sweep.simulated_device import a_measurement
 
 ATTACH_SECONDS = 1.0

@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from search_spaces.config import TrialConfig
-from storage.records import TrialRecord
-from storage.surfaces import Surface
-from sweep.predict.speed.predictor import StepTimes
-from sweep.sampling.surrogate import Array
-from sweep.study.recorded import Recorded, forecast_of
+from qlora_sweep.search_spaces.config import TrialConfig
+from qlora_sweep.storage.records import TrialRecord
+from qlora_sweep.storage.surfaces import Surface
+from qlora_sweep.sweep.predict.speed.predictor import StepTimes
+from qlora_sweep.sweep.sampling.surrogate import Array
+from qlora_sweep.sweep.study.recorded import Recorded, forecast_of
 
 
 @dataclass(frozen=True)

@@ -7,10 +7,10 @@ import sys
 import time
 from functools import partial
 
-from search_spaces.config import TrialConfig
-from storage.records import Measured, Outcome
-from sweep import cli
-from sweep.terminal import driving, many_models
+from qlora_sweep.search_spaces.config import TrialConfig
+from qlora_sweep.storage.records import Measured, Outcome
+from qlora_sweep.sweep import cli
+from qlora_sweep.sweep.terminal import driving, many_models
 from tests.sweep.simulated_device import a_measurement
 from tests.sweep.simulated_drive import driving_on
 

@@ -9,9 +9,16 @@ from itertools import pairwise
 
 import pytest
 
-from sweep.terminal import console
-from sweep.terminal.console import Rhythm, announce_if_slow, folded, note, width_of, working
-from sweep.terminal.drawing import table
+from qlora_sweep.sweep.terminal import console
+from qlora_sweep.sweep.terminal.console import (
+    Rhythm,
+    announce_if_slow,
+    folded,
+    note,
+    width_of,
+    working,
+)
+from qlora_sweep.sweep.terminal.drawing import table
 from tests.sweep.terminal.screen import Screen
 
 COMMAND = "  sweep export a10 --format script --storage sqlite:///somewhere.db"

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from search_spaces.models import load_model_spec
-from sweep.data.texts import TextsRequest
+from qlora_sweep.search_spaces.models import load_model_spec
+from qlora_sweep.sweep.data.texts import TextsRequest
 from tests.sweep.typed import Sweep
 
 EXAMPLE = Path(__file__).parents[3] / "docs" / "examples" / "dataset.jsonl"
@@ -85,8 +85,8 @@ def test_of_pairs_a_micro_batch_counts_pairs_and_nothing_is_packed(
 def test_a_person_sees_kind_lengths_and_what_is_worth_searching(
     sweep: Sweep, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from sweep.terminal import dataset as command
-    from sweep.terminal import driving
+    from qlora_sweep.sweep.terminal import dataset as command
+    from qlora_sweep.sweep.terminal import driving
 
     code, out, err = sweep("data", "dataset.jsonl", "--model", "demo")
     assert code == 0

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from search_spaces.gpus import GIB, find_gpu
-from sweep.running.device_info import Card, CardProcess
-from sweep.terminal.doctor import (
+from qlora_sweep.search_spaces.gpus import GIB, find_gpu
+from qlora_sweep.sweep.running.device_info import Card, CardProcess
+from qlora_sweep.sweep.terminal.doctor import (
     Finding,
     Machine,
     check,

@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 
-from search_spaces.config import TrialConfig
-from search_spaces.gpus import GIB
-from storage.definition import StudyDefinition, Target
-from storage.records import Crashed, Errand, Measured, OutOfMemory
-from sweep.running.wire import Progress
-from sweep.study.events import (
+from qlora_sweep.search_spaces.config import TrialConfig
+from qlora_sweep.search_spaces.gpus import GIB
+from qlora_sweep.storage.definition import StudyDefinition, Target
+from qlora_sweep.storage.records import Crashed, Errand, Measured, OutOfMemory
+from qlora_sweep.sweep.running.wire import Progress
+from qlora_sweep.sweep.study.events import (
     ConfirmationStarted,
     LaneLost,
     SpaceTraced,
@@ -26,9 +26,9 @@ from sweep.study.events import (
     TrialProgress,
     TrialStarted,
 )
-from sweep.terminal.board import Board
-from sweep.terminal.drawing import rendered
-from sweep.terminal.live import STOPPING, PlainLines, panel, time_line, watching
+from qlora_sweep.sweep.terminal.board import Board
+from qlora_sweep.sweep.terminal.drawing import rendered
+from qlora_sweep.sweep.terminal.live import STOPPING, PlainLines, panel, time_line, watching
 from tests.storage.builders import confirmed
 from tests.sweep.simulated_device import BUDGET, MODEL, a_measurement, a_record, a_space
 from tests.sweep.terminal.screen import Screen

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from search_spaces.config import TrialConfig, as_options
-from search_spaces.errors import InputError
-from storage.records import Measured
-from sweep.terminal.options import settings
+from qlora_sweep.search_spaces.config import TrialConfig, as_options
+from qlora_sweep.search_spaces.errors import InputError
+from qlora_sweep.storage.records import Measured
+from qlora_sweep.sweep.terminal.options import settings
 from tests.sweep.simulated_device import a_measurement
 from tests.sweep.simulated_drive import driving_on
 from tests.sweep.typed import Sweep
@@ -28,7 +28,7 @@ def started(*_, **__):
     raise AssertionError("a process was started")
 
 subprocess.Popen.__init__ = started
-from sweep.cli import main
+from qlora_sweep.sweep.cli import main
 
 for line in sys.argv[1:]:
     code = main(shlex.split(line))
@@ -52,7 +52,7 @@ def simulated(monkeypatch: pytest.MonkeyPatch) -> None:
     def measured(config: TrialConfig) -> Measured:
         return Measured(measurement=a_measurement(config, peak_allocated_bytes=1000))
 
-    monkeypatch.setattr("sweep.terminal.driving.drive", driving_on(measured))
+    monkeypatch.setattr("qlora_sweep.sweep.terminal.driving.drive", driving_on(measured))
 
 
 LIGHT = """
@@ -189,7 +189,7 @@ def test_a_setting_that_is_unknown_is_not_answered_with_all_of_them(
 
 def test_a_directory_that_was_removed_is_said(home: Path) -> None:
     gone = home / "gone"
-    program = "import os, sys; os.rmdir(os.getcwd()); from sweep.cli import main; sys.exit(main())"
+    program = "import os, sys; os.rmdir(os.getcwd()); from qlora_sweep.sweep.cli import main; sys.exit(main())"
     for words in (["run", "cpu-demo"], ["data", "texts.jsonl", "--model", "demo"]):
         gone.mkdir()
         done = subprocess.run(

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from search_spaces.loading import parse_space
+from qlora_sweep.search_spaces.loading import parse_space
 from tests.sweep.typed import Sweep
 
 DATASET = '{"text": "mine"}\n'

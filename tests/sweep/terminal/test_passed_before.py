@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from search_spaces.errors import InputError
-from search_spaces.models import load_model_spec
+from qlora_sweep.search_spaces.errors import InputError
+from qlora_sweep.search_spaces.models import load_model_spec
 from tests.sweep.typed import Sweep
 
 pytestmark = pytest.mark.usefixtures("home")

@@ -12,24 +12,24 @@ from typing import Any
 
 import pytest
 
-from search_spaces.config import CONFIG_KEYS, TrialConfig, parse_config
-from search_spaces.costs import AskedWork
-from search_spaces.errors import InputError
-from search_spaces.gpus import GIB, gpu_catalogue
-from search_spaces.learning_rates import in_words, learning_rate_of
-from search_spaces.models import load_model_spec
-from storage.environment import fingerprint
-from storage.reading import read_study
-from storage.study import open_study
-from sweep.cli import main
-from sweep.paths import runs_directory, storage_url
-from sweep.planning.question import PlanRequest, read_configurations
-from sweep.planning.survey import SURVEYED_BY
-from sweep.predict.memory.profile_store import source_files
-from sweep.predict.memory.profiles import Untraceable
-from sweep.running.device_info import Card
-from sweep.sampling.samplers import make_sampler
-from sweep.terminal.plan import plan
+from qlora_sweep.search_spaces.config import CONFIG_KEYS, TrialConfig, parse_config
+from qlora_sweep.search_spaces.costs import AskedWork
+from qlora_sweep.search_spaces.errors import InputError
+from qlora_sweep.search_spaces.gpus import GIB, gpu_catalogue
+from qlora_sweep.search_spaces.learning_rates import in_words, learning_rate_of
+from qlora_sweep.search_spaces.models import load_model_spec
+from qlora_sweep.storage.environment import fingerprint
+from qlora_sweep.storage.reading import read_study
+from qlora_sweep.storage.study import open_study
+from qlora_sweep.sweep.cli import main
+from qlora_sweep.sweep.paths import runs_directory, storage_url
+from qlora_sweep.sweep.planning.question import PlanRequest, read_configurations
+from qlora_sweep.sweep.planning.survey import SURVEYED_BY
+from qlora_sweep.sweep.predict.memory.profile_store import source_files
+from qlora_sweep.sweep.predict.memory.profiles import Untraceable
+from qlora_sweep.sweep.running.device_info import Card
+from qlora_sweep.sweep.sampling.samplers import make_sampler
+from qlora_sweep.sweep.terminal.plan import plan
 from tests.families import spec_of
 from tests.sweep.imagined_memory import ImaginedMemory, ImaginedPredictor
 from tests.sweep.imagined_study import INTERFACE_KEYS, TRIALS, a_snapshot
@@ -623,7 +623,7 @@ def test_a_kept_answer_that_cannot_be_read_or_written_is_worked_out_anew(
 
 PROGRAM = """
 import json, sys
-from sweep.cli import main
+from qlora_sweep.sweep.cli import main
 code = main(sys.argv[1:])
 heavy = {'torch', 'transformers', 'peft', 'bitsandbytes', 'optuna'} & set(sys.modules)
 files = {name: getattr(m, '__file__', '') for name, m in sys.modules.items()}
@@ -649,7 +649,9 @@ def test_the_command_answers_with_json_alone_and_never_imports_torch() -> None:
 
 def test_a_kept_answer_is_of_no_use_once_any_code_that_predicts_changes() -> None:
     """All of ours that is imported, but for `storage`, which only a study's evidence needs."""
-    program = PROGRAM.replace("from sweep.cli import main", "import sweep.planning.survey as _")
+    program = PROGRAM.replace(
+        "from qlora_sweep.sweep.cli import main", "import qlora_sweep.sweep.planning.survey as _"
+    )
     program = program.replace("main(sys.argv[1:])", "0")
     done = subprocess.run(
         (sys.executable, "-P", "-c", program), capture_output=True, text=True, check=True

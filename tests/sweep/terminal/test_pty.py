@@ -19,10 +19,10 @@ from typing import Any
 
 import pytest
 
-from search_spaces.models import load_model_spec
-from storage.reading import read_study
-from sweep.request import RunRequest
-from sweep.terminal import many_models
+from qlora_sweep.search_spaces.models import load_model_spec
+from qlora_sweep.storage.reading import read_study
+from qlora_sweep.sweep.request import RunRequest
+from qlora_sweep.sweep.terminal import many_models
 from tests.sweep.terminal.screen import Screen
 from tests.sweep.typed import Sweep
 

@@ -17,16 +17,16 @@ from wsgiref.util import setup_testing_defaults
 
 import pytest
 
-from search_spaces.errors import EnvironmentFault
-from search_spaces.gpus import gpu_catalogue
-from search_spaces.models import shipped_models
-from search_spaces.presets import preset_texts
-from storage.definition import UnreadableStudy
-from storage.reading import list_studies, shown_storage
-from sweep.study import recorded
-from sweep.terminal import options
-from sweep.terminal.dashboard import only_to_look_at
-from sweep.terminal.summary import studies_text
+from qlora_sweep.search_spaces.errors import EnvironmentFault
+from qlora_sweep.search_spaces.gpus import gpu_catalogue
+from qlora_sweep.search_spaces.models import shipped_models
+from qlora_sweep.search_spaces.presets import preset_texts
+from qlora_sweep.storage.definition import UnreadableStudy
+from qlora_sweep.storage.reading import list_studies, shown_storage
+from qlora_sweep.sweep.study import recorded
+from qlora_sweep.sweep.terminal import options
+from qlora_sweep.sweep.terminal.dashboard import only_to_look_at
+from qlora_sweep.sweep.terminal.summary import studies_text
 from tests.storage.builders import fits, open_it, run_one
 from tests.sweep.typed import Sweep
 
@@ -105,7 +105,7 @@ def test_a_surface_has_a_report_of_all_its_trials(
 ROOT = Path(__file__).parents[3]
 PROGRAM = """
 import sys
-from sweep.cli import main
+from qlora_sweep.sweep.cli import main
 try:
     main()
 finally:

@@ -17,13 +17,13 @@ import pytest
 from rich.console import Console
 from rich.text import Text
 
-from reports.page import render, write_page
-from search_spaces.errors import EnvironmentFault, InputError, quote, words_of
-from storage.reading import read_study
-from storage.records import Crashed, TrialRecord
-from sweep.cli import guarded
-from sweep.terminal.console import Guarded, Synchronized, folded, note, say, say_json
-from sweep.terminal.drawing import Shown, rendered, table
+from qlora_sweep.reports.page import render, write_page
+from qlora_sweep.search_spaces.errors import EnvironmentFault, InputError, quote, words_of
+from qlora_sweep.storage.reading import read_study
+from qlora_sweep.storage.records import Crashed, TrialRecord
+from qlora_sweep.sweep.cli import guarded
+from qlora_sweep.sweep.terminal.console import Guarded, Synchronized, folded, note, say, say_json
+from qlora_sweep.sweep.terminal.drawing import Shown, rendered, table
 from tests.reports.synthetic import fits, record, snapshot
 from tests.storage.builders import open_it, run_one
 from tests.sweep.typed import Sweep
@@ -191,7 +191,7 @@ def test_no_planted_link_is_written_through_and_no_pipe_waited_for(
 def test_what_libraries_print_in_a_command_is_clean() -> None:
     script = (
         "import sys, logging, warnings\n"
-        "from sweep.cli import main\n"
+        "from qlora_sweep.sweep.cli import main\n"
         "main(['--version'])\n"
         "logging.getLogger('lib').error(sys.argv[1])\n"
         "warnings.warn(sys.argv[1])\n"

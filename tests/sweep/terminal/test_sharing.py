@@ -9,16 +9,16 @@ from typing import Any
 
 import pytest
 
-from search_spaces.config import TrialConfig
-from search_spaces.gpus import GIB
-from storage.contributions import parse_contribution
-from storage.records import Carried, OutOfMemory, TrialRecord
-from storage.study import open_study
-from sweep.planning.question import PlanRequest
-from sweep.predict.speed.contributed import NAME, directory
-from sweep.sampling.samplers import make_sampler
-from sweep.terminal.plan import plan
-from sweep.terminal.sharing import calibrate
+from qlora_sweep.search_spaces.config import TrialConfig
+from qlora_sweep.search_spaces.gpus import GIB
+from qlora_sweep.storage.contributions import parse_contribution
+from qlora_sweep.storage.records import Carried, OutOfMemory, TrialRecord
+from qlora_sweep.storage.study import open_study
+from qlora_sweep.sweep.planning.question import PlanRequest
+from qlora_sweep.sweep.predict.speed.contributed import NAME, directory
+from qlora_sweep.sweep.sampling.samplers import make_sampler
+from qlora_sweep.sweep.terminal.plan import plan
+from qlora_sweep.sweep.terminal.sharing import calibrate
 from tests.sweep.imagined_memory import ImaginedMemory, ImaginedPredictor
 from tests.sweep.imagined_study import MISTRAL, TRIALS, a_record, a_snapshot
 from tests.sweep.typed import Sweep

@@ -10,19 +10,19 @@ from typing import Any
 
 import pytest
 
-from reports.view import view_of
-from search_spaces.config import TrialConfig
-from search_spaces.errors import NothingFits
-from storage.definition import (
+from qlora_sweep.reports.view import view_of
+from qlora_sweep.search_spaces.config import TrialConfig
+from qlora_sweep.search_spaces.errors import NothingFits
+from qlora_sweep.storage.definition import (
     StudyDefinition,
     StudySnapshot,
     Target,
 )
-from storage.reading import read_study
-from storage.records import Crashed, Invalid, Lost, OutOfMemory, TrialRecord
-from sweep.export.record import record_of
-from sweep.terminal.live import follow
-from sweep.terminal.summary import (
+from qlora_sweep.storage.reading import read_study
+from qlora_sweep.storage.records import Crashed, Invalid, Lost, OutOfMemory, TrialRecord
+from qlora_sweep.sweep.export.record import record_of
+from qlora_sweep.sweep.terminal.live import follow
+from qlora_sweep.sweep.terminal.summary import (
     best_text,
     last_screen,
     status_text,

@@ -16,7 +16,7 @@ def dynamo(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Let layers be compiled, which the tests' own processes are told not to do."""
     import torch
 
-    from sweep.training.adapters import forget_compiled
+    from qlora_sweep.sweep.training.adapters import forget_compiled
 
     monkeypatch.delenv("TORCHDYNAMO_DISABLE")
     forget_compiled()

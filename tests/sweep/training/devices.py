@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Iterable
 from dataclasses import replace
 
-from sweep.training.device import CpuDevice, Mark, Memory
+from qlora_sweep.sweep.training.device import CpuDevice, Mark, Memory
 
 AFTER_FIRST_MICRO_STEP = 2
 

@@ -17,11 +17,11 @@ from pathlib import Path
 import torch
 from torch._dynamo.backends.debugging import aot_eager
 
-from search_spaces.config import TrialConfig
-from sweep.training import adapters
-from sweep.training.model import build_base
-from sweep.training.step import TrainingLoop
-from sweep.training.team import join, leave
+from qlora_sweep.search_spaces.config import TrialConfig
+from qlora_sweep.sweep.training import adapters
+from qlora_sweep.sweep.training.model import build_base
+from qlora_sweep.sweep.training.step import TrainingLoop
+from qlora_sweep.sweep.training.team import join, leave
 from tests.sweep.training.tiny import TINY
 
 STEPS = 3

@@ -25,10 +25,17 @@ from torch.distributed.fsdp import fully_shard
 from transformers import MistralConfig, MistralForCausalLM
 from transformers.modeling_outputs import CausalLMOutput
 
-from search_spaces.config import TrialConfig
-from sweep.training.adapters import local
-from sweep.training.model import quantize_random
-from sweep.training.team import AS_STORED, fsdp_plugin, join, leave, shard_on_cpu, share_head
+from qlora_sweep.search_spaces.config import TrialConfig
+from qlora_sweep.sweep.training.adapters import local
+from qlora_sweep.sweep.training.model import quantize_random
+from qlora_sweep.sweep.training.team import (
+    AS_STORED,
+    fsdp_plugin,
+    join,
+    leave,
+    shard_on_cpu,
+    share_head,
+)
 
 STEPS = 3
 SHARDED = TrialConfig(

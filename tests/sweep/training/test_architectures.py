@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from search_spaces.errors import InputError
-from search_spaces.models import ModelSpec, checked_config, load_model_spec
-from storage.records import Measured
+from qlora_sweep.search_spaces.errors import InputError
+from qlora_sweep.search_spaces.models import ModelSpec, checked_config, load_model_spec
+from qlora_sweep.storage.records import Measured
 from tests.lazy import lazily
 from tests.sweep.training.tiny import BRIEF, TINY, outcome_of, tiny_config
 
-models = lazily("sweep.training.model")
+models = lazily("qlora_sweep.sweep.training.model")
 
 CONFIGS = Path(__file__).parents[2] / "data" / "configs"
 VISION: dict[str, Any] = {**TINY.config, "model_type": "clip_vision_model"}

@@ -52,7 +52,7 @@ def of_trainer(output: Path) -> Counter[str]:
     import torch
     from transformers import Trainer, TrainerCallback, TrainingArguments
 
-    from sweep.training.model import name_quantizer
+    from qlora_sweep.sweep.training.model import name_quantizer
 
     class Watching(TrainerCallback):  # type: ignore[misc]
         def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:

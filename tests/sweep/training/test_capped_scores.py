@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from search_spaces.models import load_model_spec
-from search_spaces.rules import own_settings
-from storage.records import Measured
+from qlora_sweep.search_spaces.models import load_model_spec
+from qlora_sweep.search_spaces.rules import own_settings
+from qlora_sweep.storage.records import Measured
 from tests.lazy import lazily
 from tests.sweep.training.tiny import BRIEF, tiny_base, tiny_config, trial_on
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from storage.records import Faithfulness, Ineffective, OutOfMemory
+from qlora_sweep.storage.records import Faithfulness, Ineffective, OutOfMemory
 from tests.lazy import lazily
 from tests.sweep.predict.rows import EIGHT_BIT, Row, describe
 from tests.sweep.training.tiny import (
@@ -21,7 +21,7 @@ from tests.sweep.training.tiny import (
 )
 
 torch = lazily("torch")
-eight_bit = lazily("sweep.training.eight_bit")
+eight_bit = lazily("qlora_sweep.sweep.training.eight_bit")
 FP8 = {"compute_dtype": "fp8", "quantization": "fp8"}
 INT8 = {"compute_dtype": "int8", "quantization": "int8"}
 
@@ -60,7 +60,7 @@ def test_a_check_leaves_the_base_as_it_was(
             losses.append(measured(trial_on(base, config, steps=BRIEF).run()).final_loss)
         assert not base.model.get_input_embeddings()._forward_hooks
         # One that fails, too.
-        monkeypatch.setattr("sweep.training.faithfulness.multiplying_in", out_of_memory)
+        monkeypatch.setattr("qlora_sweep.sweep.training.faithfulness.multiplying_in", out_of_memory)
         assert isinstance(trial_on(base, config).run(), OutOfMemory)
         assert not base.model.is_gradient_checkpointing
     assert losses[0] == losses[1]
@@ -74,7 +74,7 @@ def test_attention_that_drops_scores_is_compared_without() -> None:
 
 
 def test_rows_of_pads_are_compared_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    from sweep.training.step import TrainingLoop
+    from qlora_sweep.sweep.training.step import TrainingLoop
 
     whole = TrainingLoop.next_batch
 
@@ -120,7 +120,7 @@ def test_a_kernel_that_is_wrong_cannot_win(
     name: str, spoil: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real = getattr(eight_bit, name)
-    monkeypatch.setattr(f"sweep.training.eight_bit.{name}", spoil(real))
+    monkeypatch.setattr(f"qlora_sweep.sweep.training.eight_bit.{name}", spoil(real))
     found = outcome(**INT8)
     # Without scales nothing is learned at all, which another proof sees first.
     assert isinstance(found, Ineffective), found
@@ -175,7 +175,7 @@ def test_small_gradients_pass_an_8_bit_base_in_fp16(kind: str) -> None:
 
 @pytest.mark.parametrize("row", [r for r in EIGHT_BIT if "faithfulness" in r], ids=describe)
 def test_what_ran_on_a_gpu_is_faithful(row: Row) -> None:
-    from sweep.training.faithfulness import unfaithful
+    from qlora_sweep.sweep.training.faithfulness import unfaithful
 
     found = Faithfulness.model_validate(row["faithfulness"])
     assert unfaithful(found) is None

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from search_spaces.models import ModelSpec
-from storage.records import Ineffective
+from qlora_sweep.search_spaces.models import ModelSpec
+from qlora_sweep.storage.records import Ineffective
 from tests.lazy import lazily
 from tests.sweep.training.tiny import (
     BRIEF,
@@ -21,8 +21,8 @@ from tests.sweep.training.tiny import (
 )
 
 torch = lazily("torch")
-eight_bit = lazily("sweep.training.eight_bit")
-fitting = lazily("sweep.training.fitting")
+eight_bit = lazily("qlora_sweep.sweep.training.eight_bit")
+fitting = lazily("qlora_sweep.sweep.training.fitting")
 KINDS = [("fp8", "fp8"), ("int8", "int8"), ("nf4", "fp8"), ("nf4", "int8")]
 
 
@@ -133,9 +133,11 @@ def test_what_is_too_far_off_stays_in_16_bits(
     usual = measured(outcome(pretrained, **int8)).eight_bit
     assert usual is not None
     worst = sorted(one.forward_worst for one in usual.errors)
-    monkeypatch.setattr("sweep.training.fitting.MOST_ERROR", (worst[-1] + worst[-2]) / 2)
+    monkeypatch.setattr(
+        "qlora_sweep.sweep.training.fitting.MOST_ERROR", (worst[-1] + worst[-2]) / 2
+    )
     # Two layers of seven projections: the widest is a quarter of the weights.
-    monkeypatch.setattr("sweep.training.fitting.MOST_SHARE", 0.5)
+    monkeypatch.setattr("qlora_sweep.sweep.training.fitting.MOST_SHARE", 0.5)
     config = tiny_config(upcast_fp32=False, **int8)
     with tiny_base(config, spec=pretrained, weights="pretrained") as base:
         found = measured(trial_on(base, config, steps=BRIEF).run()).eight_bit
@@ -151,7 +153,7 @@ def test_what_is_too_far_off_stays_in_16_bits(
 def test_too_many_in_16_bits_are_no_8_bit_training(
     pretrained: ModelSpec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("sweep.training.fitting.MOST_ERROR", 1e-6)
+    monkeypatch.setattr("qlora_sweep.sweep.training.fitting.MOST_ERROR", 1e-6)
     found = outcome(pretrained, compute_dtype="fp8", quantization="fp8")
     assert isinstance(found, Ineffective)
     assert found.knob == "compute_dtype"
@@ -159,8 +161,8 @@ def test_too_many_in_16_bits_are_no_8_bit_training(
 
 
 def test_fitting_leaves_recomputation_as_it_was(pretrained: ModelSpec) -> None:
-    from sweep.training.adapters import attached
-    from sweep.training.step import TrainingLoop
+    from qlora_sweep.sweep.training.adapters import attached
+    from qlora_sweep.sweep.training.step import TrainingLoop
 
     config = tiny_config(compute_dtype="int8", quantization="int8", checkpoint_fraction=0.5)
     with (

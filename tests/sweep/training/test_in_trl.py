@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 import torch
 
-from search_spaces.config import TrialConfig
-from sweep.data.rows import Collator
-from sweep.training.adapters import attached
-from sweep.training.in_trl import InTrl
-from sweep.training.model import build_base
-from sweep.training.step import TrainingLoop, stacked, with_a_shorter_row
+from qlora_sweep.search_spaces.config import TrialConfig
+from qlora_sweep.sweep.data.rows import Collator
+from qlora_sweep.sweep.training.adapters import attached
+from qlora_sweep.sweep.training.in_trl import InTrl
+from qlora_sweep.sweep.training.model import build_base
+from qlora_sweep.sweep.training.step import TrainingLoop, stacked, with_a_shorter_row
 
 CPU = torch.device("cpu")
 
@@ -24,7 +24,7 @@ def _config(**changes: Any) -> TrialConfig:
 
 @pytest.fixture(scope="module")
 def base() -> Any:
-    from search_spaces.models import load_model_spec
+    from qlora_sweep.search_spaces.models import load_model_spec
 
     spec = load_model_spec("demo")
     return build_base(_config(), spec=spec, weights="random", device=CPU, seed=0)

@@ -6,18 +6,18 @@ import json
 import subprocess
 import sys
 
-from sweep.training.libraries import OPTIONAL
+from qlora_sweep.sweep.training.libraries import OPTIONAL
 from tests.lazy import lazily
 
 torch = lazily("torch")
 
 _IMPORTED = """
 import json, sys
-from sweep.training.libraries import OPTIONAL, compiling_later, lean_imports
+from qlora_sweep.sweep.training.libraries import OPTIONAL, compiling_later, lean_imports
 with lean_imports(*OPTIONAL):
     with compiling_later():
         import bitsandbytes
-    import sweep.running.worker
+    import qlora_sweep.sweep.running.worker
 print(json.dumps([name for name, module in sys.modules.items() if module is not None]))
 """
 

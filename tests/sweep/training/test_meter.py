@@ -11,14 +11,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from search_spaces.config import TrialConfig
-from search_spaces.models import ModelSpec
-from sweep.nvml import card_at
+from qlora_sweep.search_spaces.config import TrialConfig
+from qlora_sweep.search_spaces.models import ModelSpec
+from qlora_sweep.sweep.nvml import card_at
 from tests.lazy import lazily
 from tests.sweep.pretend_nvml import PretendNvml, memory, processes
 from tests.sweep.training.tiny import BRIEF, measured, tiny_base, tiny_config, tiny_loop, trial_on
 
-meter = lazily("sweep.training.meter")
+meter = lazily("qlora_sweep.sweep.training.meter")
 
 
 @given(st.lists(st.floats(0.01, 10.0), min_size=6, max_size=40))
@@ -152,7 +152,7 @@ def test_a_step_is_made_of_the_micro_steps_that_were_run(
 
 # The FLOPs of a step, counted from the config alone and on the model that is there.
 
-adapters = lazily("sweep.training.adapters")
+adapters = lazily("qlora_sweep.sweep.training.adapters")
 SEQ_LEN, HIDDEN, INNER, LAYERS, VOCABULARY = 32, 64, 160, 3, 320
 SIZES: dict[str, Any] = {
     "hidden_size": HIDDEN,
@@ -202,8 +202,8 @@ def counted(model: ModelSpec, config: TrialConfig = PLAIN) -> float | None:
 def test_both_counts_of_a_steps_flops_are_the_same(
     architecture: dict[str, Any], targets: str | tuple[str, ...]
 ) -> None:
-    from sweep.predict.speed.kernels import Layout
-    from sweep.predict.speed.steps import model_flops
+    from qlora_sweep.sweep.predict.speed.kernels import Layout
+    from qlora_sweep.sweep.predict.speed.steps import model_flops
 
     model = a_model(**architecture)
     config = PLAIN.model_copy(update={"target_modules": targets})
@@ -293,7 +293,7 @@ def test_work_that_no_module_tells_is_not_shown() -> None:
 # What an exception means; the messages are those of torch, cuBLAS, cuDNN, Triton and glibc.
 
 torch = lazily("torch")
-exceptions = lazily("sweep.training.exceptions")
+exceptions = lazily("qlora_sweep.sweep.training.exceptions")
 SHARED_MEMORY = "out of resource: shared memory, Required: 147456, Hardware limit: 101376."
 NO_CARD_MEMORY = "CUDA out of memory. Tried to allocate 2.00 GiB"
 NO_HOST_MEMORY = (

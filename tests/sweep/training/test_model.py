@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from search_spaces.config import TrialConfig
-from search_spaces.errors import InputError
-from search_spaces.linears import unquantized
-from search_spaces.models import ModelSpec, load_model_spec
-from search_spaces.rules import Violation, violation
-from storage.records import Ineffective, Measured
+from qlora_sweep.search_spaces.config import TrialConfig
+from qlora_sweep.search_spaces.errors import InputError
+from qlora_sweep.search_spaces.linears import unquantized
+from qlora_sweep.search_spaces.models import ModelSpec, load_model_spec
+from qlora_sweep.search_spaces.rules import Violation, violation
+from qlora_sweep.storage.records import Ineffective, Measured
 from tests.lazy import lazily
 from tests.sweep.training.tiny import (
     BRIEF,
@@ -27,7 +27,7 @@ from tests.sweep.vision_language import CONFIGS, make_checkpoint
 
 torch = lazily("torch")
 families = lazily("tests.families")
-models = lazily("sweep.training.model")
+models = lazily("qlora_sweep.sweep.training.model")
 
 
 @pytest.mark.parametrize("kind", sorted(CONFIGS))

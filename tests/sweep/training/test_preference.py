@@ -10,14 +10,14 @@ from typing import Any, get_args
 import numpy as np
 import pytest
 
-from search_spaces.config import PairLoss, TrialConfig
-from search_spaces.models import load_model_spec
-from storage.records import QualityReport
-from sweep.data.batches import Texts
-from sweep.predict.memory.predictor import CpuMemory
-from sweep.training.messages import QualityCommand
-from sweep.training.preference import Preference
-from sweep.training.quality import Quality
+from qlora_sweep.search_spaces.config import PairLoss, TrialConfig
+from qlora_sweep.search_spaces.models import load_model_spec
+from qlora_sweep.storage.records import QualityReport
+from qlora_sweep.sweep.data.batches import Texts
+from qlora_sweep.sweep.predict.memory.predictor import CpuMemory
+from qlora_sweep.sweep.training.messages import QualityCommand
+from qlora_sweep.sweep.training.preference import Preference
+from qlora_sweep.sweep.training.quality import Quality
 from tests.sweep.data.prepared import prepared_pairs
 from tests.sweep.training.devices import Full
 from tests.sweep.training.tiny import (
@@ -89,7 +89,7 @@ def trls_trainer(tmp_path_factory: pytest.TempPathFactory) -> Any:
     from datasets import Dataset
     from trl import DPOConfig, DPOTrainer
 
-    from sweep.data.preparing import load_tokenizer
+    from qlora_sweep.sweep.data.preparing import load_tokenizer
 
     class Trainer(DPOTrainer):  # type: ignore[misc]
         def _prepare_dataset(self, dataset: Any, *_: Any) -> Any:
@@ -159,7 +159,7 @@ def test_a_step_on_pairs_is_trls(trls_trainer: Any, loss_type: str, reference: s
 def test_a_trial_on_a_dataset_of_pairs_trains_on_whole_ones(
     tmp_path: Path, knobs: dict[str, Any]
 ) -> None:
-    from sweep.data.batches import trial_batches
+    from qlora_sweep.sweep.data.batches import trial_batches
 
     texts = Texts(prepared_pairs(tmp_path, count=40), eval_fraction=0.1, seed=0)
     config = on_pairs(**{"micro_batch_size": 4, "seq_len": 12, **knobs})
@@ -215,8 +215,8 @@ def test_what_pairs_teach_shows_in_the_loss_and_the_wins_of_those_held_out(
 
 
 def test_pairs_that_are_cut_before_they_differ_are_left_out(tmp_path: Path) -> None:
-    from sweep.data.batches import trained_epoch
-    from sweep.data.epoch import DIFFERENCES
+    from qlora_sweep.sweep.data.batches import trained_epoch
+    from qlora_sweep.sweep.data.epoch import DIFFERENCES
 
     directory = prepared_pairs(tmp_path, count=10)
     np.save(directory / DIFFERENCES, np.array([3, 3, 3, 3, 3, 6, 6, 5, 9, 9], np.int32))
@@ -231,7 +231,7 @@ def test_what_a_cpu_needs_for_pairs_is_predicted(tmp_path: Path) -> None:
     """As near as for texts: the CPU's attention keeps less than a GPU's (`CPU_UNCERTAINTY`)."""
     config = on_pairs(micro_batch_size=8, seq_len=64, reference="precomputed")
     predicted = CpuMemory(TINY, cache_dir=tmp_path).predict(config).peak_allocated_bytes
-    from sweep.training.device import CpuDevice
+    from qlora_sweep.sweep.training.device import CpuDevice
 
     # What earlier tests left counts as well.
     gc.collect()

@@ -8,17 +8,17 @@ from typing import Any
 
 import pytest
 
-from search_spaces.config import KNOBS, TrialConfig
-from storage.records import Ineffective
-from sweep.running.wire import RunCommand, TrialRequest, WorkerMessage, WorkerSettings
+from qlora_sweep.search_spaces.config import KNOBS, TrialConfig
+from qlora_sweep.storage.records import Ineffective
+from qlora_sweep.sweep.running.wire import RunCommand, TrialRequest, WorkerMessage, WorkerSettings
 from tests.lazy import lazily
 from tests.sweep.training.tiny import LAYERS, QUICK, TINY, tiny_base, tiny_config, tiny_loop
 
 torch = lazily("torch")
-adapters = lazily("sweep.training.adapters")
-proof = lazily("sweep.training.proof")
-step = lazily("sweep.training.step")
-team = lazily("sweep.training.team")
+adapters = lazily("qlora_sweep.sweep.training.adapters")
+proof = lazily("qlora_sweep.sweep.training.proof")
+step = lazily("qlora_sweep.sweep.training.step")
+team = lazily("qlora_sweep.sweep.training.team")
 
 
 def fault(asked: Any, loop: Any, watch: Any = None, **seen: Any) -> Any:
@@ -178,7 +178,7 @@ def test_flash_attention_is_proved_by_flash_attns_own_operator(flash_attn_operat
 def test_a_value_whose_package_is_missing_is_ineffective_and_harms_no_other_trial(
     knob: str, value: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from sweep.running.worker import Worker
+    from qlora_sweep.sweep.running.worker import Worker
 
     for package in ("flash_attn", "liger_kernel"):
         monkeypatch.setitem(sys.modules, package, None)
@@ -199,7 +199,7 @@ def test_a_value_whose_package_is_missing_is_ineffective_and_harms_no_other_tria
 
 
 def a_look(rank: int = 1, size: int = 1) -> Any:
-    from sweep.training.device import Memory
+    from qlora_sweep.sweep.training.device import Memory
 
     memory = Memory(1, "backward")
     return team.Look(rank, size, adapters="same", tokens="other", held_share=1.0, memory=memory)
@@ -265,7 +265,7 @@ class Graphs:
 
 
 def trained(base: Any, config: TrialConfig, graphs: Graphs, *, steps: int = 1) -> Any:
-    from sweep.training.step import TrainingLoop
+    from qlora_sweep.sweep.training.step import TrainingLoop
 
     with adapters.attached(base, config) as attachment:
         with adapters.compiled(attachment.layers, compiler=graphs.compiler) as compilation:
@@ -330,7 +330,7 @@ def test_no_number_of_shapes_makes_a_layer_fall_back_and_none_that_is_no_single_
 
 # What is put on the base for one trial, and taken off again.
 
-attaching = lazily("sweep.training.adapters")
+attaching = lazily("qlora_sweep.sweep.training.adapters")
 
 
 def test_detaching_leaves_the_base_as_it_was() -> None:

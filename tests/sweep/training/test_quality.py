@@ -9,15 +9,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from search_spaces.config import TrialConfig
-from search_spaces.errors import InputError
-from storage.records import Diverged, OutOfMemory, QualityReport
-from sweep.training.messages import Progress, QualityCommand
+from qlora_sweep.search_spaces.config import TrialConfig
+from qlora_sweep.search_spaces.errors import InputError
+from qlora_sweep.storage.records import Diverged, OutOfMemory, QualityReport
+from qlora_sweep.sweep.training.messages import Progress, QualityCommand
 from tests.lazy import lazily
 from tests.sweep.training.tiny import tiny_base, tiny_config
 
 torch = lazily("torch")
-batching = lazily("sweep.data.batches")
+batching = lazily("qlora_sweep.sweep.data.batches")
 devices = lazily("tests.sweep.training.devices")
 preparing = lazily("tests.sweep.data.prepared")
 LENGTHS = np.random.default_rng(1).integers(3, 40, 80)
@@ -41,7 +41,7 @@ def base() -> Iterator[Any]:
 
 
 def outcome(base: Any, texts: Any, config: TrialConfig, **changes: Any) -> Any:
-    from sweep.training.quality import Quality
+    from qlora_sweep.sweep.training.quality import Quality
 
     asked = {k: changes.pop(k) for k in QualityCommand.model_fields if k in changes}
     values = {"device": devices.Full(), **changes}
@@ -55,7 +55,7 @@ def learned(base: Any, texts: Any, config: TrialConfig, **changes: Any) -> Quali
 
 
 def batches(texts: Any, config: TrialConfig, *, tokens: int = ASKED.tokens) -> list[Any]:
-    from sweep.data.batches import Lesson
+    from qlora_sweep.sweep.data.batches import Lesson
 
     lesson = Lesson(texts, config, tokens=tokens, seed=ASKED.seed)
     return [lesson[index] for index in range(len(lesson))]
@@ -85,7 +85,7 @@ def test_the_same_seed_gives_the_same_loss_and_another_one_another(base: Any, te
 def test_its_learning_rate_falls_as_that_of_a_training(
     base: Any, texts: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from sweep.training.step import TrainingLoop
+    from qlora_sweep.sweep.training.step import TrainingLoop
 
     rates: list[float] = []
     step = TrainingLoop.step
@@ -153,7 +153,7 @@ def test_every_configuration_trains_on_the_same_texts_in_the_same_order(texts: A
 
 
 def test_none_of_what_was_held_out_is_trained_on(texts: Any) -> None:
-    from sweep.data.rows import split
+    from qlora_sweep.sweep.data.rows import split
 
     rows = batching.open_tokens(texts.directory)
     _, held = split(len(rows), texts.eval_fraction, texts.seed)
@@ -218,7 +218,7 @@ def test_memory_that_runs_out_in_it_is_out_of_memory_and_the_base_goes_on(
 def test_an_evaluation_without_room_for_all_rows_goes_on_with_half_of_them(
     base: Any, texts: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from sweep.data import batches
+    from qlora_sweep.sweep.data import batches
 
     monkeypatch.setattr(batches, "BLOCKS_MAX", 2)
     config = tiny_config(micro_batch_size=8)

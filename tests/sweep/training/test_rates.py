@@ -6,10 +6,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from search_spaces.config import TrialConfig
-from search_spaces.learning_rates import MIXTURE_WIDTH, learning_rate_of
-from search_spaces.models import ModelSpec, shipped_models
-from sweep.training.step import rate_of
+from qlora_sweep.search_spaces.config import TrialConfig
+from qlora_sweep.search_spaces.learning_rates import MIXTURE_WIDTH, learning_rate_of
+from qlora_sweep.search_spaces.models import ModelSpec, shipped_models
+from qlora_sweep.sweep.training.step import rate_of
 
 
 @pytest.mark.parametrize("spec", shipped_models(), ids=lambda spec: spec.name)

@@ -7,16 +7,16 @@ from typing import Any
 
 import pytest
 
-from search_spaces.models import ModelSpec, load_model_spec
-from search_spaces.rules import own_settings, violation
-from storage.records import Measured
+from qlora_sweep.search_spaces.models import ModelSpec, load_model_spec
+from qlora_sweep.search_spaces.rules import own_settings, violation
+from qlora_sweep.storage.records import Measured
 from tests.lazy import lazily
 from tests.sweep.training.tiny import BRIEF, tiny_base, tiny_config, trial_on
 from tests.sweep.vision_language import make_checkpoint
 
 torch = lazily("torch")
 transformers = lazily("transformers")
-adapters = lazily("sweep.training.adapters")
+adapters = lazily("qlora_sweep.sweep.training.adapters")
 
 LAYERS = 4
 NF4 = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": False}

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from search_spaces.errors import EnvironmentFault
-from search_spaces.gpus import GIB
-from search_spaces.space import StepBudget
-from storage.records import (
+from qlora_sweep.search_spaces.errors import EnvironmentFault
+from qlora_sweep.search_spaces.gpus import GIB
+from qlora_sweep.search_spaces.space import StepBudget
+from qlora_sweep.storage.records import (
     RETRYABLE,
     Diverged,
     Ineffective,
@@ -180,7 +180,7 @@ def test_a_peak_above_the_budget_does_not_fit_and_one_at_the_budget_does() -> No
     ],
 )
 def test_the_stage_of_the_peak_is_where_it_was(knobs: dict[str, object], stage: str) -> None:
-    from sweep.training.device import CpuDevice
+    from qlora_sweep.sweep.training.device import CpuDevice
 
     device = CpuDevice()
     outcome_of(tiny_config(**knobs), device=device, steps=BRIEF)
@@ -188,7 +188,7 @@ def test_the_stage_of_the_peak_is_where_it_was(knobs: dict[str, object], stage: 
 
 
 def test_a_trial_that_spilled_into_the_hosts_memory_does_not_fit() -> None:
-    from sweep.training.device import bytes_beyond
+    from qlora_sweep.sweep.training.device import bytes_beyond
 
     outcome = outcome_of(CONFIG, device=devices.Spilling())
     assert isinstance(outcome, OutOfMemory)
@@ -236,8 +236,8 @@ ACCUMULATING = tiny_config(effective_batch_size=16)
 def test_two_micro_steps_stand_for_a_whole_accumulation(monkeypatch: pytest.MonkeyPatch) -> None:
     # This process's own seconds: other processes take as much of the clock's as they like.
     own = SimpleNamespace(perf_counter=time.process_time)
-    monkeypatch.setattr("sweep.training.device.time", own)
-    monkeypatch.setattr("sweep.training.trial.time", own)
+    monkeypatch.setattr("qlora_sweep.sweep.training.device.time", own)
+    monkeypatch.setattr("qlora_sweep.sweep.training.trial.time", own)
     with tiny_base(ACCUMULATING) as base:
         trial_on(base, ACCUMULATING, micro_steps_max=8, steps=BRIEF).run()
         # Processors shared with others are slower now and then; a mistake shows always.
@@ -377,7 +377,7 @@ def test_an_evaluation_makes_no_gradients_and_the_training_goes_on() -> None:
 
 
 def test_memory_of_the_evaluation_counts_towards_the_peak() -> None:
-    from sweep.training.device import CpuDevice
+    from qlora_sweep.sweep.training.device import CpuDevice
 
     class Watched(CpuDevice):
         """Says how much was observed in the pass."""
@@ -405,7 +405,7 @@ def test_running_out_in_the_evaluation_is_out_of_memory_and_says_where(
     def full(*_: object, **__: object) -> float:
         raise MemoryError("no room for the logits")
 
-    monkeypatch.setattr("sweep.training.step.TrainingLoop.evaluate", full)
+    monkeypatch.setattr("qlora_sweep.sweep.training.step.TrainingLoop.evaluate", full)
     outcome = outcome_of(CONFIG, steps=STEPS, is_soak=True)
     assert isinstance(outcome, OutOfMemory), outcome
     assert outcome.detail.startswith("in an evaluation pass: ")
@@ -413,7 +413,7 @@ def test_running_out_in_the_evaluation_is_out_of_memory_and_says_where(
 
 #
 
-cpu_devices = lazily("sweep.training.device")
+cpu_devices = lazily("qlora_sweep.sweep.training.device")
 
 
 def test_a_limit_of_the_process_below_the_budget_is_not_taken_for_the_budget(

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from search_spaces.config import TrialConfig
-from search_spaces.models import ModelSpec
-from storage.records import Ineffective, Invalid, Measurement
+from qlora_sweep.search_spaces.config import TrialConfig
+from qlora_sweep.search_spaces.models import ModelSpec
+from qlora_sweep.storage.records import Ineffective, Invalid, Measurement
 from tests.lazy import lazily
 from tests.sweep.training.tiny import (
     BRIEF,
@@ -25,9 +25,9 @@ from tests.sweep.training.tiny import (
 )
 
 torch = lazily("torch")
-batching = lazily("sweep.data.batches")
+batching = lazily("qlora_sweep.sweep.data.batches")
 preparing = lazily("tests.sweep.data.prepared")
-trial = lazily("sweep.training.trial")
+trial = lazily("qlora_sweep.sweep.training.trial")
 LENGTHS = np.random.default_rng(1).integers(3, 29, 60)
 
 
@@ -103,7 +103,7 @@ def test_of_a_few_very_long_rows_the_speed_is_still_that_of_the_epoch(tmp_path: 
 def test_the_longest_rows_come_first_then_one_round_after_another_and_none_is_new_when_measured(
     texts: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from sweep.training.step import TrainingLoop
+    from qlora_sweep.sweep.training.step import TrainingLoop
 
     config = tiny_config(effective_batch_size=4)
     seen: list[tuple[int, ...]] = []
@@ -184,7 +184,7 @@ def test_texts_that_make_no_micro_batch_or_no_packing_are_said(
 
 
 def test_ranks_of_one_row_each_wait_less_where_rows_are_grouped(texts: Any) -> None:
-    from sweep.training.proof import PROOFS, StepEvidence
+    from qlora_sweep.sweep.training.proof import PROOFS, StepEvidence
 
     config = tiny_config(packing="grouped", micro_batch_size=1, data_parallel=2)
     made = batching.trial_batches(texts, config)
@@ -202,7 +202,7 @@ def test_tokens_that_the_model_does_not_know_are_invalid(texts: Any) -> None:
 
 
 def test_texts_of_a_row_that_see_each_other_are_found_out(texts: Any) -> None:
-    from sweep.data.probing import are_apart
+    from qlora_sweep.sweep.data.probing import are_apart
 
     config = tiny_config(packing="packed", checkpoint_fraction=0.0)
     batch = round_of(texts, config).largest[0]
@@ -224,7 +224,7 @@ def test_texts_of_a_row_that_see_each_other_are_found_out(texts: Any) -> None:
 
 
 def test_work_is_counted_of_what_is_computed(texts: Any) -> None:
-    from sweep.training.meter import flops_per_token
+    from qlora_sweep.sweep.training.meter import flops_per_token
 
     config, most = tiny_config(), 1e12
     found = on_texts(texts, config, peak_flops=most)

@@ -13,12 +13,12 @@ from pathlib import Path
 
 import torch
 
-from search_spaces.config import TrialConfig
-from sweep.data.batches import Lesson, Texts, trial_batches
-from sweep.training.adapters import attached
-from sweep.training.model import build_base
-from sweep.training.step import TrainingLoop
-from sweep.training.team import join, leave, rank, world_size
+from qlora_sweep.search_spaces.config import TrialConfig
+from qlora_sweep.sweep.data.batches import Lesson, Texts, trial_batches
+from qlora_sweep.sweep.training.adapters import attached
+from qlora_sweep.sweep.training.model import build_base
+from qlora_sweep.sweep.training.step import TrainingLoop
+from qlora_sweep.sweep.training.team import join, leave, rank, world_size
 from tests.sweep.training.tiny import TINY
 
 STEPS = 4

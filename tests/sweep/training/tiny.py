@@ -10,15 +10,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from search_spaces.config import TrialConfig
-from search_spaces.models import ModelSpec, load_model_spec
-from search_spaces.space import StepBudget
-from storage.records import Measured, Measurement, Outcome
+from qlora_sweep.search_spaces.config import TrialConfig
+from qlora_sweep.search_spaces.models import ModelSpec, load_model_spec
+from qlora_sweep.search_spaces.space import StepBudget
+from qlora_sweep.storage.records import Measured, Measurement, Outcome
 
 if TYPE_CHECKING:
-    from sweep.training.model import BaseModel
-    from sweep.training.step import TrainingLoop
-    from sweep.training.trial import Trial
+    from qlora_sweep.sweep.training.model import BaseModel
+    from qlora_sweep.sweep.training.step import TrainingLoop
+    from qlora_sweep.sweep.training.trial import Trial
 
 LAYERS = 2
 """So few that each is told from the other, and no test waits for more of the same."""
@@ -87,7 +87,7 @@ def tiny_base(
 ) -> Iterator[BaseModel]:
     import torch
 
-    from sweep.training.model import build_base
+    from qlora_sweep.sweep.training.model import build_base
 
     base = build_base(config, spec=spec, weights=weights, device=torch.device("cpu"), seed=0)
     try:
@@ -99,17 +99,17 @@ def tiny_base(
 @contextlib.contextmanager
 def tiny_loop(config: TrialConfig, *, spec: ModelSpec = TINY) -> Iterator[TrainingLoop]:
     """Yield a training that has not begun, with adapters on a base of its own."""
-    from sweep.training.adapters import attached
-    from sweep.training.step import TrainingLoop
+    from qlora_sweep.sweep.training.adapters import attached
+    from qlora_sweep.sweep.training.step import TrainingLoop
 
     with tiny_base(config, spec=spec) as base, attached(base, config) as attachment:
         yield TrainingLoop(attachment, config, seed=0)
 
 
 def trial_on(base: BaseModel, config: TrialConfig, **changes: Any) -> Trial:
-    from sweep.training.device import CpuDevice
-    from sweep.training.meter import CardReader
-    from sweep.training.trial import Trial
+    from qlora_sweep.sweep.training.device import CpuDevice
+    from qlora_sweep.sweep.training.meter import CardReader
+    from qlora_sweep.sweep.training.trial import Trial
 
     settings: dict[str, Any] = {
         "base": base,

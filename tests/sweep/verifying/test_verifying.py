@@ -10,16 +10,16 @@ from typing import Any
 
 import pytest
 
-from search_spaces.config import TrialConfig
-from search_spaces.errors import EnvironmentFault, InputError
-from search_spaces.models import ModelSpec, load_model_spec
-from search_spaces.presets import preset_texts
-from sweep.cli import main
-from sweep.data.marking import marked
-from sweep.export.formats import exported
-from sweep.export.record import Record, RecordedTexts, record_of
-from sweep.verifying import runs
-from sweep.verifying.runs import verify
+from qlora_sweep.search_spaces.config import TrialConfig
+from qlora_sweep.search_spaces.errors import EnvironmentFault, InputError
+from qlora_sweep.search_spaces.models import ModelSpec, load_model_spec
+from qlora_sweep.search_spaces.presets import preset_texts
+from qlora_sweep.sweep.cli import main
+from qlora_sweep.sweep.data.marking import marked
+from qlora_sweep.sweep.export.formats import exported
+from qlora_sweep.sweep.export.record import Record, RecordedTexts, record_of
+from qlora_sweep.sweep.verifying import runs
+from qlora_sweep.sweep.verifying.runs import verify
 from tests.sweep.export.studies import a_study, some_texts
 from tests.sweep.export.weights import written_texts
 
@@ -242,7 +242,7 @@ def test_random_weights_load_as_the_architecture_they_are_of(tmp_path: Path) -> 
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from sweep.verifying.__main__ import write_random_weights
+    from qlora_sweep.sweep.verifying.__main__ import write_random_weights
 
     tokenizer = DEMO.tokenizer_path
     assert tokenizer is not None

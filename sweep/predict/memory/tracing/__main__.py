@@ -1,6 +1,6 @@
 """The tracing child: one question a line in, one answer a line out.
 
-Run as ``python -P -m sweep.predict.memory.tracing PARENT``, where PARENT is the number of the
+Run as ``python -P -m qlora_sweep.sweep.predict.memory.tracing PARENT``, where PARENT is the number of the
 process that started it.
 """
 
@@ -13,11 +13,11 @@ from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any
 
-from search_spaces.errors import InputError
-from search_spaces.models import ModelSpec
-from sweep.predict.memory.profiles import Structure, Untraceable
-from sweep.processes import bind_to_parent
-from sweep.training.libraries import OPTIONAL, lean_imports
+from qlora_sweep.search_spaces.errors import InputError
+from qlora_sweep.search_spaces.models import ModelSpec
+from qlora_sweep.sweep.predict.memory.profiles import Structure, Untraceable
+from qlora_sweep.sweep.processes import bind_to_parent
+from qlora_sweep.sweep.training.libraries import OPTIONAL, lean_imports
 
 
 def main() -> None:
@@ -51,11 +51,11 @@ def _imported() -> tuple[
 ]:
     """Import torch, transformers and PEFT, with bitsandbytes stood in for."""
     with lean_imports(*OPTIONAL, "pandas", "datasets"):
-        from sweep.predict.memory.tracing import stand_ins
+        from qlora_sweep.sweep.predict.memory.tracing import stand_ins
 
         stand_ins.install()
-        from sweep.predict.memory.tracing.layers import trace_layers
-        from sweep.predict.memory.tracing.profile import trace
+        from qlora_sweep.sweep.predict.memory.tracing.layers import trace_layers
+        from qlora_sweep.sweep.predict.memory.tracing.profile import trace
     return trace, trace_layers
 
 

@@ -31,8 +31,8 @@ from typing import Any
 import torch
 import torch.nn.functional as functional
 
-from sweep.training import eight_bit
-from sweep.training.eight_bit import TYPES, Parts, changed
+from qlora_sweep.sweep.training import eight_bit
+from qlora_sweep.sweep.training.eight_bit import TYPES, Parts, changed
 
 _NORM_WRITES_ANEW = frozenset(
     ["exaone4", "gemma2", "gemma3_text", "gemma4_text", "glm4", "olmo2", "olmo3", "qwen3_next"]

@@ -18,21 +18,21 @@ import torch
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from search_spaces.config import Attention, TrialConfig
-from search_spaces.errors import InputError
-from search_spaces.models import ModelSpec
-from sweep.predict.memory.profiles import Polynomial, Symbols, Untraceable
-from sweep.predict.memory.tracing.profile import (
+from qlora_sweep.search_spaces.config import Attention, TrialConfig
+from qlora_sweep.search_spaces.errors import InputError
+from qlora_sweep.search_spaces.models import ModelSpec
+from qlora_sweep.sweep.predict.memory.profiles import Polynomial, Symbols, Untraceable
+from qlora_sweep.sweep.predict.memory.tracing.profile import (
     build_base,
     excerpt,
     line_of,
     module_at_fault,
     symbols_of,
 )
-from sweep.predict.memory.tracing.stand_ins import Cuda
-from sweep.predict.memory.tracing.walk import Ledger, PlainLoop, boundaries
-from sweep.training.adapters import with_adapters
-from sweep.training.model import BaseModel, decoder_layers
+from qlora_sweep.sweep.predict.memory.tracing.stand_ins import Cuda
+from qlora_sweep.sweep.predict.memory.tracing.walk import Ledger, PlainLoop, boundaries
+from qlora_sweep.sweep.training.adapters import with_adapters
+from qlora_sweep.sweep.training.model import BaseModel, decoder_layers
 
 _aten = torch.ops.aten
 _GROUPED = _aten._grouped_mm.default

@@ -34,16 +34,22 @@ import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
 from transformers import PreTrainedModel, masking_utils
 
-from search_spaces.config import TrialConfig
-from search_spaces.errors import InputError, in_percent, words_of
-from search_spaces.linears import LEAST_QUANTIZED_SHARE
-from search_spaces.models import ModelSpec
-from search_spaces.quantized import of_chosen_layers, unquantized_of_layer
-from sweep.predict.memory.allocator import CachingAllocator
-from sweep.predict.memory.profiles import Structure, Symbols, Untraceable, alive, coefficients
-from sweep.predict.memory.tracing import fused
-from sweep.predict.memory.tracing.stand_ins import Linear4bit, Params4bit
-from sweep.predict.memory.tracing.walk import (
+from qlora_sweep.search_spaces.config import TrialConfig
+from qlora_sweep.search_spaces.errors import InputError, in_percent, words_of
+from qlora_sweep.search_spaces.linears import LEAST_QUANTIZED_SHARE
+from qlora_sweep.search_spaces.models import ModelSpec
+from qlora_sweep.search_spaces.quantized import of_chosen_layers, unquantized_of_layer
+from qlora_sweep.sweep.predict.memory.allocator import CachingAllocator
+from qlora_sweep.sweep.predict.memory.profiles import (
+    Structure,
+    Symbols,
+    Untraceable,
+    alive,
+    coefficients,
+)
+from qlora_sweep.sweep.predict.memory.tracing import fused
+from qlora_sweep.sweep.predict.memory.tracing.stand_ins import Linear4bit, Params4bit
+from qlora_sweep.sweep.predict.memory.tracing.walk import (
     PlainLoop,
     Traceable,
     Walk,
@@ -51,9 +57,9 @@ from sweep.predict.memory.tracing.walk import (
     tapes,
     walk,
 )
-from sweep.training.adapters import with_adapters
-from sweep.training.eight_bit import EightBitLinear, compute_in_8_bits
-from sweep.training.model import (
+from qlora_sweep.sweep.training.adapters import with_adapters
+from qlora_sweep.sweep.training.eight_bit import EightBitLinear, compute_in_8_bits
+from qlora_sweep.sweep.training.model import (
     BaseModel,
     architecture_of,
     compute_type,

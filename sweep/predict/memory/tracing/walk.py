@@ -43,8 +43,8 @@ from peft import PeftModel
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel, masking_utils
 
-from search_spaces.config import TRL_TILE
-from sweep.predict.memory.profiles import (
+from qlora_sweep.search_spaces.config import TRL_TILE
+from qlora_sweep.sweep.predict.memory.profiles import (
     ACTIVATIONS,
     BIRTH,
     DEATH,
@@ -58,10 +58,10 @@ from sweep.predict.memory.profiles import (
     Structure,
     Symbols,
 )
-from sweep.predict.memory.tracing.stand_ins import Cuda
-from sweep.training import preference
-from sweep.training.eight_bit import changed
-from sweep.training.model import compute_type
+from qlora_sweep.sweep.predict.memory.tracing.stand_ins import Cuda
+from qlora_sweep.sweep.training import preference
+from qlora_sweep.sweep.training.eight_bit import changed
+from qlora_sweep.sweep.training.model import compute_type
 
 Event = tuple[int, bool]
 """A storage's number, and whether it was born (or died)."""

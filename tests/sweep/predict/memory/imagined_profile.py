@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Generator, Iterable
 from typing import Any
 
-from search_spaces.errors import EnvironmentFault, InputError
-from search_spaces.models import ModelSpec
-from sweep.predict.memory.allocator import MIB
-from sweep.predict.memory.profiles import (
+from qlora_sweep.search_spaces.errors import EnvironmentFault, InputError
+from qlora_sweep.search_spaces.models import ModelSpec
+from qlora_sweep.sweep.predict.memory.allocator import MIB
+from qlora_sweep.sweep.predict.memory.profiles import (
     ACTIVATIONS,
     BIRTH,
     DEATH,

@@ -18,28 +18,28 @@ from tempfile import TemporaryDirectory
 from typing import Any
 from zipfile import ZIP_LZMA, ZipFile, ZipInfo
 
-from search_spaces.config import TrialConfig
-from search_spaces.errors import InputError
-from search_spaces.gpus import find_gpu
-from search_spaces.linears import linear_shapes
-from search_spaces.loading import load_space, shipped_presets
-from search_spaces.models import ModelSpec, load_model_spec, shipped_models
-from search_spaces.presets import DEMO, preset_space, preset_texts
-from search_spaces.space import SearchSpace
-from sweep.planning.candidates import single_changes
-from sweep.planning.survey import SURVEYS, shipped_name, survey
-from sweep.predict.forecast import Forecaster
-from sweep.predict.memory.predictor import TracingPredictor, one_of_each_kind
-from sweep.predict.memory.profile_store import (
+from qlora_sweep.search_spaces.config import TrialConfig
+from qlora_sweep.search_spaces.errors import InputError
+from qlora_sweep.search_spaces.gpus import find_gpu
+from qlora_sweep.search_spaces.linears import linear_shapes
+from qlora_sweep.search_spaces.loading import load_space, shipped_presets
+from qlora_sweep.search_spaces.models import ModelSpec, load_model_spec, shipped_models
+from qlora_sweep.search_spaces.presets import DEMO, preset_space, preset_texts
+from qlora_sweep.search_spaces.space import SearchSpace
+from qlora_sweep.sweep.planning.candidates import single_changes
+from qlora_sweep.sweep.planning.survey import SURVEYS, shipped_name, survey
+from qlora_sweep.sweep.predict.forecast import Forecaster
+from qlora_sweep.sweep.predict.memory.predictor import TracingPredictor, one_of_each_kind
+from qlora_sweep.sweep.predict.memory.profile_store import (
     Traced,
     Tracer,
     TracingChildren,
     trace_layers,
     versions,
 )
-from sweep.predict.memory.profiles import BIRTH, DEATH, Profile, Structure
-from sweep.predict.memory.shipped import PROFILES, VERSIONS, ShippedProfiles, read
-from sweep.predict.speed.layers import SHIPPED as LAYERS
+from qlora_sweep.sweep.predict.memory.profiles import BIRTH, DEATH, Profile, Structure
+from qlora_sweep.sweep.predict.memory.shipped import PROFILES, VERSIONS, ShippedProfiles, read
+from qlora_sweep.sweep.predict.speed.layers import SHIPPED as LAYERS
 
 _DATE = (1980, 1, 1, 0, 0, 0)
 

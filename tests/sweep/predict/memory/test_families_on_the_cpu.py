@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from search_spaces.config import TrialConfig
-from search_spaces.models import ModelSpec
-from sweep.predict.memory.predictor import TracingPredictor
-from sweep.predict.memory.profile_store import TracingChildren
+from qlora_sweep.search_spaces.config import TrialConfig
+from qlora_sweep.search_spaces.models import ModelSpec
+from qlora_sweep.sweep.predict.memory.predictor import TracingPredictor
+from qlora_sweep.sweep.predict.memory.profile_store import TracingChildren
 from tests.sweep.frozen import frozen_libraries  # noqa: F401
 
 pytestmark = pytest.mark.integration
@@ -40,8 +40,8 @@ def growths(
     and what would be of full rows."""
     import torch
 
-    from sweep.data.batches import Texts
-    from sweep.training.model import build_base
+    from qlora_sweep.sweep.data.batches import Texts
+    from qlora_sweep.sweep.training.model import build_base
     from tests.families import config_of, spec_of
     from tests.sweep.data.prepared import prepared
     from tests.sweep.training.tiny import BRIEF, trial_on

@@ -15,17 +15,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from search_spaces.config import TrialConfig, parse_config
-from search_spaces.errors import EnvironmentFault, InputError, SweepError
-from search_spaces.loading import load_space
-from search_spaces.models import ModelSpec, load_model_spec
-from search_spaces.space import SearchSpace
-from sweep.predict.memory import replay
-from sweep.predict.memory.allocator import MIB, CachingAllocator, OutOfSegments
-from sweep.predict.memory.peaks import alike, find_peaks
-from sweep.predict.memory.predictor import Fit, MemoryPrediction, TracingPredictor, one_of_each_kind
-from sweep.predict.memory.profile_store import TracingChildren
-from sweep.predict.memory.profiles import (
+from qlora_sweep.search_spaces.config import TrialConfig, parse_config
+from qlora_sweep.search_spaces.errors import EnvironmentFault, InputError, SweepError
+from qlora_sweep.search_spaces.loading import load_space
+from qlora_sweep.search_spaces.models import ModelSpec, load_model_spec
+from qlora_sweep.search_spaces.space import SearchSpace
+from qlora_sweep.sweep.predict.memory import replay
+from qlora_sweep.sweep.predict.memory.allocator import MIB, CachingAllocator, OutOfSegments
+from qlora_sweep.sweep.predict.memory.peaks import alike, find_peaks
+from qlora_sweep.sweep.predict.memory.predictor import (
+    Fit,
+    MemoryPrediction,
+    TracingPredictor,
+    one_of_each_kind,
+)
+from qlora_sweep.sweep.predict.memory.profile_store import TracingChildren
+from qlora_sweep.sweep.predict.memory.profiles import (
     BIRTH,
     FETCH_ALL,
     LEAVE,
@@ -36,7 +41,7 @@ from sweep.predict.memory.profiles import (
     Symbols,
     Untraceable,
 )
-from sweep.predict.memory.replay import (
+from qlora_sweep.sweep.predict.memory.replay import (
     Step,
     Uncapped,
     replay_all,

@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 
-from search_spaces.config import TrialConfig
-from search_spaces.errors import EnvironmentFault, SweepError
-from search_spaces.models import ModelSpec
-from sweep.predict.memory import profile_store
-from sweep.predict.memory.predictor import TracingPredictor
-from sweep.predict.memory.profile_store import Traced, TracingChildren
-from sweep.predict.memory.profiles import Structure
+from qlora_sweep.search_spaces.config import TrialConfig
+from qlora_sweep.search_spaces.errors import EnvironmentFault, SweepError
+from qlora_sweep.search_spaces.models import ModelSpec
+from qlora_sweep.sweep.predict.memory import profile_store
+from qlora_sweep.sweep.predict.memory.predictor import TracingPredictor
+from qlora_sweep.sweep.predict.memory.profile_store import Traced, TracingChildren
+from qlora_sweep.sweep.predict.memory.profiles import Structure
 from tests.sweep.predict.memory.imagined_profile import MODEL, ImaginedTracer
 from tests.sweep.shared_tracing import trace
 from tests.sweep.test_processes import ends_soon
@@ -312,7 +312,7 @@ def test_without_room_for_a_process_it_is_said(monkeypatch: pytest.MonkeyPatch) 
 def test_the_real_child_ends_with_its_owner_while_it_still_imports(how: str) -> None:
     program = (
         "import os, signal\n"
-        "from sweep.predict.memory.profile_store import TracingChildren\n"
+        "from qlora_sweep.sweep.predict.memory.profile_store import TracingChildren\n"
         "from tests.sweep.predict.memory.test_profile_store import MODEL, STRUCTURE, trace\n"
         "children = TracingChildren(1)\n"
         "def end(*_):\n"

@@ -16,28 +16,35 @@ from typing import Any
 import numpy as np
 import pytest
 
-from search_spaces.config import TrialConfig
-from search_spaces.errors import InputError
-from search_spaces.gpus import find_gpu
-from search_spaces.loading import load_space
-from search_spaces.models import ModelSpec, load_model_spec, shipped_models
-from search_spaces.presets import preset_space
-from sweep.planning.plan import what_ifs
-from sweep.planning.survey import SURVEYS, Found, Survey, shipped_name, survey
-from sweep.predict.memory.predictor import TracingPredictor
-from sweep.predict.memory.profile_store import (
+from qlora_sweep.search_spaces.config import TrialConfig
+from qlora_sweep.search_spaces.errors import InputError
+from qlora_sweep.search_spaces.gpus import find_gpu
+from qlora_sweep.search_spaces.loading import load_space
+from qlora_sweep.search_spaces.models import ModelSpec, load_model_spec, shipped_models
+from qlora_sweep.search_spaces.presets import preset_space
+from qlora_sweep.sweep.planning.plan import what_ifs
+from qlora_sweep.sweep.planning.survey import SURVEYS, Found, Survey, shipped_name, survey
+from qlora_sweep.sweep.predict.memory.predictor import TracingPredictor
+from qlora_sweep.sweep.predict.memory.profile_store import (
     TRACED_BY,
     Tracer,
     TracingChildren,
     source_digest,
     versions,
 )
-from sweep.predict.memory.profiles import Profile, Structure
-from sweep.predict.memory.shipped import NOTHING, PROFILES, ROOT, VERSIONS, ShippedProfiles, read
-from sweep.processes import End
-from sweep.study.events import TrialFinished
-from sweep.study.retracing import retraced_behind
-from sweep.terminal.plan import tracing
+from qlora_sweep.sweep.predict.memory.profiles import Profile, Structure
+from qlora_sweep.sweep.predict.memory.shipped import (
+    NOTHING,
+    PROFILES,
+    ROOT,
+    VERSIONS,
+    ShippedProfiles,
+    read,
+)
+from qlora_sweep.sweep.processes import End
+from qlora_sweep.sweep.study.events import TrialFinished
+from qlora_sweep.sweep.study.retracing import retraced_behind
+from qlora_sweep.sweep.terminal.plan import tracing
 from tests.sweep.predict.memory import shipping
 from tests.sweep.predict.memory.imagined_profile import MODEL, ImaginedTracer
 
@@ -307,9 +314,9 @@ def test_an_edited_checkout_works_out_everything_itself(tmp_path: Path) -> None:
         ("git", "clone", "--quiet", "--depth", "1", f"file://{ROOT}", str(clone)), check=True
     )
     program = (
-        "from sweep.predict.memory.shipped import is_as_committed as a, ROOT;"
-        "from sweep.predict.memory.profile_store import TRACED_BY as t;"
-        "from sweep.planning.survey import SURVEYED_BY as s; print(a(*t), a(*s))"
+        "from qlora_sweep.sweep.predict.memory.shipped import is_as_committed as a, ROOT;"
+        "from qlora_sweep.sweep.predict.memory.profile_store import TRACED_BY as t;"
+        "from qlora_sweep.sweep.planning.survey import SURVEYED_BY as s; print(a(*t), a(*s))"
     )
 
     def current() -> str:

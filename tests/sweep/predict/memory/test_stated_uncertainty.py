@@ -13,14 +13,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from search_spaces.config import TrialConfig, parse_config
-from search_spaces.gpus import find_gpu
-from search_spaces.models import load_model_spec
-from sweep.predict.memory import prediction as memory
-from sweep.predict.memory.peaks import KNOWN_PARTS
-from sweep.predict.memory.predictor import CPU_UNCERTAINTY, CpuMemory, Fit, MemoryPrediction
-from sweep.predict.memory.profile_store import TracingChildren
-from sweep.predict.memory.replay import runs_under
+from qlora_sweep.search_spaces.config import TrialConfig, parse_config
+from qlora_sweep.search_spaces.gpus import find_gpu
+from qlora_sweep.search_spaces.models import load_model_spec
+from qlora_sweep.sweep.predict.memory import prediction as memory
+from qlora_sweep.sweep.predict.memory.peaks import KNOWN_PARTS
+from qlora_sweep.sweep.predict.memory.predictor import (
+    CPU_UNCERTAINTY,
+    CpuMemory,
+    Fit,
+    MemoryPrediction,
+)
+from qlora_sweep.sweep.predict.memory.profile_store import TracingChildren
+from qlora_sweep.sweep.predict.memory.replay import runs_under
 from tests.sweep.predict.predicted_steps import predict_steps
 from tests.sweep.predict.rows import (
     COMPILED,

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from search_spaces.config import TrialConfig
-from search_spaces.models import ModelSpec
-from search_spaces.rules import own_settings
+from qlora_sweep.search_spaces.config import TrialConfig
+from qlora_sweep.search_spaces.models import ModelSpec
+from qlora_sweep.search_spaces.rules import own_settings
 
 SIZES: dict[str, Any] = {
     "model_type": "llama",

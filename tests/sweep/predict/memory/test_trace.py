@@ -12,17 +12,17 @@ from typing import Any
 
 import pytest
 
-from search_spaces.config import TRL_TILE, TrialConfig, parse_config
-from search_spaces.errors import InputError
-from search_spaces.linears import parameters, unquantized
-from search_spaces.models import ModelSpec, load_model_spec, shipped_models
-from search_spaces.rules import WITHOUT_SDPA, violation
-from sweep import namesakes
-from sweep.predict.memory.prediction import Fit, MemoryPrediction, WholeMemory
-from sweep.predict.memory.predictor import TracingPredictor
-from sweep.predict.memory.profile_store import TRACED_BY, TracingChildren, source_files
-from sweep.predict.memory.profiles import Profile, Structure, Untraceable
-from sweep.predict.memory.replay import runs_under
+from qlora_sweep.search_spaces.config import TRL_TILE, TrialConfig, parse_config
+from qlora_sweep.search_spaces.errors import InputError
+from qlora_sweep.search_spaces.linears import parameters, unquantized
+from qlora_sweep.search_spaces.models import ModelSpec, load_model_spec, shipped_models
+from qlora_sweep.search_spaces.rules import WITHOUT_SDPA, violation
+from qlora_sweep.sweep import namesakes
+from qlora_sweep.sweep.predict.memory.prediction import Fit, MemoryPrediction, WholeMemory
+from qlora_sweep.sweep.predict.memory.predictor import TracingPredictor
+from qlora_sweep.sweep.predict.memory.profile_store import TRACED_BY, TracingChildren, source_files
+from qlora_sweep.sweep.predict.memory.profiles import Profile, Structure, Untraceable
+from qlora_sweep.sweep.predict.memory.replay import runs_under
 from tests.sweep.predict.memory.imagined_profile import MODEL, ImaginedTracer
 from tests.sweep.shared_tracing import trace
 
@@ -193,7 +193,7 @@ def test_the_child_goes_on_after_what_it_could_not_trace(tracing_child: TracingC
 
 _FILES_THAT_RAN = """
 import json, sys
-from sweep.predict.memory.tracing.__main__ import answer
+from qlora_sweep.sweep.predict.memory.tracing.__main__ import answer
 
 ran, asked = set(), json.loads(sys.argv[1])
 # Once before, as imports run everything.

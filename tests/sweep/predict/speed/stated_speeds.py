@@ -17,11 +17,11 @@ from pathlib import Path
 
 import yaml
 
-from search_spaces.config import TrialConfig, parse_config
-from search_spaces.gpus import GpuSpec, SpeedSpread, SpeedSpreads, find_gpu
-from search_spaces.models import ModelSpec
-from sweep.predict.speed.predictor import StepTimes
-from sweep.predict.speed.spreads import MeasuredStep, evidence_of, with_pairs
+from qlora_sweep.search_spaces.config import TrialConfig, parse_config
+from qlora_sweep.search_spaces.gpus import GpuSpec, SpeedSpread, SpeedSpreads, find_gpu
+from qlora_sweep.search_spaces.models import ModelSpec
+from qlora_sweep.sweep.predict.speed.predictor import StepTimes
+from qlora_sweep.sweep.predict.speed.spreads import MeasuredStep, evidence_of, with_pairs
 from tests.sweep.predict.rows import (
     DATA,
     EIGHT_BIT,

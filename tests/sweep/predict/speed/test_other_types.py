@@ -12,18 +12,18 @@ from typing import Any
 import numpy as np
 import pytest
 
-from search_spaces.config import TrialConfig
-from search_spaces.errors import InputError
-from search_spaces.gpus import find_gpu
-from search_spaces.linears import linear_shapes, types
-from search_spaces.models import ModelSpec, load_model_spec
-from search_spaces.rules import attention_of
-from sweep.predict.memory.profile_store import trace_layers
-from sweep.predict.speed import layers as known_layers
-from sweep.predict.speed.kernels import BYTES, FLOPS, LAUNCHES, Layout
-from sweep.predict.speed.layers import Layers, from_json, layers_of
-from sweep.predict.speed.predictor import TYPE_SPREAD, StepTimes
-from sweep.predict.speed.steps import layers_refusal, micro_batches
+from qlora_sweep.search_spaces.config import TrialConfig
+from qlora_sweep.search_spaces.errors import InputError
+from qlora_sweep.search_spaces.gpus import find_gpu
+from qlora_sweep.search_spaces.linears import linear_shapes, types
+from qlora_sweep.search_spaces.models import ModelSpec, load_model_spec
+from qlora_sweep.search_spaces.rules import attention_of
+from qlora_sweep.sweep.predict.memory.profile_store import trace_layers
+from qlora_sweep.sweep.predict.speed import layers as known_layers
+from qlora_sweep.sweep.predict.speed.kernels import BYTES, FLOPS, LAUNCHES, Layout
+from qlora_sweep.sweep.predict.speed.layers import Layers, from_json, layers_of
+from qlora_sweep.sweep.predict.speed.predictor import TYPE_SPREAD, StepTimes
+from qlora_sweep.sweep.predict.speed.steps import layers_refusal, micro_batches
 from tests.families import FAMILIES, spec_of
 from tests.sweep.predict.rows import NEW_MODELS, config_of, model_of
 from tests.sweep.predict.speed.stated_speeds import steps
@@ -174,7 +174,7 @@ def test_the_spread_of_types_is_what_known_ones_are_apart() -> None:
 
 
 def test_trials_of_a_model_narrow_what_its_type_leaves_open() -> None:
-    from sweep.predict.speed.predictor import calibrate
+    from qlora_sweep.sweep.predict.speed.predictor import calibrate
 
     sizes = [(2, 512), (8, 512), (4, 1024), (8, 1024), (4, 2048)]
     configs = [TrialConfig(**PLAIN, micro_batch_size=b, seq_len=s) for b, s in sizes]

@@ -20,11 +20,11 @@ from functools import cache
 
 import pytest
 
-from search_spaces.config import TrialConfig, parse_config
-from search_spaces.gpus import GpuSpec, find_gpu
-from search_spaces.models import ModelSpec, load_model_spec
-from sweep.predict.speed.predictor import Calibration, StepTimes, calibrate, within
-from sweep.predict.speed.spreads import MeasuredStep, evidence_of
+from qlora_sweep.search_spaces.config import TrialConfig, parse_config
+from qlora_sweep.search_spaces.gpus import GpuSpec, find_gpu
+from qlora_sweep.search_spaces.models import ModelSpec, load_model_spec
+from qlora_sweep.sweep.predict.speed.predictor import Calibration, StepTimes, calibrate, within
+from qlora_sweep.sweep.predict.speed.spreads import MeasuredStep, evidence_of
 from tests.sweep.predict.predicted_steps import predict_step, predict_steps
 from tests.sweep.predict.rows import HELD_OUT, STUDY_STEPS, TABLE, Row, config_of, model_of
 from tests.sweep.predict.rows import read_rows as rows_in

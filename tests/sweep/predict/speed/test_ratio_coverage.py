@@ -8,8 +8,8 @@ from collections import defaultdict
 
 import numpy as np
 
-from search_spaces.gpus import find_gpu
-from sweep.predict.speed.predictor import FACTORS, NINE_IN_TEN, StepTimes, ratio_spread
+from qlora_sweep.search_spaces.gpus import find_gpu
+from qlora_sweep.sweep.predict.speed.predictor import FACTORS, NINE_IN_TEN, StepTimes, ratio_spread
 from tests.sweep.predict.speed import stated_speeds
 
 

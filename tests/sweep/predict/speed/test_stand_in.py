@@ -9,11 +9,11 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import pytest
 
-from search_spaces.config import TrialConfig
-from search_spaces.gpus import find_gpu
-from search_spaces.models import load_model_spec
-from sweep.predict.speed.predictor import StepTimes
-from sweep.predict.speed.stand_in import TRANSFERS, StandIn, Took
+from qlora_sweep.search_spaces.config import TrialConfig
+from qlora_sweep.search_spaces.gpus import find_gpu
+from qlora_sweep.search_spaces.models import load_model_spec
+from qlora_sweep.sweep.predict.speed.predictor import StepTimes
+from qlora_sweep.sweep.predict.speed.stand_in import TRANSFERS, StandIn, Took
 from tests.sweep.predict.speed.stated_speeds import Step, own, published
 
 MODEL = load_model_spec("mistral-7b-v0.3")

@@ -14,12 +14,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from search_spaces.config import TrialConfig, parse_config
-from search_spaces.errors import InputError
-from search_spaces.gpus import GpuSpec, Interconnect, find_gpu, gpu_catalogue
-from search_spaces.models import ModelSpec, load_model_spec
-from sweep.predict.speed.kernels import MASKED_DOUBT, Layout, attention
-from sweep.predict.speed.predictor import (
+from qlora_sweep.search_spaces.config import TrialConfig, parse_config
+from qlora_sweep.search_spaces.errors import InputError
+from qlora_sweep.search_spaces.gpus import GpuSpec, Interconnect, find_gpu, gpu_catalogue
+from qlora_sweep.search_spaces.models import ModelSpec, load_model_spec
+from qlora_sweep.sweep.predict.speed.kernels import MASKED_DOUBT, Layout, attention
+from qlora_sweep.sweep.predict.speed.predictor import (
     EIGHT_BIT_SPREAD,
     FACTORS,
     Calibration,
@@ -30,7 +30,7 @@ from sweep.predict.speed.predictor import (
     in_order,
     ratio_spread,
 )
-from sweep.predict.speed.steps import ATTENTION_EFFICIENCY, ELEMENTWISE_EFFICIENCY
+from qlora_sweep.sweep.predict.speed.steps import ATTENTION_EFFICIENCY, ELEMENTWISE_EFFICIENCY
 from tests.sweep.predict.mixed_space import mixed_configs
 from tests.sweep.predict.predicted_steps import predict_step, predict_steps
 from tests.sweep.predict.rows import EIGHT_BIT, SEVERAL_CARDS, config_of, describe, model_of
