@@ -1,8 +1,5 @@
-"""Where the command ``sweep`` starts, and what ``import qlora_sweep`` offers.
-
-A wheel carries this file as ``qlora_sweep.py`` beside the packages, an editable install far from
-them. A foreign ``sweep`` may stand before ours on Python's path, so that `sweep.namesakes`, which
-tells of it, is loaded by its place and not by its name.
+"""Where the command ``sweep`` starts: signals are heard before anything heavy is imported, and a
+limit on memory too low for that is said.
 """
 
 from __future__ import annotations
@@ -13,11 +10,6 @@ import os
 import resource
 import signal
 import sys
-from importlib.util import module_from_spec, spec_from_file_location
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from qlora_sweep.sweep.api import *  # noqa: F403
 
 _ENVIRONMENT, _INTERRUPTED = 3, 130
 _MEMORY_MIN = 2**29
@@ -26,7 +18,6 @@ _STOP = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 _PATIENCE = 3
 """So many signals end the process, whatever it is at."""
 _OBJECTS_PER_COLLECTION = 100_000
-_NAMESAKES = os.path.join("sweep", "namesakes.py")
 
 
 def main() -> int:
@@ -54,12 +45,12 @@ def main() -> int:
 
 def _run() -> int:
     """Import the commands, and run the one that was typed."""
-    words = _memory_words() or _namesake()
+    words = _memory_words()
     if words is None:
         try:
             from qlora_sweep.sweep.cli import main as run
         except ImportError as error:
-            from qlora_sweep.sweep.namesakes import missing_words
+            from qlora_sweep.sweep.installation import missing_words
 
             words = missing_words(error)
         else:
@@ -111,43 +102,3 @@ def _interrupt(*_: object) -> None:
 def _hear_no_more() -> None:
     for number in _STOP:
         signal.signal(number, signal.SIG_IGN)
-
-
-def _namesake() -> str | None:
-    """Return what to say where one of our packages is missing or somebody else's."""
-    candidates = (os.path.abspath(os.path.join(entry, _NAMESAKES)) for entry in sys.path)
-    path = next(filter(os.path.exists, candidates), None)
-    spec = path and spec_from_file_location("qlora_sweep_namesakes", path)
-    if not spec or spec.loader is None:
-        return (
-            f"qlora-sweep is incomplete: {_NAMESAKES} is nowhere on Python's path\n"
-            "  -> pip install --force-reinstall --no-deps qlora-sweep"
-        )
-    module = module_from_spec(spec)
-    spec.loader.exec_module(module)
-    words: str | None = next(module.namesakes(), None)
-    return words
-
-
-def __getattr__(name: str) -> Any:
-    """Return what ``import qlora_sweep`` offers, imported when it is asked for.
-
-    Raises:
-        ImportError: one of our packages is missing or somebody else's; it says what to do.
-    """
-    if name == "__all__" or not name.startswith("_"):
-        if (words := _namesake()) is not None:
-            raise ImportError(words)
-        from qlora_sweep.sweep import api
-
-        if name in ("__all__", *api.__all__):
-            return getattr(api, name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-
-def __dir__() -> list[str]:
-    return [*globals(), *__getattr__("__all__")]
-
-
-if __name__ == "__main__":
-    sys.exit(main())

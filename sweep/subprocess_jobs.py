@@ -17,7 +17,7 @@ from typing import IO, Any
 
 from qlora_sweep.search_spaces.errors import EnvironmentFault, InputError, words_of
 from qlora_sweep.search_spaces.redaction import shown
-from qlora_sweep.sweep.namesakes import missing_words
+from qlora_sweep.sweep.installation import missing_words
 from qlora_sweep.sweep.processes import Child, bind_to_parent, leave_a_guard
 
 _LAST_WORDS_BYTES = 16384

@@ -90,6 +90,14 @@ def nobodys_cache(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest
 
 
 @pytest.fixture(scope="session", autouse=True)
+def _no_module_twice() -> Iterator[None]:
+    """The root of the repository is on Python's path: a part of the package that is imported by its
+    folder's name would be another copy of it."""
+    yield
+    assert not {"search_spaces", "storage", "reports", "sweep"} & sys.modules.keys()
+
+
+@pytest.fixture(scope="session", autouse=True)
 def _schema_known() -> Iterator[None]:
     """Read the history of Optuna's tables once a process: at each opening it is half of the time.
 

@@ -52,7 +52,7 @@ def ran(home: Path, words: list[str]) -> str:
 
 def sweep(home: Path, *words: str) -> Any:
     """Return the document that a command prints there."""
-    return json.loads(ran(home, [sys.executable, "-P", "-m", "sweep", *words, "--json"]))
+    return json.loads(ran(home, [sys.executable, "-P", "-m", "qlora_sweep", *words, "--json"]))
 
 
 def demonstrated(home: Path) -> tuple[dict[str, Any], str]:

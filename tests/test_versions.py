@@ -88,8 +88,7 @@ def test_every_package_that_is_imported_is_declared() -> None:
     """What another package happens to bring may be gone with its next version."""
     modules = {"jinja2", "yaml", "pynvml", "bitsandbytes", "liger_kernel", "psycopg"}
     named = {"yaml": "pyyaml", "pynvml": "nvidia-ml-py", "liger_kernel": "liger-kernel"}
-    packages = {"search_spaces", "storage", "sweep", "reports"}
-    for package in packages:
+    for package in ("search_spaces", "storage", "sweep", "reports"):
         for path in (ROOT / package).rglob("*.py"):
             for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
                 if isinstance(node, ast.Import):
@@ -97,7 +96,7 @@ def test_every_package_that_is_imported_is_declared() -> None:
                 elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
                     modules.add(node.module.partition(".")[0])
     # Triton is a part of torch where that is built for GPUs, and not asked for elsewhere.
-    outside = modules - packages - {"qlora_sweep"} - set(sys.stdlib_module_names) - {"triton"}
+    outside = modules - {"qlora_sweep"} - set(sys.stdlib_module_names) - {"triton"}
     missing = {canonicalize_name(named.get(m, m)) for m in outside} - lower_bounds().keys()
     assert missing == set()
 

@@ -1,4 +1,5 @@
-"""The wheel, installed into an environment of its own and used far from the repository.
+"""The wheel, installed into an environment of its own and used far from the repository, in a
+directory whose files have the names of the package's parts.
 
 An editable install hides what a package forgets. The environment sees what the running one has
 installed, so that nothing is downloaded, and nothing of the checkout.
@@ -8,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -21,11 +23,15 @@ from pathlib import Path
 
 import pytest
 
-from qlora_sweep.sweep.namesakes import EXIT_CODE, NAMES
+from qlora_sweep.search_spaces.errors import EnvironmentFault
 
 pytest.importorskip("hatchling", reason="hatchling builds the wheel: `make test` installs it")
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 ROOT = Path(__file__).parents[1]
+PARTS = ("qlora_sweep", "search_spaces", "storage", "reports", "sweep")
+"""What the package is made of in the repository."""
+FOREIGN = ("storage.py", "sweep.py", "reports/__init__.py", "search_spaces/__init__.py")
+NEVER = "raise SystemExit('never run')"
 DEPENDENCIES = sorted({path for path in sys.path if Path(path).name == "site-packages"})
 
 
@@ -66,7 +72,8 @@ def editable(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @dataclass(frozen=True)
 class Installed:
-    """An environment with the wheel in it, and a directory that is not the repository."""
+    """An environment with the wheel in it, and a directory with foreign files that Python looks in
+    before it."""
 
     environment: Path
     directory: Path
@@ -79,12 +86,12 @@ class Installed:
         pip("--python", self.python, *arguments)
 
     def run(self, program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-        hidden = ("PYTHONPATH", "SWEEP_HOME", "PYTHONSAFEPATH")
+        hidden = ("SWEEP_HOME", "PYTHONSAFEPATH")
         environment = {name: value for name, value in os.environ.items() if name not in hidden}
         return subprocess.run(
             [self.environment / "bin" / program, *arguments],
             cwd=self.directory,
-            env=environment | {"OMP_NUM_THREADS": "1"},
+            env=environment | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(self.directory)},
             capture_output=True,
             text=True,
             timeout=170,
@@ -107,7 +114,9 @@ Install = Callable[[Path, Path], Installed]
 def install() -> Install:
     def install(where: Path, wheel: Path) -> Installed:
         environment, directory = where / "environment", where / "elsewhere"
-        directory.mkdir()
+        for name in FOREIGN:
+            (directory / name).parent.mkdir(parents=True, exist_ok=True)
+            (directory / name).write_text(NEVER)
         venv.create(environment, symlinks=True)
         paths = sysconfig.get_paths(vars={"base": str(environment)})
         # Lines of a .pth file are directories: what other .pth files there name stays unseen.
@@ -129,13 +138,27 @@ def files_of(wheel: Path) -> dict[str, str]:
         return {name: sha256(archive.read(name)).hexdigest() for name in archive.namelist()}
 
 
-def test_every_file_of_the_packages_is_in_the_wheel_and_nothing_else(wheel: Path) -> None:
+@pytest.fixture(scope="module")
+def listed() -> list[str]:
+    """The files and links of the checkout."""
     if not (ROOT / ".git").exists():
         pytest.skip("no checkout to compare with")
-    listed = call("git", "ls-files", "--cached", "--others", "--exclude-standard", "--", *NAMES)
-    expected = {name for name in listed.splitlines() if (ROOT / name).exists()}
-    packed = {name for name in files_of(wheel) if ".dist-info/" not in name}
-    assert packed == expected - {"sweep/entry_point.py"} | {"qlora_sweep.py"}
+    named = call("git", "ls-files", "--cached", "--others", "--exclude-standard")
+    return [name for name in named.splitlines() if os.path.lexists(ROOT / name)]
+
+
+def test_the_wheel_has_one_top_level_name_with_every_file_of_the_rooms(
+    wheel: Path, listed: list[str]
+) -> None:
+    packed = set(files_of(wheel))
+    assert {name.partition("/")[0] for name in packed} == {
+        "qlora_sweep",
+        wheel.name.partition("-py3")[0] + ".dist-info",
+    }
+    ours = [name for name in listed if name.startswith(tuple(f"{part}/" for part in PARTS))]
+    files = [name.removeprefix("qlora_sweep/") for name in ours if (ROOT / name).is_file()]
+    expected = {f"qlora_sweep/{name}" for name in files}
+    assert {name for name in packed if ".dist-info/" not in name} == expected
 
 
 def test_the_source_distribution_builds_the_same_wheel(
@@ -149,51 +172,73 @@ def test_the_source_distribution_builds_the_same_wheel(
     assert files_of(tmp_path / wheel.name) == files_of(wheel)
 
 
+def test_a_copy_that_lost_its_links_builds_the_same_wheel_and_runs(
+    listed: list[str], wheel: Path, tmp_path: Path
+) -> None:
+    """As Python unpacks a zip of the repository: each link is a file of what it leads to."""
+    copy = tmp_path / "copy"
+    for name in listed:
+        if name.startswith(("tests/", "docs/")):
+            continue
+        (copy / name).parent.mkdir(parents=True, exist_ok=True)
+        if (ROOT / name).is_symlink():
+            (copy / name).write_text(os.readlink(ROOT / name))
+        else:
+            shutil.copy(ROOT / name, copy / name)
+    call(sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", tmp_path, cwd=copy)
+    assert files_of(tmp_path / wheel.name) == files_of(wheel)
+    done = call(sys.executable, "-m", "qlora_sweep", "presets", cwd=copy)
+    assert "a10" in done
+
+
 def test_what_runs_repacks_to_the_wheel_that_it_came_from(
     installed: Installed, wheel: Path
 ) -> None:
-    program = "from qlora_sweep.sweep.launching.parcel import make_wheel as m; open('w','wb').write(m()[1])"
+    program = (
+        "from qlora_sweep.sweep.launching.parcel import write; write(__import__('pathlib').Path())"
+    )
     assert installed.run("python", "-c", program).returncode == 0
-    ours, again = files_of(wheel), files_of(installed.directory / "w")
+    ours, again = files_of(wheel), files_of(installed.directory / wheel.name)
     for files in (ours, again):
         for name in [name for name in files if ".dist-info/" in name]:
             del files[name]
     assert again == ours
 
 
-def test_an_editable_installation_runs_the_checkout_and_refuses_namesakes(
+def test_an_editable_installation_runs_the_checkout(
     install: Install, editable: Path, tmp_path: Path
 ) -> None:
     made = install(tmp_path, editable)
-    where = "import sweep; print(*sweep.__path__)"
-    assert made.run("python", "-c", where).stdout.strip() == str(ROOT / "sweep")
+    where = "import qlora_sweep; print(*qlora_sweep.__path__)"
+    assert made.run("python", "-c", where).stdout.strip() == str(ROOT / "qlora_sweep")
     assert made.sweep("--version").startswith("sweep ")
 
-    site = next(made.environment.glob("lib/python*/site-packages"))
-    (site / "sweep.py").write_text("raise SystemExit('never run')")
-    refused = made.try_sweep("--version")
-    assert refused.returncode == EXIT_CODE
-    assert f"'sweep' is not ours: Python finds {site / 'sweep.py'} first" in refused.stderr
+
+SCRIPT = """
+import sys
+import qlora_sweep as q
+
+planned = q.plan("a10", model="demo", exact=True)
+assert planned.fits, planned
+study = q.tune("cpu-demo", trials=2, confirm=False, study="demo")
+assert study.trials["total"] == 2, study.trials
+winner = q.best(study)
+assert winner.peft_config().r == winner.config.lora_rank
+ours = [module.__file__ for name, module in sys.modules.items() if name.startswith("qlora_sweep.")]
+print(len({file for file in ours if file.startswith(sys.prefix)}) / len(ours))
+"""
 
 
-def test_it_goes_from_a_plan_to_a_study_and_its_report_far_from_the_repository(
+def test_a_script_beside_files_of_any_name_goes_from_a_plan_to_a_study(
     installed: Installed,
 ) -> None:
-    answer = json.loads(installed.sweep("plan", "a10", "--model", "demo", "--exact", "--json"))
-    assert answer["gpu"]["name"] == "a10"
-    assert answer["fits"] is True
-    installed.sweep("run", "cpu-demo", "--trials", "1", "--no-confirm", "--study", "demo")
+    (installed.directory / "script.py").write_text(SCRIPT)
+    done = installed.run("python", "script.py")
+    assert done.stdout.split() == ["1.0"], done.stderr
     installed.sweep("report", "demo", "-o", "report.html")
     page = (installed.directory / "report.html").read_text(encoding="utf-8")
     assert page.count("<section") > 3
     assert "def main" in installed.sweep("export", "demo", "-o", "-")
-    program = (
-        "import qlora_sweep as q, sweep, search_spaces as s; w = q.best('demo'); "
-        "print(w.config.lora_rank == w.peft_config().r, s.__file__, *sweep.__path__)"
-    )
-    is_same, *places = installed.run("python", "-c", program).stdout.split()
-    assert (is_same, len(places)) == ("True", 2)
-    assert all(place.startswith(str(installed.environment)) for place in places)
 
 
 def test_a_plan_of_a_preset_works_nothing_out_that_ships(
@@ -204,50 +249,11 @@ def test_a_plan_of_a_preset_works_nothing_out_that_ships(
     assert not (tmp_path / "cache" / "qlora-sweep").exists()
 
 
-def blobs(directory: Path) -> Path:
-    """Return another distribution that installs a package `storage`."""
-    files = {
-        "storage/__init__.py": "# Keeps blobs.\n",
-        "storage/study.py": "# Not about studies of ours.\n",
-        "blobs-1.2.dist-info/METADATA": "Metadata-Version: 2.1\nName: blobs\nVersion: 1.2\n",
-        "blobs-1.2.dist-info/WHEEL": "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any",
-    }
-    record = "blobs-1.2.dist-info/RECORD"
-    path = directory / "blobs-1.2-py3-none-any.whl"
-    with zipfile.ZipFile(path, "w") as archive:
-        for name, text in files.items():
-            archive.writestr(name, text)
-        archive.writestr(record, "".join(f"{name},,\n" for name in (*files, record)))
-    return path
-
-
-def test_a_distribution_that_overwrites_a_package_is_named_until_it_is_gone(
-    installed: Installed, wheel: Path, tmp_path: Path
-) -> None:
+def test_a_file_that_is_not_as_installed_is_told(installed: Installed) -> None:
     """The last of them: the installation is spoilt."""
-    made = installed
-    again = ("install", "--quiet", "--no-deps", "--force-reinstall", wheel)
-    made.pip("install", "--quiet", "--no-deps", blobs(tmp_path))
-    for command in ("--version", "doctor"):
-        refused = made.try_sweep(command)
-        assert refused.returncode == EXIT_CODE
-        assert "'storage' is not ours any more: blobs 1.2 has replaced" in refused.stderr
-        assert "pip uninstall blobs" in refused.stderr
-
-    made.pip(*again)
-    assert made.sweep("--version")
-    note = made.try_sweep("doctor").stdout
-    assert "note  installation" in note
-    assert "blobs 1.2 installed files under" in note
-
-    made.pip("uninstall", "--quiet", "--yes", "blobs")
-    refused = made.try_sweep("--version")
-    assert refused.returncode == EXIT_CODE
-    assert "'storage' is incomplete" in refused.stderr
-
-    made.pip(*again)
-    (replaced,) = made.environment.glob("lib/python*/site-packages/storage/study.py")
+    assert "in " + str(installed.environment) in installed.try_sweep("doctor").stdout
+    (replaced,) = installed.environment.glob("lib/python*/site-packages/*/storage/study.py")
     replaced.write_text(replaced.read_text(encoding="utf-8") + "\n# Not as installed.\n")
-    done = made.try_sweep("doctor")
-    assert done.returncode == EXIT_CODE
+    done = installed.try_sweep("doctor")
+    assert done.returncode == EnvironmentFault.exit_code
     assert "storage/study.py: not what was installed" in done.stdout

@@ -1,7 +1,7 @@
 """The dataset's child: it prepares what it is asked for, and is gone.
 
-Run as ``python -P -m qlora_sweep.sweep.data PARENT``. torch takes seconds to import and is not needed, so it is
-not there for anybody.
+Run as ``python -P -m qlora_sweep.sweep.data PARENT``. torch takes seconds to import and is not
+needed, so it is not there for anybody.
 """
 
 from __future__ import annotations

@@ -43,7 +43,9 @@ _FITTING = "fitting.py"
 _PAIRS = "preference.py"
 """Trains on pairs."""
 _ALONE = {
-    "from qlora_sweep.search_spaces.config import LOGITS_AT_ONCE": f"LOGITS_AT_ONCE = {LOGITS_AT_ONCE}",
+    "from qlora_sweep.search_spaces.config import LOGITS_AT_ONCE": (
+        f"LOGITS_AT_ONCE = {LOGITS_AT_ONCE}"
+    ),
     "from qlora_sweep.sweep.data.rows import": "from rows import",
     "from qlora_sweep.sweep.training import eight_bit": "import eight_bit",
     "from qlora_sweep.sweep.training.eight_bit import": "from eight_bit import",
@@ -258,7 +260,7 @@ def joined_rows() -> str:
             end = node.end_lineno
         bodies.append("\n".join(text.splitlines()[end:]).strip())
     future = f"from __future__ import {', '.join(names.pop('__future__'))}"
-    of_others = (module for module in sorted(names) if not module.startswith("sweep."))
+    of_others = (module for module in sorted(names) if not module.startswith("qlora_sweep."))
     imported = [f"from {module} import {', '.join(sorted(names[module]))}" for module in of_others]
     head = "\n".join([*sorted(modules), *imported])
     title = f'# {WRITTEN_BY}, for the scripts beside it.\n"""How rows of a dataset are read."""'

@@ -16,7 +16,7 @@ import re
 import zipfile
 from collections.abc import Iterator, Mapping
 from functools import cache
-from importlib import metadata
+from importlib import metadata, resources
 from pathlib import Path
 from typing import Any
 
@@ -34,17 +34,17 @@ from qlora_sweep.storage.directory import STUDY as IDENTITY
 from qlora_sweep.storage.files import replace
 from qlora_sweep.sweep.data.files import is_on_hub, telling_files
 from qlora_sweep.sweep.data.texts import text_files, translated
-from qlora_sweep.sweep.namesakes import NAMES
+from qlora_sweep.sweep.installation import DISTRIBUTION, PACKAGE
 from qlora_sweep.sweep.paths import runs_directory
 from qlora_sweep.sweep.request import BESIDE, RunRequest
 
-NAME = "qlora-sweep"
 TOKEN = "HF_TOKEN"
-FILES = (f"{NAME.replace('-', '_')}-*.whl", "constraints.txt", "there.py")
+FILES = (f"{PACKAGE}-*.whl", "constraints.txt", "there.py")
 """What `write` writes."""
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx")
 """Endings of files that hold a model's weights, in lower case."""
-_START = "qlora_sweep.py"
+_ROOMS = ("search_spaces", "storage", "reports", "sweep")
+_ENTRY_POINTS = b"[console_scripts]\nsweep = qlora_sweep.sweep.entry_point:main\n"
 _DATE = (1980, 1, 1, 0, 0, 0)
 """The same files make the same wheel."""
 _LEFT_OUT = re.compile(r"(?:triton|nvidia-.*|cuda-.*|pip|setuptools|wheel|qlora-sweep)")
@@ -54,18 +54,12 @@ _LEFT_OUT = re.compile(r"(?:triton|nvidia-.*|cuda-.*|pip|setuptools|wheel|qlora-
 @cache
 def make_wheel() -> tuple[str, bytes]:
     """Return this installation as a wheel: its name, and what is in it. Raises `OSError`."""
-    own = metadata.distribution(NAME)
-    stem = f"{NAME.replace('-', '_')}-{own.version}"
-    info, root = f"{stem}.dist-info", Path(__file__).resolve().parents[2]
-    # In a checkout it has its place in a room; a wheel has it beside the packages.
-    start, files = root / "sweep" / "entry_point.py", dict[str, bytes]()
-    files[_START] = (start if start.exists() else root / _START).read_bytes()
-    for package in NAMES:
-        for file in sorted((root / package).rglob("*")):
-            if file.is_file() and "__pycache__" not in file.parts and file != start:
-                files[file.relative_to(root).as_posix()] = file.read_bytes()
+    own = metadata.distribution(DISTRIBUTION)
+    stem = f"{PACKAGE}-{own.version}"
+    info = f"{stem}.dist-info"
+    files = _package_files()
     files[f"{info}/METADATA"] = (own.read_text("METADATA") or "").encode()
-    files[f"{info}/entry_points.txt"] = b"[console_scripts]\nsweep = qlora_sweep:main\n"
+    files[f"{info}/entry_points.txt"] = _ENTRY_POINTS
     files[f"{info}/WHEEL"] = (
         b"Wheel-Version: 1.0\nGenerator: qlora-sweep\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
     )
@@ -81,6 +75,21 @@ def make_wheel() -> tuple[str, bytes]:
             entry.external_attr = 0o644 << 16
             archive.writestr(entry, data, zipfile.ZIP_DEFLATED)
     return f"{stem}-py3-none-any.whl", memory.getvalue()
+
+
+def _package_files() -> dict[str, bytes]:
+    """Return the package's files, by their paths in a wheel."""
+    files = {}
+    for file in sorted(Path(str(resources.files(PACKAGE))).iterdir()):
+        if file.is_file() and file.name not in _ROOMS:
+            files[f"{PACKAGE}/{file.name}"] = file.read_bytes()
+    # In a checkout the package has links to them.
+    root = Path(__file__).resolve().parents[2]
+    for room in _ROOMS:
+        for file in sorted((root / room).rglob("*")):
+            if file.is_file() and "__pycache__" not in file.parts:
+                files[f"{PACKAGE}/{file.relative_to(root).as_posix()}"] = file.read_bytes()
+    return files
 
 
 def constraints() -> str:
@@ -139,7 +148,7 @@ def differences(there: Mapping[str, str]) -> Iterator[tuple[str, str, str]]:
     """Yield name, version there and version here of what sweep needs, where they differ."""
     here = installed_versions()
     theirs = {canonicalize_name(name): told.partition("+")[0] for name, told in there.items()}
-    requires = map(Requirement, metadata.requires(NAME) or ())
+    requires = map(Requirement, metadata.requires(DISTRIBUTION) or ())
     for name in sorted(canonicalize_name(one.name) for one in requires if one.marker is None):
         if name in theirs and name in here and theirs[name] != here[name]:
             yield name, theirs[name], here[name]

@@ -31,6 +31,7 @@ from pydantic import BaseModel
 from qlora_sweep.reports import units
 from qlora_sweep.search_spaces.errors import EnvironmentFault, InputError, quote, words_of
 from qlora_sweep.search_spaces.redaction import shown
+from qlora_sweep.sweep.installation import DISTRIBUTION
 from qlora_sweep.sweep.launching import parcel, there
 from qlora_sweep.sweep.scratch import scratch
 
@@ -455,7 +456,7 @@ class RemoteStudy:
             EnvironmentFault: it cannot be installed, or not now.
         """
         where = self._connection.address
-        here = version(parcel.NAME)
+        here = version(DISTRIBUTION)
         digest = hashlib.sha256(parcel.make_wheel()[1]).hexdigest()
         if target is not None and target.sweep and target.stamp is None:
             # Somebody else installed it.

@@ -39,8 +39,8 @@ MARK = "--- qlora-sweep answers ---"
 """Before each answer: a login may print what it likes before it."""
 SWEEP = """import sys
 try:
-    import qlora_sweep
-    code = qlora_sweep.main()
+    from qlora_sweep.sweep.entry_point import main
+    code = main()
 except Exception as error:
     words = f"{type(error).__name__}: {error}"
     print("error: this installation of qlora-sweep cannot be imported:", words, file=sys.stderr)

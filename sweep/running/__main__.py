@@ -1,8 +1,8 @@
 """A worker's first seconds: bound to its parent's life, then importing what it needs alone.
 
-Run as ``python -P -m qlora_sweep.sweep.running FD PARENT [RANK]``: FD is the pipe for the worker's messages,
-PARENT the number of the process that started it, and RANK that of a worker which another one
-started to train together with it.
+Run as ``python -P -m qlora_sweep.sweep.running FD PARENT [RANK]``: FD is the pipe for the worker's
+messages, PARENT the number of the process that started it, and RANK that of a worker which another
+one started to train together with it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import traceback
 from importlib import import_module
 from typing import Any
 
-from qlora_sweep.sweep.namesakes import missing_words
+from qlora_sweep.sweep.installation import missing_words
 from qlora_sweep.sweep.processes import bind_to_parent, leave_a_guard
 
 

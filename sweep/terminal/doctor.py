@@ -22,7 +22,7 @@ from qlora_sweep.search_spaces.errors import install_extra
 from qlora_sweep.search_spaces.gpus import GIB
 from qlora_sweep.search_spaces.rules import torch_for
 from qlora_sweep.storage.environment import PACKAGES, fingerprint
-from qlora_sweep.sweep import namesakes
+from qlora_sweep.sweep import installation
 from qlora_sweep.sweep.child_environment import child_environment
 from qlora_sweep.sweep.paths import runs_directory
 from qlora_sweep.sweep.running.device_info import Card, read_card
@@ -62,9 +62,7 @@ class Machine:
     is_writable: bool
     free_disk_bytes: int
     changed_files: Sequence[str] = ()
-    """Files of our packages that are gone, or not what was installed."""
-    sharers: Sequence[str] = ()
-    """Other distributions that installed something under our packages' names."""
+    """Files of sweep that are gone, or not what was installed."""
 
 
 def examine(ask_libraries: Callable[[], Mapping[str, Any]] | None = None) -> Machine:
@@ -80,8 +78,7 @@ def examine(ask_libraries: Callable[[], Mapping[str, Any]] | None = None) -> Mac
         runs=runs,
         is_writable=os.access(nearest, os.W_OK | os.X_OK),
         free_disk_bytes=shutil.disk_usage(nearest).free,
-        changed_files=namesakes.changed_files(),
-        sharers=namesakes.sharers(),
+        changed_files=installation.changed_files(),
     )
 
 
@@ -123,19 +120,13 @@ def is_healthy(findings: Sequence[Finding]) -> bool:
 
 
 def _installation(machine: Machine) -> Finding:
-    """Return whether our packages are ours; had one been replaced, nothing would have started."""
-    what, others, changed = "installation", " and ".join(machine.sharers), machine.changed_files
-    if changed:
-        more = f" and {len(changed) - 3} more" if len(changed) > 3 else ""
-        who = f"replaced by {others or 'something else'}"
-        detail = f"{', '.join(changed[:3])}{more}: not what was installed; {who}"
-        return Finding("fail", what, detail, namesakes.APART)
-    if others:
-        names = ", ".join(namesakes.NAMES)
-        takes = "removing or updating it takes files of sweep away"
-        detail = f"{others} installed files under {names} too: {takes}"
-        return Finding("note", what, detail, namesakes.APART)
-    return Finding("ok", what, f"its own packages, in {namesakes.ROOT}")
+    """Return whether sweep's own files are what was installed."""
+    changed = machine.changed_files
+    if not changed:
+        return Finding("ok", "installation", f"in {installation.DIRECTORY}")
+    more = f" and {len(changed) - 3} more" if len(changed) > 3 else ""
+    detail = f"{', '.join(changed[:3])}{more}: not what was installed"
+    return Finding("fail", "installation", detail, installation.REINSTALL)
 
 
 def _libraries(machine: Machine) -> Iterator[Finding]:

@@ -19,7 +19,7 @@ import typer
 from qlora_sweep.search_spaces import errors
 from qlora_sweep.search_spaces.redaction import learn_environment, shown
 from qlora_sweep.sweep import stop_signals
-from qlora_sweep.sweep.namesakes import missing_words
+from qlora_sweep.sweep.installation import missing_words
 from qlora_sweep.sweep.paths import crash_log_directory
 from qlora_sweep.sweep.stop_signals import INTERRUPTED
 from qlora_sweep.sweep.terminal.console import ReaderGoneError, note, note_folded

@@ -33,7 +33,7 @@ from qlora_sweep.sweep.terminal.console import note, say, say_json, width_of
 from qlora_sweep.sweep.terminal.edge import WORST_FIRST
 from qlora_sweep.sweep.terminal.summary import studies_text
 
-PROGRAM = (sys.executable, "-P", "-m", "sweep")
+PROGRAM = (sys.executable, "-P", "-m", "qlora_sweep")
 _BOUND = (
     "import ctypes, os, signal, sys; ctypes.CDLL(None).prctl(1, signal.SIGTERM); "
     "os.getppid() == int(sys.argv[1]) or sys.exit(130); os.execv(sys.argv[2], sys.argv[2:])"

@@ -15,7 +15,7 @@ from typing import Annotated, Any
 
 from typer import Argument, Option
 
-import qlora_sweep.search_spaces
+from qlora_sweep import search_spaces
 from qlora_sweep.search_spaces.errors import InputError, did_you_mean, quote
 from qlora_sweep.sweep.paths import STORAGE, runs_directory
 

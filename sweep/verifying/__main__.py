@@ -1,8 +1,8 @@
 """What a verification needs torch for, in a process of its own: random weights of an architecture,
 or TRL's training on an exported file, with an exported script's options.
 
-Run as ``python -P -m qlora_sweep.sweep.verifying FILE --model MODEL --output DIRECTORY ...``: without
-``--metrics`` FILE is a model's `ModelSpec.to_json`, and MODEL the directory of a tokenizer.
+Run as ``python -P -m qlora_sweep.sweep.verifying FILE --model MODEL --output DIRECTORY ...``:
+without ``--metrics`` FILE is a model's `ModelSpec.to_json`, and MODEL the directory of a tokenizer.
 """
 
 from __future__ import annotations

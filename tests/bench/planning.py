@@ -25,10 +25,10 @@ from tests.bench.harness import Row, middle, stamp, write
 from tests.golden.test_golden_plans import drawn
 
 STRUCTURES = 60
-_SWEEP = "import sys; from qlora_sweep import main; sys.exit(main())"
+_SWEEP = "import sys; from qlora_sweep.sweep.entry_point import main; sys.exit(main())"
 _AND_NAMES = (
     "import atexit, sys; atexit.register(lambda: print(*sys.modules, file=sys.stderr)); "
-    "from qlora_sweep import main; sys.exit(main())"
+    "from qlora_sweep.sweep.entry_point import main; sys.exit(main())"
 )
 
 
@@ -73,7 +73,7 @@ def main() -> None:
     fresh = (Path(d) for d in iter(tempfile.mkdtemp, None))
     said = took("plan", "a10", cache=next(fresh), code=_AND_NAMES)["said"].splitlines()[-1]
     names = [n for n in said.split() if n.replace(".", "").isidentifier() and n != "__main__"]
-    imports = f"import {', '.join(n for n in names if n != 'qlora_sweep_namesakes')}"
+    imports = f"import {', '.join(names)}"
     pairs = [
         (took("plan", "a10", cache=next(fresh)), took(cache=next(fresh), code=imports))
         for _ in range(asked.repeats)

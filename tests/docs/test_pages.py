@@ -14,7 +14,6 @@ import json
 import re
 import shlex
 import shutil
-import sys
 import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -30,7 +29,7 @@ from qlora_sweep.search_spaces.config import parse_config
 from qlora_sweep.search_spaces.gpus import GpuSpec
 from qlora_sweep.search_spaces.loading import parse_space
 from qlora_sweep.search_spaces.prices import load_prices
-from qlora_sweep.sweep import cli, entry_point
+from qlora_sweep.sweep import cli
 from qlora_sweep.sweep.export.trainers import trainers
 from qlora_sweep.sweep.planning.question import Grpo
 from qlora_sweep.sweep.predict.memory.profile_store import TracingChildren
@@ -224,7 +223,6 @@ def test_the_python_of_its_page_runs_from_top_to_bottom(
 ) -> None:
     monkeypatch.setenv("SWEEP_HOME", str(home))
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setitem(sys.modules, "qlora_sweep", entry_point)
     wanted = [b for b in blocks(DOCS / "python.md") if b.language == "python" and b.is_run]
     names: dict[str, Any] = {}
     with asked_of(tracing):

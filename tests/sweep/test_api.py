@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -169,3 +171,21 @@ def test_a_plan_is_what_the_command_prints(
     assert planned.fits is True
     assert planned.peak_allocated_bytes == document["peak_allocated_bytes"]
     assert (planned.gpu.name, other.gpu.name) == ("a10", "l4")
+
+
+IMPORT = """
+import signal, sys, qlora_sweep
+print(sorted({'torch', 'optuna', 'transformers', 'pydantic'} & sys.modules.keys()))
+print(signal.getsignal(signal.SIGTERM) == signal.SIG_DFL)
+print({'plan', 'tune', 'best'} <= {*dir(qlora_sweep)}, hasattr(qlora_sweep, 'json'))
+from qlora_sweep import *
+print(sorted({'torch', 'optuna', 'transformers'} & sys.modules.keys()))
+from qlora_sweep.sweep import api
+print(set(api.__all__) == set(qlora_sweep.__all__), api.plan is plan)
+"""
+
+
+def test_the_import_offers_its_names_and_touches_nothing() -> None:
+    done = subprocess.run((sys.executable, "-c", IMPORT), capture_output=True, text=True)
+    expected = ["[]", "True", "True False", "[]", "True True"]
+    assert done.stdout.splitlines() == expected, done.stderr

@@ -25,7 +25,7 @@ class Missing:
 sys.meta_path.insert(0, Missing())
 """
 RUN = ["run", "cpu-demo", "--study", "study", "--no-confirm", "--sampler", "random"]
-COMMAND = [sys.executable, "-P", "-m", "qlora_sweep.sweep.entry_point"]
+COMMAND = [sys.executable, "-P", "-m", "qlora_sweep"]
 
 
 def environment(home: Path, **variables: str) -> dict[str, str]:
@@ -69,6 +69,17 @@ def test_a_package_that_is_missing_is_named_with_what_installs_it(
     code, said = ended(tmp_path, *RUN, "--trials", "1", **blocked)
     assert code == 3, said
     assert cure in said
+    assert "Traceback" not in said
+
+
+def test_an_installation_with_a_part_missing_is_told(tmp_path: Path) -> None:
+    package = tmp_path / "qlora_sweep"
+    package.mkdir()
+    for name in ("__init__.py", "__main__.py", "search_spaces", "sweep"):
+        (package / name).symlink_to(ROOT / "qlora_sweep" / name)
+    code, said = ended(tmp_path, "presets")
+    assert code == 3
+    assert "pip install --force-reinstall --no-deps qlora-sweep" in said
     assert "Traceback" not in said
 
 

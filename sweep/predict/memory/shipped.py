@@ -20,10 +20,10 @@ from zipfile import BadZipFile, ZipFile
 
 from qlora_sweep.search_spaces.errors import InputError
 from qlora_sweep.search_spaces.models import ModelSpec
-from qlora_sweep.sweep.namesakes import NAMES
 from qlora_sweep.sweep.predict.memory.profiles import BIRTH, DEATH, Profile, Structure, Untraceable
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).resolve().parents[3]
+"""Where the code lies: the package, or the root of a checkout, to which a package's links lead."""
 PROFILES = Path(__file__).with_name("profiles.zip")
 """A member for each model, by its fingerprint, and one with the versions that traced them."""
 NOTHING = Path(os.devnull)
@@ -60,9 +60,9 @@ def _edited() -> Sequence[str]:
     if not (ROOT / ".git").exists():
         return ()
     # Where nothing was ever committed, nothing is edited either.
-    command = ("git", "--no-optional-locks", "diff", "--name-only", "--no-renames", "HEAD", "--")
+    command = ("git", "--no-optional-locks", "diff", "--name-only", "--no-renames", "HEAD")
     try:
-        done = subprocess.run((*command, *NAMES), cwd=ROOT, capture_output=True, check=True)
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, check=True)
     except (OSError, subprocess.CalledProcessError):
         return ()
     return done.stdout.decode(errors="replace").splitlines()

@@ -63,6 +63,28 @@ CONFIGS = [
 ]
 
 
+@pytest.mark.parametrize(
+    ("changes", "beside"),
+    [
+        ({"method": "dpo"}, ["preference.py", "rows.py"]),
+        ({"compute_dtype": "int8"}, ["eight_bit.py", "fitting.py", "rows.py"]),
+    ],
+)
+def test_a_script_and_what_lies_beside_it_need_nothing_of_ours(
+    changes: dict[str, Any], beside: list[str]
+) -> None:
+    found = exported(a_study(TrialConfig(**changes)), format="script")
+    assert sorted(found.beside) == beside
+    for text in (found.text, *found.beside.values()):
+        names = set[str]()
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.ImportFrom):
+                names.add(str(node.module))
+            elif isinstance(node, ast.Import):
+                names.update(module.name for module in node.names)
+        assert not any(name.startswith("qlora_sweep") for name in names)
+
+
 def read(text: str, *, format: str) -> dict[str, Any]:
     """Return what a file says, by the names it says it with."""
     if format in ("json", "peft"):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import json
 import math
 import sys
@@ -15,10 +14,9 @@ import pytest
 
 from qlora_sweep.search_spaces.models import ModelSpec
 from qlora_sweep.storage.definition import StudySnapshot
-from qlora_sweep.sweep.export.formats import exported
 from qlora_sweep.sweep.training import preference
 from tests.sweep.export.studies import a_study, some_texts
-from tests.sweep.training.tiny import TINY, tiny_config
+from tests.sweep.training.tiny import tiny_config
 
 Script = Callable[[StudySnapshot], ModuleType]
 
@@ -58,15 +56,6 @@ def run(
         return json.loads(metrics.read_text())
 
     return ran
-
-
-def test_what_trains_on_pairs_is_beside_the_script_and_needs_nothing_of_ours() -> None:
-    found = exported(on_pairs(TINY), format="script")
-    assert sorted(found.beside) == ["preference.py", "rows.py"]
-    for text in (found.text, *found.beside.values()):
-        nodes = ast.walk(ast.parse(text))
-        names = {str(node.module) for node in nodes if isinstance(node, ast.ImportFrom)}
-        assert not any(name.startswith(("search_spaces", "storage", "sweep")) for name in names)
 
 
 @pytest.mark.parametrize(

@@ -59,7 +59,7 @@ def a_parcel(directory: Path) -> Path:
     wheel = directory / "qlora_sweep-9.0-py3-none-any.whl"
     info = "qlora_sweep-9.0.dist-info"
     files = {
-        "qlora_sweep.py": "def main():\n    return 0\n",
+        "qlora_sweep/__init__.py": "",
         f"{info}/METADATA": "Metadata-Version: 2.1\nName: qlora-sweep\nVersion: 9.0\n"
         "Provides-Extra: gpu\n",
         f"{info}/WHEEL": "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n",

@@ -113,6 +113,21 @@ def environment(directory: Path) -> Path:
     return directory / "bin" / "python"
 
 
+def pretending_environment(directory: Path, program: str, *, sweep: str) -> Path:
+    """Return the Python of an environment in which a program's `main` is the command `sweep`, of
+    some version."""
+    python = environment(directory)
+    (packages,) = (python.parents[1] / "lib").glob("python*/site-packages")
+    (packages / "dependencies.pth").unlink()
+    start = packages / "qlora_sweep" / "sweep" / "entry_point.py"
+    start.parent.mkdir(parents=True)
+    start.write_text(program)
+    info = packages / f"qlora_sweep-{sweep}.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Name: qlora-sweep\nVersion: {sweep}\n")
+    return python
+
+
 def _children(number: int) -> list[int]:
     with contextlib.suppress(OSError):
         return [int(n) for n in Path(f"/proc/{number}/task/{number}/children").read_text().split()]

@@ -20,7 +20,7 @@ from qlora_sweep.sweep.launching import parcel, remote
 from qlora_sweep.sweep.request import RunRequest
 from qlora_sweep.sweep.terminal.console import note
 from tests.sweep.launching import broken_ssh
-from tests.sweep.launching.ssh_server import environment
+from tests.sweep.launching.ssh_server import pretending_environment
 
 PROGRAM = """
 import os, shutil, sys
@@ -57,13 +57,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A machine: its home, and an environment whose sweep ends at once, with results."""
     place = tmp_path_factory.mktemp("machine")
     (place / "home").mkdir()
-    python = environment(place / "environment")
-    (packages,) = (python.parents[1] / "lib").glob("python*/site-packages")
-    (packages / "dependencies.pth").unlink()
-    (packages / "qlora_sweep.py").write_text(PROGRAM)
-    info = packages / f"qlora_sweep-{version('qlora-sweep')}.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text(f"Name: qlora-sweep\nVersion: {version('qlora-sweep')}\n")
+    pretending_environment(place / "environment", PROGRAM, sweep=version("qlora-sweep"))
     return place
 
 

@@ -155,7 +155,7 @@ def test_a_parcel_has_this_very_package_and_the_versions_beside_it(here: Path) -
     wheel = write(here / "parcel")
     names = zipfile.ZipFile(wheel).namelist()
     for name in ("there.py", "volume.py", "providers.yaml", "templates/modal_app.py.j2"):
-        assert f"sweep/launching/{name}" in names
+        assert f"qlora_sweep/sweep/launching/{name}" in names
     assert sorted(path.name for path in wheel.parent.iterdir()) == [
         "constraints.txt",
         wheel.name,

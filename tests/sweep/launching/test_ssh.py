@@ -26,7 +26,12 @@ from qlora_sweep.sweep.launching.remote import (
     checked_address,
 )
 from qlora_sweep.sweep.launching.there import STAMP
-from tests.sweep.launching.ssh_server import Server, environment, skip_without_ssh
+from tests.sweep.launching.ssh_server import (
+    Server,
+    environment,
+    pretending_environment,
+    skip_without_ssh,
+)
 
 ROOT = Path(__file__).parents[3]
 PROGRAM = """
@@ -69,16 +74,9 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, server: Server) -> Pat
     return home
 
 
-def environment_with(directory: Path, *, sweep: str) -> Path:
+def environment_with(directory: Path, *, sweep: str, program: str = PROGRAM) -> Path:
     """Return the Python of an environment whose `sweep`, of some version, says what it is asked."""
-    python = environment(directory)
-    (packages,) = (python.parents[1] / "lib").glob("python*/site-packages")
-    (packages / "dependencies.pth").unlink()
-    (packages / "qlora_sweep.py").write_text(PROGRAM)
-    info = packages / f"qlora_sweep-{sweep}.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text(f"Name: qlora-sweep\nVersion: {sweep}\n")
-    return python
+    return pretending_environment(directory, program, sweep=sweep)
 
 
 @pytest.fixture(scope="module")
@@ -303,9 +301,9 @@ def test_a_study_that_nobody_could_follow_is_not_left_running(study: Study) -> N
 def test_an_installation_that_cannot_be_imported_fails_and_says_why(
     connection: Connection, server: Server, tmp_path: Path
 ) -> None:
-    python = environment_with(server.directory / "broken", sweep=version("qlora-sweep"))
-    (packages,) = (python.parents[1] / "lib").glob("python*/site-packages")
-    (packages / "qlora_sweep.py").write_text("import no_such_module")
+    python = environment_with(
+        server.directory / "broken", sweep=version("qlora-sweep"), program="import no_such_module"
+    )
     study = Study(connection, python, tmp_path, server.home)
     study.run()
     assert study.watch()[0] == 3

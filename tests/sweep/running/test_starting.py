@@ -71,7 +71,8 @@ def test_libraries_are_compiled_by_the_standard_library_where_that_is_kept(
     # The user's own, in the directory where the command runs.
     (tmp_path / "compileall.py").write_text("open('shadowed', 'w').close()")
     wait = "os.wait()" if is_writable else ""
-    code = f"import os; from qlora_sweep.sweep.running.starting import compile_libraries as c; c(); {wait}"
+    starting = "from qlora_sweep.sweep.running.starting import compile_libraries"
+    code = f"import os; {starting}; compile_libraries(); {wait}"
     paths = f"{library.parent}:{Path(__file__).parents[3]}"
     environment = os.environ | {"PYTHONPATH": paths, "PYTHONDONTWRITEBYTECODE": "1"}
     subprocess.run([sys.executable, "-P", "-c", code], cwd=tmp_path, env=environment, check=True)

@@ -189,7 +189,8 @@ def test_a_setting_that_is_unknown_is_not_answered_with_all_of_them(
 
 def test_a_directory_that_was_removed_is_said(home: Path) -> None:
     gone = home / "gone"
-    program = "import os, sys; os.rmdir(os.getcwd()); from qlora_sweep.sweep.cli import main; sys.exit(main())"
+    command = "from qlora_sweep.sweep.cli import main; sys.exit(main())"
+    program = f"import os, sys; os.rmdir(os.getcwd()); {command}"
     for words in (["run", "cpu-demo"], ["data", "texts.jsonl", "--model", "demo"]):
         gone.mkdir()
         done = subprocess.run(

@@ -1,7 +1,7 @@
 """The tracing child: one question a line in, one answer a line out.
 
-Run as ``python -P -m qlora_sweep.sweep.predict.memory.tracing PARENT``, where PARENT is the number of the
-process that started it.
+Run as ``python -P -m qlora_sweep.sweep.predict.memory.tracing PARENT``, where PARENT is the number
+of the process that started it.
 """
 
 from __future__ import annotations
