@@ -468,20 +468,6 @@ def train(
     """
 
 
-@command("replay.replay", "sweep replay surface.jsonl --samplers guided,random --seeds 5")
-def replay(
-    surface: opt.Surface,
-    samplers: opt.Samplers = None,
-    seeds: opt.Seeds = 20,
-    budget_gib: opt.BudgetGib = None,
-    as_json: opt.Json = False,
-) -> None:
-    """Let samplers search recorded trials; needs no GPU.
-
-    It says how many trials each needs to come near the best.
-    """
-
-
 @command("listings.presets", "sweep presets")
 def presets(as_json: opt.Json = False) -> None:
     """List the shipped search spaces."""

@@ -2,7 +2,8 @@
 
     python -m qlora_sweep.sweep.terminal.demo SURFACE REPLAY
 
-SURFACE are recorded trials, and REPLAY is what ``sweep replay SURFACE --json`` printed of them.
+SURFACE are recorded trials, and REPLAY is what ``python -m tests.bench.replay SURFACE --json``
+printed of them.
 """
 
 from __future__ import annotations

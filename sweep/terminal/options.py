@@ -106,7 +106,6 @@ Verified = Annotated[
 _DATASET = "A file, a directory of files, or a hub id."
 Dataset = Annotated[str, Argument(metavar="DATASET", help=_DATASET)]
 Adapter = Annotated[str, Argument(metavar="ADAPTER", help="Directory with a LoRA adapter.")]
-Surface = Annotated[str, Argument(metavar="SURFACE", help="Recorded trials, as JSON lines.")]
 
 Version = Annotated[bool, Option("--version", help="Print the version and exit.", is_eager=True)]
 Storage = Annotated[
@@ -251,9 +250,6 @@ TrainSet = Annotated[
         "(docs/guide/train.md).",
     ),
 ]
-Samplers = Annotated[str | None, Option(help="Names with commas; guided,tpe,gp,random.")]
-Seeds = Annotated[int, Option(min=1, max=1000, help="Searches of each sampler.")]
-BudgetGib = Annotated[float | None, Option(help="Memory to fit; that of the surface's GPU.")]
 Port = Annotated[int, Option(min=0, max=65535, help="To listen on; 0 is any that is free.")]
 Browser = Annotated[bool, Option("--browser/--no-browser", help="Open a browser, or do not.")]
 

@@ -9,7 +9,8 @@ import pytest
 
 from qlora_sweep.search_spaces.gpus import GIB
 from qlora_sweep.storage.surfaces import read_surface
-from qlora_sweep.sweep.study.recorded import Recorded, SamplerName, recorded_peaks, trials_of
+from qlora_sweep.sweep.study.recorded import recorded_peaks
+from tests.bench.searching import Recorded, SamplerName, trials_of
 from tests.golden.frozen import Frozen
 from tests.reports.synthetic import SURFACES
 from tests.sweep.study.wrong_priors import wrong

@@ -128,9 +128,6 @@ def test_an_example_does_what_its_command_says(
     program, *arguments = (SHORTER.get(word, word) for word in shlex.split(line))
     assert program == "sweep"
     assert arguments[0] == name
-    if name == "replay":
-        # What replays a model of billions of parameters foresees takes a minute to trace.
-        arguments = ["random" if word == "guided,random" else word for word in arguments]
     before = set(os.listdir(home))
     with tracing():
         code = main(arguments)

@@ -11,10 +11,9 @@ import pytest
 from qlora_sweep.search_spaces.config import TrialConfig
 from qlora_sweep.search_spaces.gpus import GIB, find_gpu
 from qlora_sweep.storage.surfaces import Header, Surface, SurfaceRow
-from qlora_sweep.sweep.cli import main
 from qlora_sweep.sweep.sampling.encoding import identity
-from qlora_sweep.sweep.study.recorded import Recorded, search, trials_of
-from qlora_sweep.sweep.terminal.replay import document_of
+from tests.bench.replay import document_of, main
+from tests.bench.searching import Recorded, search, trials_of
 from tests.storage.test_surfaces import HEADER, OOM, ROW, a_file
 from tests.sweep.predict.rows import HELD_OUT, TABLE, config_of, model_of
 
@@ -105,7 +104,7 @@ def test_the_document_has_what_scripts_rely_on() -> None:
     ("options", "code", "message"),
     [
         (["--samplers", "guidid"], 2, "unknown sampler 'guidid'; did you mean 'guided'"),
-        (["--seeds", "0"], 2, "--seeds must be at least 1"),
+        (["--seeds", "0"], 2, "--seeds must be from 1 to 1000, got 0"),
         (["--budget-gib", "-1"], 2, "--budget-gib must be greater than 0, got -1"),
         (["--budget-gib", "5"], 1, "ask with --budget-gib 8 or more"),
     ],
@@ -119,7 +118,7 @@ def test_what_cannot_be_replayed(
 ) -> None:
     longer = OOM | {"config": {"micro_batch_size": 64}}
     name = a_file(tmp_path, HEADER, ROW, longer)
-    assert main(["replay", name, *options, "--json"]) == code
+    assert main([name, *options, "--json"]) == code
     said = capsys.readouterr()
     assert message in said.err
     if code == 1:

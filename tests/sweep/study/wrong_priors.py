@@ -13,7 +13,7 @@ from qlora_sweep.storage.records import TrialRecord
 from qlora_sweep.storage.surfaces import Surface
 from qlora_sweep.sweep.predict.speed.predictor import StepTimes
 from qlora_sweep.sweep.sampling.surrogate import Array
-from qlora_sweep.sweep.study.recorded import Recorded, forecast_of
+from tests.bench.searching import Recorded, forecast_of
 
 
 @dataclass(frozen=True)

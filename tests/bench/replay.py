@@ -1,7 +1,14 @@
-"""`sweep replay`: samplers search recorded trials on all cores, and each is summed up."""
+"""How many trials does each sampler need on recorded ones? They search a surface on all cores.
+
+    python -m tests.bench.replay SURFACE [--samplers a,b] [--seeds N] [--budget-gib X] [--json]
+
+SURFACE is a file of `sweep export --format surface`. Exit codes are those of `sweep`: 1 where
+nothing of it fits the budget, 2 for what cannot be read.
+"""
 
 from __future__ import annotations
 
+import argparse
 import math
 import os
 import statistics
@@ -27,23 +34,19 @@ from qlora_sweep.sweep.predict.forecast import TRACED, Progress
 from qlora_sweep.sweep.predict.memory.predictor import TracingPredictor
 from qlora_sweep.sweep.processes import process_pool
 from qlora_sweep.sweep.sampling.encoding import identity
-from qlora_sweep.sweep.study.recorded import (
-    SAMPLERS,
-    Recorded,
-    SamplerName,
-    Search,
-    recorded_peaks,
-    search,
-)
+from qlora_sweep.sweep.study.recorded import recorded_peaks
 from qlora_sweep.sweep.terminal.console import note, say_json, say_result, width_of, working
 from qlora_sweep.sweep.terminal.drawing import table
+from qlora_sweep.sweep.terminal.edge import guarded
 from qlora_sweep.sweep.terminal.listings import warn
+from tests.bench.searching import SAMPLERS, Recorded, SamplerName, Search, search
 
 ALONE_SECONDS = 5.0
 """Work that one process does in about this long is not worth starting others for."""
+SEEDS_MAX = 1000
 _SECONDS_OF_SEARCH = {"guided": 0.3, "tpe": 1.0, "gp": 6.0, "random": 0.1}
 """What one search takes, roughly."""
-_WORDS: Mapping[str, Callable[[float], str]] = {
+_FORMATS: Mapping[str, Callable[[float], str]] = {
     "trials": "{:g}".format,
     "oom": "{:g}".format,
     "device_seconds": "{:,.0f} s".format,
@@ -51,13 +54,28 @@ _WORDS: Mapping[str, Callable[[float], str]] = {
 }
 
 
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Let samplers search a surface, print how many trials each needs; return the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("surface")
+    parser.add_argument("--samplers", default=",".join(SAMPLERS))
+    parser.add_argument("--seeds", type=int, default=20)
+    parser.add_argument("--budget-gib", type=float)
+    parser.add_argument("--json", action="store_true")
+    asked = parser.parse_args(arguments)
+    return guarded(
+        lambda: replay(
+            asked.surface,
+            samplers=asked.samplers,
+            seeds=asked.seeds,
+            budget_gib=asked.budget_gib,
+            as_json=asked.json,
+        )
+    )
+
+
 def replay(
-    surface: str,
-    *,
-    samplers: str | None,
-    seeds: int,
-    budget_gib: float | None,
-    as_json: bool,
+    surface: str, *, samplers: str, seeds: int, budget_gib: float | None, as_json: bool
 ) -> None:
     """Let samplers search a surface, and print how many trials each needs.
 
@@ -65,11 +83,13 @@ def replay(
         InputError: the surface, a sampler's name, the seeds or the budget is not right.
         NothingFits: no configuration of the surface fits the budget.
     """
-    names = list(dict.fromkeys(map(str.strip, samplers.split(",")))) if samplers else SAMPLERS
+    names = list(dict.fromkeys(name.strip() for name in samplers.split(",")))
     for name in names:
         if name not in SAMPLERS:
             mistake = f"unknown sampler {quote(name)}{did_you_mean(name, SAMPLERS)}"
             raise InputError(f"--samplers: {mistake}")
+    if not 1 <= seeds <= SEEDS_MAX:
+        raise InputError(f"--seeds must be from 1 to {SEEDS_MAX}, got {seeds}")
     if budget_gib is not None and not 0 < budget_gib < math.inf:
         raise InputError(f"--budget-gib must be greater than 0, got {budget_gib:g}")
     read = read_surface(surface)
@@ -87,23 +107,26 @@ def replay(
         chosen = cast(Sequence[SamplerName], names)
         searches = run_searches(recorded, chosen, seeds=seeds, progress=progress)
     document = document_of(recorded, searches)
-    rows = [
-        (
-            name,
-            *(f"{say(of[key]['median'])} ({say(of[key]['p95'])})" for key, say in _WORDS.items()),
-        )
-        for name, of in document["samplers"].items()
-    ]
+    say_result(document, _text(recorded, document), as_json=as_json)
+
+
+def _text(recorded: Recorded, document: Mapping[str, Any]) -> str:
+    surface = recorded.surface
+    rows = []
+    for name, of in document["samplers"].items():
+        cells = [name]
+        for key, say in _FORMATS.items():
+            cells.append(f"{say(of[key]['median'])} ({say(of[key]['p95'])})")
+        rows.append(cells)
     header = ("sampler", "trials until within 2 %", "out of memory", "device time", "asking")
     whole = units.plural(document["configurations"], "configuration")
-    text = (
-        f"{read.name}: {read.model.name} on {read.card.product}, {document['fitting']} of {whole} "
-        f"fit {units.gib(budget_bytes)}.\n"
+    return (
+        f"{surface.name}: {surface.model.name} on {surface.card.product}, {document['fitting']} of "
+        f"{whole} fit {units.gib(recorded.budget_bytes)}.\n"
         f"Best: {recorded.best.tokens_per_second:,.0f} tokens/s, "
         f"{units.shape(recorded.best.config)}.\n\n"
         f"Median (95th percentile):\n{table(header, rows, width=width_of(sys.stdout))}"
     )
-    say_result(document, text, as_json=as_json)
 
 
 def _nothing_fits(surface: Surface, budget_bytes: int) -> str:
@@ -144,7 +167,8 @@ def run_searches(
 ) -> dict[SamplerName, list[Search]]:
     """Return every sampler's searches, one for each seed, on all cores where that is worth it."""
     tasks = [(name, seed) for name in names for seed in range(seeds)]
-    tell, found = progress("searches done"), defaultdict[SamplerName, list[Search]](list)
+    tell = progress("searches done")
+    found = defaultdict[SamplerName, list[Search]](list)
 
     def collect(results: Iterable[Search]) -> None:
         for done, ((name, _), result) in enumerate(zip(tasks, results, strict=True), start=1):
@@ -165,7 +189,7 @@ def run_searches(
 def document_of(
     recorded: Recorded, searches: Mapping[SamplerName, Sequence[Search]]
 ) -> dict[str, Any]:
-    """Return the document of ``sweep replay --json``."""
+    """Return the document that ``--json`` prints."""
     surface, best = recorded.surface, recorded.best
     return {
         **_about(surface, recorded.budget_bytes),
@@ -187,11 +211,18 @@ def document_of(
 
 
 def _about(surface: Surface, budget_bytes: int) -> dict[str, Any]:
-    known = {"surface": surface.name, "budget_bytes": budget_bytes}
-    return {**known, "configurations": len(surface.rows)}
+    return {
+        "surface": surface.name,
+        "budget_bytes": budget_bytes,
+        "configurations": len(surface.rows),
+    }
 
 
 def _spread(values: Sequence[float]) -> dict[str, float]:
     """Return the median and the 95th percentile: of twenty values the nineteenth."""
     p95 = np.percentile(values, 95, method="inverted_cdf").item()
     return {"median": statistics.median(values), "p95": p95}
+
+
+if __name__ == "__main__":
+    sys.exit(main())
