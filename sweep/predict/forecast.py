@@ -693,13 +693,6 @@ class Forecaster:
                 self._tell(refused)
         return whole
 
-    def renew_memory(self) -> None:
-        """Predict memory from what is traced by now."""
-        if self.tracing is not None:
-            self.tracing.renew()
-        self._memory_of_one.cache_clear()
-        self._expected.clear()
-
     def _predict_all(self, configs: Sequence[TrialConfig], on_progress: OnProgress) -> WholeMemory:
         if self._predictor is None:
             return predict_nothing(configs)

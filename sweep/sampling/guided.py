@@ -401,10 +401,6 @@ class GuidedSampler(CandidateSampler):
         if self._candidates.is_listed:
             self._weighed(Trials())
 
-    def forget(self) -> None:
-        """Ask for all predictions anew."""
-        self._world, self._weighings = None, {}
-
     def outlook(self, study: optuna.Study, *, besides: int | None = None) -> Outlook:
         """Return what is still to be gained of what the recommendation is chosen from, by what the
         study's trials say, one of them apart."""

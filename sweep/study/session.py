@@ -81,7 +81,6 @@ from qlora_sweep.sweep.study.events import (
     StopReason,
 )
 from qlora_sweep.sweep.study.recorded import RecordedPeaks, only_recorded, recorded_peaks
-from qlora_sweep.sweep.study.retracing import retraced_behind
 from qlora_sweep.sweep.study.run_time import CommandStart, RunTime
 from qlora_sweep.sweep.study.stopping import Stopping, price_of
 from qlora_sweep.sweep.study.targets import ResolvedTarget, check_budget, resolve_target
@@ -469,8 +468,10 @@ def drive(
                 spent = study.ledger.trials_spent(since=study.ledger.next_number)
                 if spent < space.trials and not is_anew and driver.reason_to_stop() is None:
                     _get_ready(driver, sampler)
-                with retraced_behind(driver, sampler, warn=warn):
-                    return tune(driver, is_anew=is_anew)
+                memory = forecaster.tracing
+                if memory is not None and memory.other_versions:
+                    warn(f"memory is predicted from profiles of {memory.other_versions}")
+                return tune(driver, is_anew=is_anew)
         except KeyboardInterrupt:
             # Whatever it was at, storage can go on from there.
             if not interruption.is_requested():

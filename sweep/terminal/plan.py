@@ -145,7 +145,7 @@ def answer(
         found = _answered(question, progress)
     traced = (one for one in question.predictors.values() if isinstance(one, TracingPredictor))
     for others in {one.other_versions for one in traced} - {""}:
-        tell(f"memory is predicted from profiles of {others}; `sweep run` traces its own")
+        tell(f"memory is predicted from profiles of {others}")
     return found
 
 

@@ -41,7 +41,6 @@ from qlora_sweep.sweep.predict.memory.profile_store import (
 from qlora_sweep.sweep.predict.memory.profiles import Profile, Structure, Values, sharded
 from qlora_sweep.sweep.predict.memory.replay import Step
 from qlora_sweep.sweep.predict.memory.shipped import ShippedProfiles
-from qlora_sweep.sweep.processes import Child
 
 __all__ = ["Fit", "MemoryPrediction", "MemoryPredictor", "Residuals", "TracingPredictor"]
 
@@ -132,19 +131,16 @@ class TracingPredictor(MemoryPredictor):
         each = _HOPPER_WORKSPACE_BYTES if capability >= HOPPER else _OLDER_WORKSPACE_BYTES
         self._workspace_bytes = _WORKSPACES * each if workspace_bytes is None else workspace_bytes
         self._has_flash = capability >= AMPERE
-        self._store: dict[str, Any] = {"cache_dir": cache_dir, "shipped": shipped}
-        self._store["tracer"] = tracer or TracingChildren()
-        self.renew()
-
-    def renew(self) -> None:
-        """Predict from what is traced by now."""
-        self._profiles = ProfileStore(self._model, **self._store)
+        self._tracer = tracer or TracingChildren()
+        self._profiles = ProfileStore(
+            model, cache_dir=cache_dir, tracer=self._tracer, shipped=shipped
+        )
         self._known: dict[_Shape, Profile | InputError] = {}
         self._sharded: dict[Hashable, Profile] = {}
 
     def end_children(self) -> None:
         """End the processes that traced; a later question starts new ones."""
-        self._store["tracer"].close()
+        self._tracer.close()
 
     def origin(self, config: TrialConfig) -> str | None:
         """Return a digest of the file that ships what a configuration is predicted from; None where
@@ -156,14 +152,7 @@ class TracingPredictor(MemoryPredictor):
     @property
     def other_versions(self) -> str:
         """In words, the libraries of which others traced what is predicted from; empty for none."""
-        return self._profiles.other_versions if self._profiles.borrowed else ""
-
-    def retrace(self) -> Child | None:
-        """Begin to trace anew what others have traced; see `ProfileStore.retrace`.
-
-        Once the process has ended, `renew` predicts from what it traced. Raises `OSError`.
-        """
-        return self._profiles.retrace()
+        return self._profiles.other_versions if self._profiles.has_borrowed else ""
 
     def predict_all(
         self, configs: Sequence[TrialConfig], *, on_progress: OnProgress = tell_nobody

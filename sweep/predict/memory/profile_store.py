@@ -11,7 +11,6 @@ import contextlib
 import hashlib
 import json
 import os
-import subprocess
 import sys
 import tempfile
 import threading
@@ -56,8 +55,6 @@ _FAULTS_MAX = 3 * _ATTEMPTS
 minutes to die, and a study would ask for hundreds."""
 _COMMAND = (sys.executable, "-P", "-m", "qlora_sweep.sweep.predict.memory.tracing")
 """Followed by this process's number."""
-_RETRACING = (sys.executable, "-P", "-m", "qlora_sweep.sweep.predict.memory.retracing")
-"""Followed by the same."""
 _DEADLINE_SECONDS = 120.0
 """For one structure, the imports included; a slow disk makes those take most of a minute."""
 _CHILDREN_MAX = 4
@@ -101,7 +98,8 @@ class Tracer(Protocol):
 class ProfileStore:
     """Profiles of one model's structures, each traced at most once on this machine.
 
-    Those that other versions of the libraries traced are used until there are own ones: `borrowed`.
+    Those that ship are used although other versions of the libraries traced them (`has_borrowed`);
+    what those could not trace is tried with the ones that are installed.
 
     Args:
         model: whose structures.
@@ -124,7 +122,7 @@ class ProfileStore:
         self._tracer = tracer
         archive = PROFILES if is_as_committed(*TRACED_BY) else NOTHING
         self._shipped = shipped or ShippedProfiles(model, archive)
-        self.borrowed: list[Structure] = []
+        self.has_borrowed = False
         self._known: dict[Structure, Profile | InputError] = {}
         self._has_answered = False
         self._faults = 0
@@ -187,41 +185,25 @@ class ProfileStore:
         shared = None if in_bf16 is None else self._look(in_bf16)
         if isinstance(shared, InputError) or (shared is not None and shared.is_same_in_fp16):
             return shared
-        if not self.other_versions:
-            return self._shipped.get(structure) or self._cached(structure)
-        found = self._cached(structure)
-        if found is None and (borrowed := self._shipped.get(structure)):
-            self.borrowed.append(structure)
-            return borrowed
-        return found
+        shipped = self._usable(structure)
+        if shipped is None:
+            return self._cached(structure)
+        if self.other_versions:
+            self.has_borrowed = True
+        return shipped
+
+    def _usable(self, structure: Structure) -> Profile | InputError | None:
+        """Return what ships of a structure; None for what other versions could not trace."""
+        shipped = self._shipped.get(structure)
+        if self.other_versions and not isinstance(shipped, Profile):
+            return None
+        return shipped
 
     def origin(self, structure: Structure) -> str | None:
         """Return a digest of the file that a structure's profile ships in; None where it is traced
         here."""
         traced = structure.in_bf16() or structure
-        is_own = self.other_versions and self._path(traced).exists()
-        return None if is_own or self._shipped.get(traced) is None else self._shipped.digest
-
-    def retrace(self) -> Child | None:
-        """Begin to trace what is borrowed with the versions that are installed, into the cache, in
-        a process that leaves the processors to others; None where nothing is borrowed.
-
-        Raises:
-            OSError: it cannot be started.
-        """
-        if not self.borrowed:
-            return None
-        structures = [structure.to_json() for structure in self.borrowed]
-        about = {"model": self._model.to_json(), "cache_dir": str(self._cache_dir)}
-        # A pipe holds less, and nobody reads it until the process has imported what it needs.
-        with tempfile.TemporaryFile() as question:
-            question.write(json.dumps(about | {"structures": structures}).encode())
-            question.seek(0)
-            command, nobody = [*_RETRACING, str(os.getpid())], subprocess.DEVNULL
-            variables = child_environment()
-            return Child(
-                command, stdin=question, stdout=nobody, stderr=nobody, environment=variables
-            )
+        return None if self._usable(traced) is None else self._shipped.digest
 
     def _cached(self, structure: Structure) -> Profile | None:
         try:

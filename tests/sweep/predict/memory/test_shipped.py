@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-import itertools
 import random
 import shutil
 import subprocess
 import sys
-from collections import Counter
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 
 from qlora_sweep.search_spaces.config import TrialConfig
 from qlora_sweep.search_spaces.errors import InputError
 from qlora_sweep.search_spaces.gpus import find_gpu
-from qlora_sweep.search_spaces.loading import load_space
 from qlora_sweep.search_spaces.models import ModelSpec, load_model_spec, shipped_models
 from qlora_sweep.search_spaces.presets import preset_space
 from qlora_sweep.sweep.planning.plan import what_ifs
@@ -27,7 +22,6 @@ from qlora_sweep.sweep.planning.survey import SURVEYS, Found, Survey, shipped_na
 from qlora_sweep.sweep.predict.memory.predictor import TracingPredictor
 from qlora_sweep.sweep.predict.memory.profile_store import (
     TRACED_BY,
-    Tracer,
     TracingChildren,
     source_digest,
     versions,
@@ -41,9 +35,6 @@ from qlora_sweep.sweep.predict.memory.shipped import (
     ShippedProfiles,
     read,
 )
-from qlora_sweep.sweep.processes import End
-from qlora_sweep.sweep.study.events import TrialFinished
-from qlora_sweep.sweep.study.retracing import retraced_behind
 from qlora_sweep.sweep.terminal.plan import tracing
 from tests.sweep.predict.memory import shipping
 from tests.sweep.predict.memory.imagined_profile import MODEL, ImaginedTracer
@@ -203,103 +194,32 @@ def predicted_as_traced(home: Path, shipped: ShippedProfiles) -> None:
 # Other versions of the libraries are installed than traced what ships
 
 
-def test_profiles_of_other_versions_are_used_until_there_are_own_ones(tmp_path: Path) -> None:
-    def predictor(tracer: Tracer, shipped: ShippedProfiles) -> TracingPredictor:
-        return TracingPredictor(MODEL, cache_dir=tmp_path / "c", tracer=tracer, shipped=shipped)
-
+def test_profiles_of_other_versions_are_used_and_it_is_said(tmp_path: Path) -> None:
     tracer = ImaginedTracer()
-    borrowing = predictor(tracer, imagined(tmp_path, OTHERS, loss_bytes=0))
+    shipped = imagined(tmp_path, OTHERS, loss_bytes=0)
+    borrowing = TracingPredictor(MODEL, cache_dir=tmp_path / "c", tracer=tracer, shipped=shipped)
+    assert not borrowing.other_versions
     borrowed = borrowing.predict(CONFIG).peak_allocated_bytes
     assert borrowing.other_versions == f"torch 1.0 (here: {versions()['torch']})"
     assert borrowing.origin(CONFIG)
     assert not tracer.asked
-    own = predictor(tracer, ShippedProfiles(MODEL, NOTHING)).predict(CONFIG).peak_allocated_bytes
-    assert own > borrowed
-    assert borrowing.predict(CONFIG).peak_allocated_bytes == borrowed
-    borrowing.renew()
-    assert borrowing.predict(CONFIG).peak_allocated_bytes == own
-    assert not borrowing.other_versions
-    assert borrowing.origin(CONFIG) is None
+    nothing = ShippedProfiles(MODEL, NOTHING)
+    own = TracingPredictor(MODEL, cache_dir=tmp_path / "c", tracer=tracer, shipped=nothing)
+    assert own.predict(CONFIG).peak_allocated_bytes > borrowed
+    assert not own.other_versions
 
 
-@pytest.mark.slow
-def test_what_is_borrowed_is_traced_behind(tmp_path: Path) -> None:
-    demo = load_model_spec("demo")
-    answers = {STRUCTURE: "memory is not predicted: an older library cannot be traced"}
-    shipped = ShippedProfiles(demo, archive(tmp_path, OTHERS, demo, answers))
-    predictor = TracingPredictor(
-        demo, cache_dir=tmp_path / "c", tracer=ImaginedTracer(), shipped=shipped
-    )
-    assert "an older library" in str(predictor.predict_all([CONFIG]).refused[0])
-    tracing = predictor.retrace()
-    assert tracing is not None
-    assert tracing.end(patience=170.0) == End(0)
-    predictor.renew()
-    assert predictor.predict(CONFIG).peak_allocated_bytes > 0
-    assert predictor.retrace() is None
-
-
-class Behind:
-    """A study whose memory is predicted otherwise once a process has ended, at the third look."""
-
-    other_versions = "torch 1.0 (here: 2.0)"
-
-    def __init__(self, status: int, after: int) -> None:
-        self._status, self._peak, self._after = status, 100, after
-        self._looks = itertools.count(1)
-        self.calls: Counter[str] = Counter()
-        self.forecaster = self.tracing = self
-        self.space = load_space("cpu-demo")
-
-    def on_event(self, event: object) -> None:
-        self.calls["heard"] += 1
-
-    def retrace(self) -> Any:
-        return SimpleNamespace(has_ended=lambda: next(self._looks) == 3, end=self._end)
-
-    def _end(self) -> End:
-        self.calls["ended"] += 1
-        return End(self._status)
-
-    def is_valid(self, config: TrialConfig) -> bool:
-        return True
-
-    def whole_memory(self, configs: list[TrialConfig]) -> Any:
-        return SimpleNamespace(peak_allocated_bytes=np.full(len(configs), self._peak))
-
-    def renew_memory(self) -> None:
-        self._peak = self._after
-
-
-@pytest.mark.parametrize(
-    ("status", "after", "said"),
-    [
-        (0, 100, []),
-        (1, 110, []),
-        (
-            0,
-            110,
-            [
-                "Memory was predicted from profiles of torch 1.0 (here: 2.0). Traced with what is "
-                "installed, the peaks of 2 of 2 kinds of configurations are others, by up to 10 %; "
-                "those are used from now on."
-            ],
-        ),
-    ],
-)
-def test_a_difference_is_said_once_between_two_trials(
-    status: int, after: int, said: list[str]
+def test_what_other_versions_could_not_trace_is_tried_with_what_is_installed(
+    tmp_path: Path,
 ) -> None:
-    study: Any = Behind(status, after)
-    heard: list[str] = []
-    finished = TrialFinished(record=None)  # type: ignore[arg-type]
-    with retraced_behind(study, sampler=None, warn=heard.append):  # type: ignore[arg-type]
-        for trial in range(1, 6):
-            study.on_event(finished)
-            assert len(heard) == (trial >= 3) * len(said)
-    assert heard == said
-    assert study.calls["heard"] == 5
-    assert study.calls["ended"]
+    answers = {STRUCTURE: "memory is not predicted: an older library cannot be traced"}
+    shipped = ShippedProfiles(MODEL, archive(tmp_path, OTHERS, MODEL, answers))
+    tracer = ImaginedTracer()
+    predictor = TracingPredictor(MODEL, cache_dir=tmp_path / "c", tracer=tracer, shipped=shipped)
+    assert predictor.predict(CONFIG).peak_allocated_bytes > 0
+    assert tracer.asked == [STRUCTURE]
+    assert predictor.origin(CONFIG) is None
+    assert not predictor.other_versions
 
 
 # Whether what ships holds for the code
