@@ -63,7 +63,7 @@ class Interconnect(Strict):
 
 class SpeedSpread(Strict):
     """How far steps that are predicted from a GPU's rates may be off: standard deviations of
-    logarithms, which `sweep.predict.speed.spreads` estimates from measured steps."""
+    logarithms, which `tests.sweep.predict.speed.spreads` estimates from measured steps."""
 
     shift: float = 0.0
     """What the GPU takes of a step, over what its rates say: the logarithm's expectation."""

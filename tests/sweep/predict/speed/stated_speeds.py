@@ -21,7 +21,6 @@ from qlora_sweep.search_spaces.config import TrialConfig, parse_config
 from qlora_sweep.search_spaces.gpus import GpuSpec, SpeedSpread, SpeedSpreads, find_gpu
 from qlora_sweep.search_spaces.models import ModelSpec
 from qlora_sweep.sweep.predict.speed.predictor import StepTimes
-from qlora_sweep.sweep.predict.speed.spreads import MeasuredStep, evidence_of, with_pairs
 from tests.sweep.predict.rows import (
     DATA,
     EIGHT_BIT,
@@ -33,6 +32,7 @@ from tests.sweep.predict.rows import (
     model_of,
     read_rows,
 )
+from tests.sweep.predict.speed.spreads import MeasuredStep, evidence_of, with_pairs
 
 ROOT = Path(__file__).parents[4]
 EVIDENCE, PAGE = ROOT / "search_spaces" / "speed_spreads.yaml", ROOT / "docs" / "speed.md"

@@ -24,11 +24,11 @@ from qlora_sweep.search_spaces.config import TrialConfig, parse_config
 from qlora_sweep.search_spaces.gpus import GpuSpec, find_gpu
 from qlora_sweep.search_spaces.models import ModelSpec, load_model_spec
 from qlora_sweep.sweep.predict.speed.predictor import Calibration, StepTimes, calibrate, within
-from qlora_sweep.sweep.predict.speed.spreads import MeasuredStep, evidence_of
 from tests.sweep.predict.predicted_steps import predict_step, predict_steps
 from tests.sweep.predict.rows import HELD_OUT, STUDY_STEPS, TABLE, Row, config_of, model_of
 from tests.sweep.predict.rows import read_rows as rows_in
 from tests.sweep.predict.speed import stated_speeds
+from tests.sweep.predict.speed.spreads import MeasuredStep, evidence_of
 from tests.sweep.predict.speed.stated_speeds import (
     EVIDENCE,
     PAGE,
