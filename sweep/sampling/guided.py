@@ -36,15 +36,14 @@ from qlora_sweep.sweep.sampling.surrogate import (
     LEAST,
     Array,
     Column,
-    Goal,
     Mixture,
     Observed,
     Peaks,
     SpeedSurrogate,
     chance_to_fit,
     expected_improvement,
+    expected_of,
     most_telling,
-    uncertain_first,
 )
 
 ATTACH_SECONDS = 1.5
@@ -330,7 +329,7 @@ class GuidedSampler(CandidateSampler):
     Args:
         candidates: what may be asked for.
         forecaster: refuses what is hopeless, and predicts.
-        objectives: what is searched for.
+        objective: what is searched for; loss is not predicted, and is none.
         steps: how long a trial trains.
         seed: decides between candidates of which the same is expected.
         model: whose capacity classes compare, where speed alone is searched for: the candidates of
@@ -344,7 +343,7 @@ class GuidedSampler(CandidateSampler):
         candidates: Candidates,
         *,
         forecaster: Forecaster,
-        objectives: Sequence[Objective] = ("tokens_per_second",),
+        objective: Objective = "tokens_per_second",
         steps: StepBudget = DEFAULT_STEPS,
         seed: int,
         model: ModelSpec | None = None,
@@ -352,14 +351,14 @@ class GuidedSampler(CandidateSampler):
     ) -> None:
         super().__init__(candidates, inner=RandomSampler(seed=seed))
         self._forecaster = forecaster
-        self._model = model if tuple(objectives) == ("tokens_per_second",) else None
+        self._model = model if objective == "tokens_per_second" else None
         self._settled_below = settled_below
-        self._objectives = uncertain_first(objectives)
+        self._objective = objective
         self._steps = steps
         self._seed = seed
         self._world: _World | None = None
         self._best: tuple[Params, ...] = ()
-        self._merits: dict[int, tuple[float, ...]] = {}
+        self._merits: dict[int, float] = {}
         """What each trial that ended reached, by number."""
         self._weighings: dict[Any, _Weighed] = {}
         """The last two, by the trials that they are of."""
@@ -466,17 +465,16 @@ class GuidedSampler(CandidateSampler):
     def _read(self, study: optuna.Study, *, besides: int | None) -> Trials:
         trials = super()._read(study, besides=besides)
         measured = [record for record in trials.records if record.measurement is not None]
-        merits = np.array([self._merits_of(record) for record in measured])
-        merits = merits.reshape(len(measured), len(self._objectives))
+        merits = np.array([self._merit_of(record) for record in measured])
         trials.learned = [measured[at] for at in most_telling(merits, most=LEARNED_MAX)]
         return trials
 
-    def _merits_of(self, record: TrialRecord) -> tuple[float, ...]:
-        """Return what a trial reached of each objective; minus infinity where it was stopped."""
+    def _merit_of(self, record: TrialRecord) -> float:
+        """Return what a trial reached; minus infinity where it was stopped."""
         if record.number not in self._merits:
-            reached = (-math.inf,) * len(self._objectives)
+            reached = -math.inf
             if isinstance(record.outcome, Measured):
-                reached = merits_of(record, self._objectives)
+                (reached,) = merits_of(record, (self._objective,))
             self._merits[record.number] = reached
         return self._merits[record.number]
 
@@ -515,12 +513,12 @@ class GuidedSampler(CandidateSampler):
         speeds = np.exp(decides.mean)
         known = _Weighed(world, nothing, nothing, nothing, seconds, speeds, fit, nothing > -1)
         asked = self._asked(known, trials)
-        goal = Goal.of(self._objectives, forecasts=world.forecasts, speed=decides)
+        expected = expected_of(self._objective, forecasts=world.forecasts, speed=decides)
         best = self._reached(known, trials, asked)
-        gains, chances = expected_improvement(goal, best)
+        gains, chances = expected_improvement(expected, best)
         # Without a prediction there is nothing to be bold about.
         share = 1.0 if world.forecasts.physics is None else BOLDNESS
-        merits = expected_improvement(replace(goal, first=goal.first.surer(share)), best)[0] * fit
+        merits = expected_improvement(expected.surer(share), best)[0] * fit
         gains = gains * fit if len(best) else np.full(len(gains), np.inf)
         if len(best):
             merits = merits / seconds
@@ -583,16 +581,16 @@ class GuidedSampler(CandidateSampler):
         return rows
 
     def _reached(self, known: _Weighed, trials: Trials, asked: Flags) -> Array:
-        """Return the objectives of the trials that count among the best, with the speeds that
-        decide."""
-        world, reached = known.world, []
+        """Return what the trials that count among the best reached, (trials,): of speed the one
+        that decides."""
+        world = known.world
+        is_predicted = world.stand_in is not None and self._objective == "tokens_per_second"
         of_row = {world.row(record.config): record for record in trials.learned}
+        reached = []
         for row in self._fitted(world, trials):
             if asked[row]:
-                values = np.array(merits_of(of_row[row], self._objectives), dtype=float)
-                if world.stand_in is not None and self._objectives[0] == "tokens_per_second":
-                    values[0] = known.speeds[row]
-                reached.append(values)
+                own = known.speeds[row] if is_predicted else self._merit_of(of_row[row])
+                reached.append(own)
         return np.array(reached)
 
     def _seconds(self, world: _World, trials: Trials, speed: Mixture) -> Array:

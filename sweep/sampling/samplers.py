@@ -51,7 +51,8 @@ def make_sampler(
         space: what may be tried.
         seed: makes the draws repeatable.
         forecaster: what it refuses is not asked for as long as something else is left, but by the
-            grid, which asks for everything. ``guided`` cannot do without one.
+            grid, which asks for everything. ``guided`` cannot do without one, and searches for one
+            objective.
         model: what is trained; the guided sampler, asked for speed alone, has the capacity class
             first that is recommended of it. None where all classes compete.
         lanes: trials that run at a time.
@@ -71,13 +72,14 @@ def make_sampler(
         return WithoutRepeats(RandomSampler(), candidates, forecaster=None, attempts=0)
     if name == "guided":
         assert forecaster is not None, "what is predicted guides it"
-        is_of_speed = space.objectives == ("tokens_per_second",)
+        (objective,) = space.objectives
+        is_of_speed = objective == "tokens_per_second"
         if is_of_speed and not candidates.is_listed and forecaster.predicts_speed:
             candidates = ShortlistedCandidates(space, forecaster=forecaster, seed=seed)
         return GuidedSampler(
             candidates,
             forecaster=forecaster,
-            objectives=space.objectives,
+            objective=objective,
             steps=space.steps,
             seed=seed,
             model=model,

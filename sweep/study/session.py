@@ -220,12 +220,16 @@ def prepare(
     if is_preset and target is not None:
         space = with_offered_batches(space, model, target.budget_bytes)
     notes = (*able.notes, *own.notes, *offered.notes)
-    if "eval_loss" in space.objectives and space.sampler == "guided":
-        # It knows the physics of speed and memory, and nothing of what is learned.
+    why_tpe = ""
+    if "eval_loss" in space.objectives:
+        why_tpe = "Held-out loss cannot be predicted"
+    elif len(space.objectives) > 1:
+        why_tpe = "The guided sampler searches for one objective"
+    if why_tpe and space.sampler == "guided":
         space = space.model_copy(update={"sampler": "tpe"})
         notes += (
-            "Held-out loss cannot be predicted, so the sampler is tpe, and the search ends after "
-            f"{space.trials} trials, or its time budget.",
+            f"{why_tpe}, so the sampler is tpe, and the search ends after {space.trials} trials, "
+            "or its time budget.",
         )
     name = checked_name(default_study_name(space, changed) if study is None else study)
     if "eval_loss" in space.objectives:

@@ -325,51 +325,22 @@ def test_a_running_trial_is_not_asked_for_again_and_says_as_much_as_its_forecast
     assert step(study, space).config not in running
 
 
-@pytest.mark.parametrize(
-    "objectives",
-    [
-        ["tokens_per_second", "peak_memory"],
-        ["peak_memory", "tokens_per_second"],
-        ["tokens_per_second", "peak_memory", "trainable_parameters"],
-        ["trainable_parameters", "peak_memory"],
-    ],
-)
-def test_several_objectives_are_bettered_together(objectives: list[str]) -> None:
+@pytest.mark.parametrize("objective", ["peak_memory", "trainable_parameters"])
+def test_another_objective_than_speed_is_found_where_it_is_predicted(objective: str) -> None:
     space = a_space(
-        objectives=objectives,
+        objectives=[objective],
         dimensions={
             "micro_batch_size": {"choices": [1, 2, 4, 8, 16, 32]},
-            "checkpoint_fraction": {"choices": [0.0, 0.5, 1.0]},
-            "kernels": {"choices": ["hf", "liger"]},
-            "lora_rank": {"choices": [8, 32]},
+            "lora_rank": {"choices": [8, 16, 32]},
         },
         fixed={},
     )
-
-    def volume(sampler: str) -> float:
-        study = a_study(space, Foresight(), seed=1, name=sampler)
-        for _ in range(8):
-            step(study, space)
-        return _volume(study, objectives)
-
-    # All that is certain of a configuration is its memory and its adapters: eight trials are enough
-    # for anybody where speed is not asked for.
-    more = 1.02 if "tokens_per_second" in objectives else 1.0
-    assert volume("guided") >= more * volume("random")
-
-
-def _volume(study: optuna.Study, objectives: list[str]) -> float:
-    """The share of a box that the front dominates, by sampling."""
-    box = {
-        "tokens_per_second": (0.0, 20_000.0),
-        "peak_memory": (-21.5, -4.0),
-        "trainable_parameters": (0.0, 40e6),
-    }
-    low, high = np.array([box[name] for name in objectives]).T
-    sign = np.array([-1.0 if name == "peak_memory" else 1.0 for name in objectives])
-    points = [np.array(t.values) * sign for t in study.get_trials() if t.values]
-    draws = low + np.random.default_rng(0).random((20_000, len(objectives))) * (high - low)
-    return float(np.mean(np.any([np.all(draws <= p, axis=1) for p in points], axis=0)))
+    study = a_study(space, Foresight())
+    first = step(study, space).config
+    if objective == "peak_memory":
+        assert (first.micro_batch_size, first.lora_rank) == (1, 8)
+    else:
+        assert first.lora_rank == 32
 
 
 def test_of_a_space_that_is_too_large_to_list_the_fastest_are_candidates() -> None:

@@ -8,77 +8,53 @@ import pytest
 from qlora_sweep.sweep.sampling.surrogate import (
     Array,
     Column,
-    Goal,
     Mixture,
     Observed,
     Peaks,
     SpeedSurrogate,
     chance_to_fit,
     expected_improvement,
-    front,
     most_telling,
 )
 from tests.sweep.simulated_device import OneFactor
 
 
-def speeds(count: int, *, of: int = 1, seed: int = 0) -> Array:
-    return np.random.default_rng(seed).random((count, of))
+def speeds(count: int) -> Array:
+    return np.random.default_rng(0).random(count)
 
 
-def a_goal(mean: float, deviation: float) -> Goal:
-    """One candidate, of which speed alone is asked for."""
-    first = Mixture(np.ones(1), np.full((1, 1), mean), np.full((1, 1), deviation))
-    return Goal(first, np.ones((1, 2)), np.zeros(2))
+def expected(mean: float, deviation: float) -> Mixture:
+    """What is expected of one candidate."""
+    return Mixture(np.ones(1), np.full((1, 1), mean), np.full((1, 1), deviation))
 
 
 def test_the_expected_gain_is_that_of_draws_from_the_distribution() -> None:
     draws = np.exp(0.05 + 0.2 * np.random.default_rng(0).standard_normal(200_000))
-    gains, chances = expected_improvement(a_goal(0.05, 0.2), np.array([[0.5], [1.0], [0.9]]))
+    gains, chances = expected_improvement(expected(0.05, 0.2), np.array([0.5, 1.0, 0.9]))
     assert gains[0] == pytest.approx(np.maximum(draws - 1, 0).mean(), rel=0.01)
     assert chances[0] == pytest.approx((draws > 1).mean(), rel=0.01)
 
 
 def test_no_gain_is_expected_beyond_what_a_trial_can_gain() -> None:
-    gains, _ = expected_improvement(a_goal(0.0, 5.0), np.ones((1, 1)))
+    gains, _ = expected_improvement(expected(0.0, 5.0), np.ones(1))
     assert 0.3 < gains[0] < 1.0
 
 
-def test_the_expected_gain_of_several_objectives_is_that_of_the_dominated_volume() -> None:
-    reached = np.array([[1.0, 2.0, 3.0], [1.1, 1.0, 1.0], [0.9, 3.0, 0.5], [0.8, 1.0, 1.0]])
-    first = Mixture(np.ones(1), np.full((1, 1), 0.02), np.full((1, 1), 0.1))
-    goal = Goal(first, np.array([[2.5, 2.0]]), np.zeros(2))
-    gains, _ = expected_improvement(goal, reached)
-    random_points = np.random.default_rng(0).random((20_000, 3)) * [2.0, 3.0, 3.0]
-    is_under = (random_points[:, None] <= reached[None]).all(axis=2).any(axis=1)
-    is_below = (random_points[:, 1:] <= goal.others[0]).all(axis=1)
-    grown = []
-    for speed in np.exp(0.02 + 0.1 * np.random.default_rng(1).standard_normal(300)):
-        grown.append((~is_under & is_below & (random_points[:, 0] <= speed)).mean())
-    assert gains[0] == pytest.approx(np.mean(grown) / is_under.mean(), rel=0.03)
-
-
-def test_the_front_is_what_no_other_matches_in_everything() -> None:
-    points = np.array([[1.0, 2.0], [2.0, 1.0], [1.0, 1.0], [2.0, 1.0], [0.5, 2.0]])
-    assert [tuple(points[at]) for at in front(points)] == [(1.0, 2.0), (2.0, 1.0)]
-
-
 @pytest.mark.parametrize("count", [0, 1, 64, 65, 1000, 10_000])
-@pytest.mark.parametrize("objectives", [1, 2, 3])
-def test_the_best_and_the_newest_are_learned_from(count: int, objectives: int) -> None:
-    trials = speeds(count, of=objectives)
+def test_the_best_and_the_newest_are_learned_from(count: int) -> None:
+    trials = speeds(count)
     kept = most_telling(trials, most=64)
     assert kept == sorted(set(kept))
     assert {*range(max(0, count - 16), count)} <= {*kept}
     if count:
-        assert {*trials.argmax(axis=0)} <= {*kept}
+        assert int(trials.argmax()) in kept
     # One trial more changes little, and where none reached anything they teach as well.
     assert len({*kept} & {*most_telling(trials[:-1], most=64)}) >= min(count, 64) - 4
-    assert len(most_telling(np.full((count, 1), -np.inf), most=64)) == min(count, 64)
+    assert len(most_telling(np.full(count, -np.inf), most=64)) == min(count, 64)
 
 
-@pytest.mark.parametrize("objectives", [1, 2])
-def test_one_trial_more_never_makes_fewer_teach(objectives: int) -> None:
-    trials = speeds(450, of=objectives)
+def test_one_trial_more_never_makes_fewer_teach() -> None:
+    trials = speeds(450)
     counts = [len(most_telling(trials[:count], most=200)) for count in range(190, 451)]
     assert counts == [min(count, 200) for count in range(190, 451)]
 
@@ -137,8 +113,7 @@ def test_no_surprise_makes_a_step_faster_than_its_launches_allow() -> None:
     speed = SpeedSurrogate(columns, log_tokens=LOG_TOKENS, physics=physics).posterior(
         observed(7, 23)
     )
-    goal = Goal(speed, np.ones((len(KINDS), 2)), np.zeros(2))
-    gains, _ = expected_improvement(goal, np.exp([[TRUTH.max()]]))
+    gains, _ = expected_improvement(speed, np.exp([TRUTH.max()]))
     # At best they are 2.2 times as slow as the fastest, over 1.5.
     assert gains[KINDS == 1].max() < 0.01
     held_up = (KINDS == 1) & (SIZES == 7)
