@@ -117,7 +117,7 @@ def run(
     yes: opt.Yes = False,
     gpu: opt.Gpu = None,
     devices: opt.Devices = None,
-    model: opt.Models = None,
+    model: opt.Model = None,
     data: opt.Data = None,
     study: opt.StudyName = None,
     storage: opt.Storage = None,
@@ -149,7 +149,7 @@ def run(
         starting.begin(starting.worker_environment("cuda"))
     from qlora_sweep.sweep.request import REQUEST, RunRequest, Where, refuse_mistakes
 
-    typed, models = context.params, model or []
+    typed = context.params
     where = Where.parse(on, opt.pairs("--with", place_settings, bare=on == "slurm"))
     if space.endswith(REQUEST.removeprefix("request")):
         sources = (context.get_parameter_source(key) for key in typed if key != "space")
@@ -158,10 +158,10 @@ def run(
         request = RunRequest.read(space)
     else:
         held, of_space = opt.settings(typed, settings)
-        overrides = {key: typed[key] for key in ("gpu", "trials", "max_dollars", "seed", "sampler")}
+        plain = ("gpu", "model", "trials", "max_dollars", "seed", "sampler")
+        overrides = {key: typed[key] for key in plain}
         overrides |= {key: of_space.get(key) for key in ("numerics", "weights")}
         overrides |= {
-            "model": models[0] if models else None,
             "data": opt.dataset(data, of_space),
             "time_budget_seconds": opt.seconds("--time-budget", time_budget),
             "confirm": False if no_confirm else None,
@@ -171,13 +171,11 @@ def run(
             held=held,
             **{key: typed[key] for key in RunRequest.model_fields.keys() & typed.keys()},
         )
-    refuse_mistakes(request, models=models, storage=storage_url(request.storage))
-    if len(models) > 1 and where.kind != "local":
-        raise InputError("--model: several models are for this machine's GPUs: elsewhere name one")
+    refuse_mistakes(request, storage=storage_url(request.storage))
     if where.kind in ("local", "ray", "recorded"):
         from qlora_sweep.sweep.terminal import driving
 
-        return driving.run(request, where, models=models, is_dry=dry_run)
+        return driving.run(request, where, is_dry=dry_run)
     from qlora_sweep.sweep.terminal import elsewhere
 
     if where.kind == "ssh":

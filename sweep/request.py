@@ -8,10 +8,10 @@ import json
 import re
 import shlex
 import unicodedata
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from pathlib import Path, PurePath
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError, field_validator
@@ -172,19 +172,6 @@ class RunRequest(BaseModel):
         changes = {"space": rename(self.space), "carried": carried, "overrides": overrides}
         return self.model_copy(update=changes)
 
-    def of_models(self, models: Sequence[str]) -> list[RunRequest]:
-        """Return a request for each of several models; this one where there are not several."""
-        if len(models) < 2:
-            return [self]
-        found = []
-        for model in models:
-            # Without the directory or the organisation that the model is in.
-            short = PurePath(load_model_spec(model).name).name
-            study = None if self.study is None else checked_name(f"{self.study}-{short}")
-            changes = {"overrides": {**self.overrides, "model": model}, "study": study}
-            found.append(self.model_copy(update=changes))
-        return found
-
     def named(self) -> tuple[str, SearchSpace]:
         """Return a name for the study and its space, for whoever runs it elsewhere.
 
@@ -199,12 +186,11 @@ class RunRequest(BaseModel):
         return checked_name(name), space
 
 
-def refuse_mistakes(request: RunRequest, *, models: Sequence[str], storage: str) -> None:
+def refuse_mistakes(request: RunRequest, *, storage: str) -> None:
     """Refuse what can be told from what was typed and from the first rows of a dataset.
 
     Args:
         request: what was typed.
-        models: all that were typed.
         storage: URL of the database, which may have the study.
 
     Raises:
@@ -215,7 +201,7 @@ def refuse_mistakes(request: RunRequest, *, models: Sequence[str], storage: str)
         # The others may be about the dataset of the study.
         request = request.model_copy(update={"overrides": {**request.overrides, "data": {}}})
     name, space = request.named()
-    model, *_ = map(load_model_spec, (space.model, *models))
+    model = load_model_spec(space.model)
     choice = space.data
     if space.gpu not in ("auto", "cpu"):
         find_gpu(space.gpu)

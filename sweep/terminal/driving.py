@@ -6,7 +6,7 @@ import shlex
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -40,8 +40,7 @@ from qlora_sweep.sweep.study import recorded, session
 from qlora_sweep.sweep.study.events import Interruption, Listener, StopReason, undisturbed
 from qlora_sweep.sweep.study.run_time import MARGIN, CommandStart
 from qlora_sweep.sweep.study.session import Prepared, Watch, drive, prepare, prepare_again
-from qlora_sweep.sweep.study.targets import least_weight_bytes
-from qlora_sweep.sweep.terminal import console, many_models
+from qlora_sweep.sweep.terminal import console
 from qlora_sweep.sweep.terminal.board import Board, fixed_words, search_words
 from qlora_sweep.sweep.terminal.commands import read_for_report
 from qlora_sweep.sweep.terminal.dataset import prepared as read_texts
@@ -214,64 +213,29 @@ def _place(request: RunRequest, where: Where, warn: Callable[[str], None]) -> Lo
     return RayGpus(request, where.address, warn) if is_ray else Recorded(where.address)
 
 
-def run(request: RunRequest, where: Where, *, models: Sequence[str] = (), is_dry: bool) -> int:
-    """Start or resume a study, or one for each of several models; write its report; print the
-    winner, or the document of `best`."""
+def run(request: RunRequest, where: Where, *, is_dry: bool) -> int:
+    """Start or resume a study; write its report; print the winner, or the document of `best`."""
     start = CommandStart.of_process()
     if is_dry:
-        _say_what_would_run(request, where, models)
+        _say_what_would_run(request, where)
         return 0
     url = _driven_url(request.storage)
-    if len(models) > 1:
-        return _run_models(request, models, url=url, start=start)
     prepared, reason = tune(request, where, url=url, start=start)
     return _conclude(prepared, reason, storage=request.storage, as_json=request.as_json)
 
 
-def _say_what_would_run(request: RunRequest, where: Where, models: Sequence[str]) -> None:
+def _say_what_would_run(request: RunRequest, where: Where) -> None:
     if request.devices is not None:
         gpus.check_spelling(request.devices)
-    for one in request.of_models(models):
-        name, space = one.named()
-        if request.carried is not None:
-            refuse_own(request.carried, of=name)
-        about = {"space": space.name, "model": space.model, "gpu": space.gpu}
-        words = ", ".join(f"{key} {value}" for key, value in about.items())
-        most = units.plural(space.trials, "trial")
-        text = f"Would start or resume study {name} on {where}: {words}, at most {most}."
-        document = {"study": name, "on": str(where), **about, "trials": space.trials}
-        console.say_result(document, text, as_json=request.as_json)
-
-
-def _run_models(
-    request: RunRequest, models: Sequence[str], *, url: str, start: CommandStart
-) -> int:
-    """Start or resume a study for each of several models, on as many GPUs as were typed."""
+    name, space = request.named()
     if request.carried is not None:
-        raise InputError("--from: trials are taken over by a study of one --model")
-    place = LocalGpus(request.devices)
-    studies = []
-    for one in request.of_models(models):
-        prepared = place.given_to(_prepared(one, place, url=url, read=read_texts))
-        named = one.model_copy(update={"study": prepared.name, "as_json": True})
-        studies.append((named, prepared))
-    name, times = Counter(prepared.name for _, prepared in studies).most_common(1)[0]
-    if times > 1:
-        alike = [one.overrides["model"] for one, _ in studies if one.study == name]
-        cure = "name each model once" if len({*alike}) == 1 else "leave --study out"
-        raise InputError(f"--model: {' and '.join(alike)} would both be study '{name}': {cure}")
-    # The largest first, so that none is left alone at the end.
-    studies.sort(key=lambda both: -(least_weight_bytes(both[1].space, both[1].model) or 0))
-    size = max(prepared.cards_per_trial for _, prepared in studies)
-    teams = gpus.teams_of(place.cards, size=size)
-    devices = [",".join(str(card.index) for card in team) + "," for team in teams]
-    requests = [one for one, _ in studies]
-    budget, end_seconds = studies[0][1].space.time_budget_seconds, None
-    if budget is not None:
-        end_seconds = start.at_seconds + budget - start.closing_seconds
-    return many_models.run(
-        requests, devices=devices or [None], as_json=request.as_json, end_seconds=end_seconds
-    )
+        refuse_own(request.carried, of=name)
+    about = {"space": space.name, "model": space.model, "gpu": space.gpu}
+    words = ", ".join(f"{key} {value}" for key, value in about.items())
+    most = units.plural(space.trials, "trial")
+    text = f"Would start or resume study {name} on {where}: {words}, at most {most}."
+    document = {"study": name, "on": str(where), **about, "trials": space.trials}
+    console.say_result(document, text, as_json=request.as_json)
 
 
 def _prepared(request: RunRequest, place: LocalGpus, *, url: str, read: ReadTexts) -> Prepared:

@@ -134,10 +134,6 @@ Details = Annotated[bool, Option("--details", help="Print all of the answer, not
 Output = Annotated[str | None, Option("-o", "--output", help="A file; - is stdout.")]
 NewDirectory = Annotated[str, Option("-o", "--output", help="A new directory.")]
 Model = Annotated[str | None, Option(help="Shipped name, directory or hub id.", **_MODELS)]
-Models = Annotated[
-    list[str] | None,
-    Option("--model", help="Shipped name, directory or hub id; several: a study each.", **_MODELS),
-]
 Data = Annotated[str | None, Option(metavar="DATASET", help=_DATASET)]
 Gpu = Annotated[str | None, Option(help="GPU whose memory is the budget.", **_BUDGETS)]
 Gpus = Annotated[list[str] | None, Option("--gpu", help="Several: they are compared.", **_GPUS)]

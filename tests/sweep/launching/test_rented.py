@@ -225,7 +225,6 @@ def test_a_soak_and_a_typed_price_are_what_it_costs(
         ("a10 --on modal --set data_parallel=2 --devices 1", "data_parallel 2 trains on 2 GPUs"),
         ("a10 --on modal --set data_parallel=8", "Modal rents at most 4 a10, got 8"),
         ("a10 --on modal --max-dollars 0.01", "--max-dollars 0.01 pays for"),
-        ("a10 --on modal --model demo --model tinyllama-1.1b", "several models are for this"),
         ("a10 --on modal --storage sqlite:///x.db", "--storage names what a rented machine"),
         ("a10 --on modal --from other", "--from names what a rented machine cannot see"),
         ("a10 --on modal --with volume=gs://mine", "a volume of Modal's is named by"),
