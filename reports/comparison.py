@@ -1,4 +1,4 @@
-"""Several GPUs beside each other, as studies measured them or plans predict them.
+"""Several GPUs beside each other, as studies measured them.
 
 Speeds are compared on one ground: a model, a capacity class, a length. Nothing is claimed inside
 the uncertainty of the speeds: not who is cheaper, and not where two GPUs change places.
@@ -12,17 +12,17 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from html import escape
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import plotly.graph_objects as go
 
 from qlora_sweep.reports import units
 from qlora_sweep.reports.figures import MARKS, PageFigure, Section, framed, whiskers
 from qlora_sweep.search_spaces import costs
-from qlora_sweep.search_spaces.config import Method, TrialConfig, parse_config, targets_in_words
-from qlora_sweep.search_spaces.errors import InputError, words_of
+from qlora_sweep.search_spaces.config import Method, TrialConfig, targets_in_words
+from qlora_sweep.search_spaces.errors import InputError
 from qlora_sweep.search_spaces.linears import CapacityClass
-from qlora_sweep.search_spaces.models import ModelSpec, shipped_models
+from qlora_sweep.search_spaces.models import ModelSpec
 from qlora_sweep.search_spaces.prices import Offer
 from qlora_sweep.storage.definition import StudySnapshot
 from qlora_sweep.storage.ranking import measured_of, rank_study
@@ -37,7 +37,7 @@ class Ground(NamedTuple):
     """What two configurations must have in common for their speeds to compare."""
 
     model: str
-    """The fingerprint of its architecture; of a plan of a model that no study has, its name."""
+    """The fingerprint of its architecture."""
     name: str
     capacity: CapacityClass
     seq_len: int
@@ -54,16 +54,15 @@ class Option:
     """Supervised tokens/s."""
     has_interval: bool
     basis: str
-    peak_bytes: int | None
-    number: int | None = None
-    """Of the trial; None in a plan."""
+    peak_bytes: int
+    number: int
+    """Of the trial."""
     tokens_per_sample: float | None = None
-    fits_surely: bool = True
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """One GPU, as a study or a plan knows it."""
+    """One GPU, as a study knows it."""
 
     label: str
     """What it is called in a comparison; no two are called alike."""
@@ -160,85 +159,6 @@ def _speed(value: float, low: float | None, high: float | None) -> tuple[costs.R
     return costs.Range(value, *ends), bool(low and high)
 
 
-def of_plan(
-    document: Mapping[str, Any],
-    *,
-    where: str,
-    models: Sequence[tuple[str, ModelSpec]] = (),
-    offers: Mapping[str, Sequence[Offer]] | None = None,
-) -> tuple[Candidate, ...]:
-    """Return the GPUs of a plan.
-
-    Args:
-        document: what `sweep plan --json` prints.
-        where: what it came from, for the message.
-        models: fingerprints with their architectures, of the studies beside it.
-        offers: the price list by GPU, whose terms a plan's bill follows.
-
-    Raises:
-        InputError: it is no such document.
-    """
-    plans = document.get("plans", [document])
-    if not isinstance(plans, list) or not plans or not all(isinstance(p, Mapping) for p in plans):
-        raise InputError(f"{where}: plans must be a list of plans, as `sweep plan --json` prints")
-    try:
-        return tuple(_of_plan(plan, where, models, offers or {}) for plan in plans)
-    except (KeyError, TypeError, ValueError) as error:
-        what = f"is not what `sweep plan --json` prints: {words_of(error)}"
-        raise InputError(f"{where}: {what}") from error
-
-
-def _of_plan(
-    plan: Mapping[str, Any],
-    where: str,
-    models: Sequence[tuple[str, ModelSpec]],
-    offers: Mapping[str, Sequence[Offer]],
-) -> Candidate:
-    answer, name, gpu = plan.get("recommended", plan), str(plan["model"]), plan["gpu"]
-    known = (*models, *((model.name, model) for model in shipped_models()))
-    fingerprint, model = next((pair for pair in known if pair[1].name == name), (name, None))
-    options: dict[TrialConfig, Option] = {}
-    # What is recommended comes first, and knows its range.
-    for one in (answer, *plan.get("fastest_by_class", ())):
-        if one is None or not one.get("tokens_per_second"):
-            continue
-        config = parse_config(one["config"], where=where)
-        capacity = CapacityClass(config.lora_rank, (str(config.target_modules),))
-        if model is not None:
-            capacity = CapacityClass.of(config, model)
-        option = Option(
-            Ground(fingerprint, name, capacity, config.seq_len, config.method),
-            config,
-            *_speed(one["tokens_per_second"], *(one.get("tokens_per_second_range") or (None,) * 2)),
-            "predicted",
-            one.get("peak_allocated_bytes"),
-            fits_surely=one.get("fits_certainty", "sure") == "sure",
-        )
-        options.setdefault(config, option)
-    bill = next(iter(plan.get("bills") or ()), None)
-    return Candidate(
-        label=f"{gpu['name']} (plan)",
-        gpu=str(gpu["name"]),
-        source=f"plan {where}",
-        budget_bytes=int(gpu["budget_bytes"]),
-        offer=None if bill is None else _offer(bill, offers.get(gpu["name"], ())),
-        model_bytes=0.0 if model is None else costs.checkpoint_bytes(model),
-        options=tuple(options.values()),
-    )
-
-
-def _offer(bill: Mapping[str, Any], offers: Sequence[Offer]) -> Offer:
-    """Return the offer of a plan's bill: the list's, else what the bill says of it."""
-    keys = ("gpu", "provider", "is_spot", "usd_per_hour", "date", "source")
-    told = {key: bill[key] for key in keys}
-    seconds = {item["name"]: item["seconds"] for item in bill["items"]}
-    own = Offer(
-        **told, boot_seconds=seconds.get("boot", 0.0), download_seconds=seconds.get("download")
-    )
-    alike = (o for o in offers if all(getattr(o, key) == getattr(own, key) for key in keys))
-    return next(alike, own)
-
-
 def compare(candidates: Sequence[Candidate], *, work: costs.AskedWork) -> Comparison:
     """Return what can be told of several GPUs.
 
@@ -246,7 +166,7 @@ def compare(candidates: Sequence[Candidate], *, work: costs.AskedWork) -> Compar
         InputError: there are fewer than two.
     """
     if len(candidates) < 2:
-        raise InputError("comparing takes at least two studies or plans")
+        raise InputError("comparing takes at least two studies")
     labels = [one.label for one in candidates]
     named = tuple(
         one
@@ -401,10 +321,11 @@ def _absent(group: Group, candidates: Sequence[Candidate]) -> Iterator[str]:
     typed = targets if isinstance(targets, str) else ",".join(targets)
     for one in candidates:
         if one.label not in present:
-            command = ["sweep", "plan", one.gpu, "--model", option.ground.name]
+            command = ["sweep", "run", one.gpu, "--model", option.ground.name]
             command += ["--rank", str(option.config.lora_rank), "--target-modules", typed]
-            command += ["--method", "dpo"] * option.config.is_on_pairs
-            command += ["--seq-len", str(option.ground.seq_len), "--json"]
+            command += ["--seq-len", str(option.ground.seq_len)]
+            if option.config.is_on_pairs:
+                command += ["--method", "dpo"]
             why = f"it has nothing of {_ground(option)}"
             yield f"{one.label} is not compared here: {why}. To compare: {shlex.join(command)}"
 
@@ -420,12 +341,10 @@ def _row(entry: Entry) -> tuple[str, ...]:
         price = f"{units.usd(bill.usd_per_hour)} an hour, {bill.offer.label}, {bill.offer.date}"
     ends = f"{units.rate(option.speed.low)}–{units.rate(option.speed.high)}"
     speed = f"{units.rate(option.speed.value)} ({ends if option.has_interval else 'no interval'})"
-    share = (option.peak_bytes or 0) / one.budget_bytes
-    peak = units.gib(option.peak_bytes) if option.fits_surely else "may not fit"
+    share = option.peak_bytes / one.budget_bytes
     config = option.config
     kept = ("micro_batch_size", "seq_len", "lora_rank", "target_modules")
     standard = TrialConfig(**{key: getattr(config, key) for key in kept})
-    trial = "" if option.number is None else f"trial {option.number}: "
     return (
         f"{one.label} ({one.source})",
         f"{speed}, {option.basis}",
@@ -433,8 +352,8 @@ def _row(entry: Entry) -> tuple[str, ...]:
         _range(entry.seconds, units.duration),
         cost,
         price,
-        f"{peak}, {units.percent(share)} of the budget",
-        f"{trial}{units.size(config)}, {units.changes(config, baseline=standard)}",
+        f"{units.gib(option.peak_bytes)}, {units.percent(share)} of the budget",
+        f"trial {option.number}: {units.size(config)}, {units.changes(config, baseline=standard)}",
     )
 
 

@@ -337,9 +337,8 @@ def report(
     """Write a study's report, or compare GPUs, in one HTML file.
 
     By default it is runs/STUDY/report.html. With --work it says what your training costs. Several
-    studies, and files (.json) that `sweep plan --json` printed, are set beside each other: which
-    GPU is the cheapest and which the soonest. Where the extra `images` is installed, -o front.png
-    draws a figure.
+    studies are set beside each other: which GPU is the cheapest and which the soonest. Where the
+    extra `images` is installed, -o front.png draws a figure.
     """
 
 

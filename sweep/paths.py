@@ -7,7 +7,6 @@ and ``XDG_CACHE_HOME``; creates nothing.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from pathlib import Path
 
 from qlora_sweep.search_spaces.errors import InputError
@@ -63,9 +62,9 @@ def report_path(study: str) -> Path:
     return runs_directory() / study / "report.html"
 
 
-def comparison_path(studies: Sequence[str]) -> Path:
+def comparison_path(study: str) -> Path:
     """Return where the report of several studies is written: beside that of the first."""
-    return runs_directory() / (studies[0] if studies else "") / "comparison.html"
+    return runs_directory() / study / "comparison.html"
 
 
 def own_price_file() -> Path | None:

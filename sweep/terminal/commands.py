@@ -8,13 +8,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from qlora_sweep.reports import images, units
-from qlora_sweep.reports.comparison import Comparison, compare, of_plan, of_study
+from qlora_sweep.reports.comparison import compare, of_study
 from qlora_sweep.reports.page import render, render_comparison, write_page
 from qlora_sweep.search_spaces.costs import AskedWork
-from qlora_sweep.search_spaces.documents import parse_object, read_text
 from qlora_sweep.search_spaces.errors import EnvironmentFault, InputError, quote
-from qlora_sweep.search_spaces.models import ModelSpec
-from qlora_sweep.search_spaces.prices import load_prices
 from qlora_sweep.storage.definition import StudySnapshot, is_file_name
 from qlora_sweep.storage.files import checked_output, write_output
 from qlora_sweep.storage.reading import count_trials
@@ -70,21 +67,21 @@ def report(
     """Print the report of a study, or of several GPUs, or write it and print where it is."""
     twice = [name for name, times in Counter(named or ()).items() if times > 1]
     if twice:
-        raise InputError(f"{twice[0]} is named twice: name each study or plan once")
-    studies = [name for name in named or () if not name.endswith(".json")]
-    plans = [name for name in named or () if name.endswith(".json")]
+        raise InputError(f"{twice[0]} is named twice: name each study once")
+    studies = list(named or ())
+    if not studies:
+        raise InputError("name a study for its report, or several studies to compare")
     asked = AskedWork(**amounts(work, ("tokens", "dataset_samples", "epochs")))
     endings = (".html", ".htm", *images.SUFFIXES)
     path = checked_output(output, what="a report", endings=endings, is_forced=is_forced)
-    if not studies and len(plans) < 2:
-        raise InputError("name a study for its report, or several studies or plans to compare")
     is_picture = path is not None and path.suffix.lower() in images.SUFFIXES
-    name = "".join(studies[:1])
-    name = Path(name).stem if name.endswith(".jsonl") else name
-    if output is None and studies and not is_file_name(name):
+    name = studies[0]
+    if name.endswith(".jsonl"):
+        name = Path(name).stem
+    if output is None and not is_file_name(name):
         raise InputError(f"study {quote(name)}: no file has such a name: add -o FILE")
     snapshots = [read_for_report(study, url=paths.storage_url(storage)) for study in studies]
-    is_one = len(studies) == 1 and not plans
+    is_one = len(studies) == 1
     if figure is not None and not is_picture:
         raise InputError("--figure needs -o with a name that ends in .png or .svg")
     if is_picture and not is_one:
@@ -92,33 +89,23 @@ def report(
     if path is not None and is_picture:
         images.write_image(snapshots[0], path, figure=figure)
     else:
-        together = None if is_one else _compared(snapshots, plans, work=asked)
-        page = render_comparison(together) if together else render(snapshots[0], work=asked)
+        if is_one:
+            page = render(snapshots[0], work=asked)
+        else:
+            candidates = [of_study(snapshot) for snapshot in snapshots]
+            page = render_comparison(compare(candidates, work=asked))
         if output == console.STDOUT:
             console.say_as_is(page)
             return
         if path is not None:
             write_output(path, page.encode("utf-8", errors="replace"))
+        elif is_one:
+            path = paths.report_path(name)
+            write_page(page, path)
         else:
-            path = (
-                paths.report_path(name) if is_one else paths.comparison_path([name, *studies[1:]])
-            )
+            path = paths.comparison_path(name)
             write_page(page, path)
     console.say(str(output or path))
-
-
-def _compared(
-    snapshots: Sequence[StudySnapshot], plans: Sequence[str], *, work: AskedWork
-) -> Comparison:
-    """Return studies and the plans of some files beside each other."""
-    studies = [snapshot.definition for snapshot in snapshots]
-    models = [(study.model_fingerprint, ModelSpec.from_json(study.model)) for study in studies]
-    found = [of_study(snapshot) for snapshot in snapshots]
-    offers = load_prices(paths.own_price_file()) if plans else {}
-    for file in plans:
-        document = parse_object(read_text(Path(file), label=file), where=file)
-        found += of_plan(document, where=file, models=models, offers=offers)
-    return compare(found, work=work)
 
 
 def doctor() -> int:

@@ -91,7 +91,7 @@ AnyStudy = Annotated[
 ]
 Reported = Annotated[
     list[str] | None,
-    Argument(metavar="STUDY|SURFACE|PLAN...", help="One, or several to compare.", **_STUDIES),
+    Argument(metavar="STUDY|SURFACE...", help="One, or several to compare.", **_STUDIES),
 ]
 Contributions = Annotated[
     list[str] | None,

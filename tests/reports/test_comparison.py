@@ -7,11 +7,10 @@ from typing import Any
 
 import pytest
 
-from qlora_sweep.reports.comparison import Comparison, compare, comparison_words, of_plan, of_study
+from qlora_sweep.reports.comparison import Comparison, compare, comparison_words, of_study
 from qlora_sweep.search_spaces.config import TrialConfig
 from qlora_sweep.search_spaces.costs import AskedWork
 from qlora_sweep.search_spaces.errors import InputError
-from qlora_sweep.search_spaces.models import ModelSpec
 from qlora_sweep.search_spaces.prices import Offer
 from qlora_sweep.storage.definition import StudySnapshot, TargetSpeed
 from tests.reports.synthetic import definition, fits, snapshot
@@ -150,7 +149,7 @@ def test_other_models_methods_classes_and_lengths_are_told_apart() -> None:
     assert any("Only another length has" in sentence for sentence in apart)
     absent = _verdicts(_compared(one, _study("two", 5_000.0), another))[-1]
     assert absent.startswith("another length is not compared here")
-    assert "sweep plan a10 --model mistral-7b-v0.3 --rank 16 --target-modules attention" in absent
+    assert "sweep run a10 --model mistral-7b-v0.3 --rank 16 --target-modules attention" in absent
 
 
 def test_two_of_one_name_are_numbered_and_a_comparison_takes_two() -> None:
@@ -158,58 +157,3 @@ def test_two_of_one_name_are_numbered_and_a_comparison_takes_two() -> None:
     assert [one.label for one in comparison.candidates] == ["a10 1", "a10 2"]
     with pytest.raises(InputError, match="at least two"):
         _compared(_study("a10", 4_000.0))
-
-
-def _plan(gpu: str = "l4", **values: Any) -> dict[str, Any]:
-    bill = {"provider": "Somebody", "is_spot": False, "usd_per_hour": 0.5, "date": "2026-09-01"}
-    items = [
-        {"name": "boot", "seconds": 60.0, "usd": 0.0},
-        {"name": "training", "seconds": 9.0, "usd": 1.0},
-    ]
-    bill |= {"gpu": gpu, "source": "a list"}
-    return {
-        "model": "mistral-7b-v0.3",
-        "gpu": {"name": gpu, "budget_bytes": 20 * 2**30},
-        "bills": [{**bill, "items": items}],
-        "recommended": {
-            "config": SMALL.model_dump(mode="json"),
-            "tokens_per_second": 3_000.0,
-            "tokens_per_second_range": [2_000.0, None],
-            "peak_allocated_bytes": 9 * 2**30,
-        },
-        "fastest_by_class": [{"config": {"lora_rank": 8}, "tokens_per_second": 3_100.0}],
-    } | values
-
-
-def test_a_plan_is_compared_with_a_study_of_the_same_model() -> None:
-    study = _study("a10", 4_000.0)
-    model = ModelSpec.from_json(study.definition.model)
-    known = [(study.definition.model_fingerprint, model)]
-    (one,) = of_plan(_plan(), where="l4.json", models=known)
-    assert (one.label, one.source) == ("l4 (plan)", "plan l4.json")
-    assert one.offer is not None
-    assert one.offer.boot_seconds == 60.0
-    assert one.options[0].speed[:2] == (3_000.0, 2_000.0)
-    assert not one.options[0].has_interval
-    comparison = compare([of_study(study), one], work=AskedWork())
-    (group,) = comparison.groups
-    assert {entry.candidate.label for entry in group.entries} == {"a10", "l4 (plan)"}
-    assert _verdicts(comparison)[-1].startswith("Fastest: statistically")
-
-
-def test_plans_are_read_with_their_offer_and_anything_else_is_refused_by_name() -> None:
-    sure, unsure = _plan("t4"), _plan("l4")
-    unsure["recommended"] |= {"fits_certainty": "uncertain"}
-    found = of_plan({"plans": [unsure, sure]}, where="plan.json")
-    assert [one.gpu for one in found] == ["l4", "t4"]
-    rows = comparison_words(compare(found, work=AskedWork())).groups[0].rows
-    assert [row[6].startswith("may not fit") for row in rows].count(True) == 1
-    listed = _offer(0.5, gpu="l4", minimum_seconds=7200.0, gpus=4)
-    (one,) = of_plan(_plan(), where="l4.json", offers={"l4": [_offer(0.4, gpu="l4"), listed]})
-    assert one.offer == listed
-    exact = {k: v for k, v in sure.items() if k not in ("recommended", "fastest_by_class")}
-    (asked,) = of_plan({**exact, **sure["recommended"]}, where="plan.json")
-    assert [option.config for option in asked.options] == [SMALL]
-    for broken in ({"plans": 3}, {"config": {}}, {"plans": [7]}):
-        with pytest.raises(InputError, match=r"plan\.json"):
-            of_plan(broken, where="plan.json")

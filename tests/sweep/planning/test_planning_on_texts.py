@@ -13,7 +13,7 @@ import pytest
 from rich.console import Console
 
 from qlora_sweep.reports import units
-from qlora_sweep.reports.comparison import compare, comparison_words, of_plan, of_study
+from qlora_sweep.reports.comparison import compare, comparison_words, of_study
 from qlora_sweep.reports.sentences import facts
 from qlora_sweep.reports.view import view_of
 from qlora_sweep.search_spaces.config import TrialConfig
@@ -170,11 +170,11 @@ def test_a_configuration_has_one_interval_wherever_it_is_shown() -> None:
     planned = plan_card(asked, work=AskedWork(), offers=[shown.offer])
     plan = card_document(planned)
     best = view_of(shown).document()
-    models = [(shown.definition.model_fingerprint, MODEL)]
-    studied, compared = of_study(shown), of_plan(plan, where="plan.json", models=models)[0]
-    for other in (studied.options[0].speed, compared.options[0].speed):
-        assert other == pytest.approx((plan["tokens_per_second"], *plan["tokens_per_second_range"]))
-    speed, low, high = other
+    studied = of_study(shown)
+    (option,) = studied.options
+    of_plan = (plan["tokens_per_second"], *plan["tokens_per_second_range"])
+    assert option.speed == pytest.approx(of_plan)
+    speed, low, high = option.speed
     target, cost = best["target_tokens_per_second"], best["cost"]
     assert [target[end] for end in ("value", "low", "high")] == pytest.approx([speed, low, high])
     usd = [cost[f"usd_per_million_tokens{end}"] for end in ("", "_low", "_high")]
@@ -193,7 +193,7 @@ def test_a_configuration_has_one_interval_wherever_it_is_shown() -> None:
     assert told["cost"].startswith(
         f"{units.usd(usd[0])} per million tokens ({units.usd_interval((usd[1], usd[2]))};"
     )
-    rows = comparison_words(compare([studied, compared], work=AskedWork())).groups[0].rows
+    rows = comparison_words(compare([studied, studied], work=AskedWork())).groups[0].rows
     assert {row[1] for row in rows} == {
         f"{units.rate(speed)} ({units.rate(low)}–{units.rate(high)}), predicted"
     }

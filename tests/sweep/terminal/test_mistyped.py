@@ -113,7 +113,7 @@ data --model demo ''                      | an argument is an empty text
 train '' --data d.jsonl --output adapter  | an argument is an empty text
 run cpu-demo --from nope                  | no studies yet
 run cpu-demo --rank=8 --rank 16           | --rank 8 and --rank 16 are both given
-run cpu-demo --model demo --model llama-3.1-8b | --model demo and --model llama-3.1-8b are both given
+run cpu-demo --model a --model b          | --model a and --model b are both given
 run cpu-demo --rank 8 --set lora-rank=8   | lora_rank is given twice: keep one
 run cpu-demo --set compil=true            | unknown setting 'compil'; did you mean 'compile'?
 run cpu-demo --set kernels=fast           | --set kernels must be one of 'hf', 'fused-loss'

@@ -34,35 +34,6 @@ SURFACE = Path(__file__).parents[2] / "data" / "surfaces" / "mistral-7b-v0.3_h20
 RECORDED = "Recorded on an NVIDIA H200, 2026-11-21: nothing is measured now."
 
 
-def test_a_plan_is_set_beside_a_study_and_leads_where_it_is_surely_faster(
-    study: str, tmp_path: Path, sweep: Sweep
-) -> None:
-    best = json.loads(sweep("best", study, "--json").out)
-    plan = {
-        "model": best["model"],
-        "gpu": {"name": "l4", "budget_bytes": best["gpu"]["budget_bytes"]},
-        "config": best["best"]["config"],
-        "tokens_per_second": 1e6,
-        "tokens_per_second_range": [0.9e6, 1.1e6],
-        "peak_allocated_bytes": 2**30,
-        "bills": [],
-    }
-    (tmp_path / "l4.json").write_text(json.dumps(plan))
-    work = ("--work", "dataset-samples=1000", "-o", "-")
-    code, page, _ = sweep("report", study, tmp_path / "l4.json", *work)
-    assert code == 0
-    assert "Fastest: l4 (plan)" in page
-    assert "1,000 sequences of full length" in page
-
-
-def test_what_is_no_plan_is_named(study: str, tmp_path: Path, sweep: Sweep) -> None:
-    broken = tmp_path / "broken.json"
-    broken.write_text('{"plans": 3}')
-    for named, words in ((broken, f"{broken}: plans must be a list"), ("nobody", "no study")):
-        refused = sweep("report", study, named)
-        assert (refused.code, words in refused.err) == (2, True)
-
-
 def test_a_study_of_recorded_trials_finds_the_best_of_them_and_says_what_it_is(
     tmp_path: Path, sweep: Sweep, monkeypatch: pytest.MonkeyPatch
 ) -> None:
