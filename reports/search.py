@@ -24,7 +24,6 @@ from qlora_sweep.reports.figures import (
     framed,
     whiskers,
 )
-from qlora_sweep.reports.sentences import rank_claim
 from qlora_sweep.reports.words import VERDICT_LABELS, held_out
 from qlora_sweep.search_spaces.config import KNOBS, TrialConfig
 from qlora_sweep.storage.ranking import measured_of
@@ -206,4 +205,4 @@ def quality_of(document: Document) -> Section | None:
         "seeds, where there are several.",
         figure,
     )
-    return Section(claim=rank_claim(ranking), how=how, figures=[shown])
+    return Section(how=how, figures=[shown])

@@ -20,9 +20,9 @@ from qlora_sweep.search_spaces.config import (
 from qlora_sweep.search_spaces.quality import quality_in_words
 from qlora_sweep.search_spaces.texts import CUT_MAX
 from qlora_sweep.search_spaces.trainers import trainer_of
-from qlora_sweep.storage.confirmations import FEW_ROWS, is_told_apart
+from qlora_sweep.storage.confirmations import FEW_ROWS
 from qlora_sweep.storage.definition import StudySnapshot
-from qlora_sweep.storage.ranking import CLAIMED_RANK, Ranking, claimed_pair, measured_of
+from qlora_sweep.storage.ranking import Ranking, measured_of
 from qlora_sweep.storage.records import RETRYABLE, Measurement, QualityReport, TrialRecord
 
 
@@ -423,27 +423,3 @@ def unmeasured_classes(view: StudyView) -> Iterator[tuple[TrialConfig, float]]:
         config = TrialConfig.model_validate(known["config"])
         if ranking.capacity_class(config) not in measured:
             yield config, float(known["tokens_per_second"])
-
-
-def rank_claim(ranking: Ranking) -> str:
-    """Return what "rank 16 is the best" is worth on this dataset, as far as was measured."""
-    claim = f'"Rank {CLAIMED_RANK} is the best", as articles have it'
-    pair = claimed_pair(ranking.ranked)
-    if pair is None:
-        return f"{claim}: not judged, as no two trials were trained that differ in this rank alone."
-    qualities = [quality for record in pair if (quality := measured_of(record).quality)]
-    mine, theirs = (quality.eval_loss_ci95 for quality in qualities)
-    if mine is None or theirs is None:
-        verdict = "not judged, as not both were trained with several seeds,"
-    elif mine[0] <= theirs[1] and theirs[0] <= mine[1]:
-        verdict = "not to be told, as the intervals over seeds overlap,"
-    elif not is_told_apart(*qualities):
-        verdict = f"not to be told by {words.held_out(qualities[0])}"
-    else:
-        verdict = "confirmed" if mine[0] < theirs[0] else "refuted"
-    own, other = (f"{words.loss(measured_of(r))} (trial {r.number})" for r in pair)
-    return (
-        f"{claim}: {verdict} on this dataset. After {qualities[0].train_tokens:,} tokens its "
-        f"held-out loss is {own}; that of rank {pair[1].config.lora_rank}, the lowest of those "
-        f"that differ in nothing else, is {other}."
-    )

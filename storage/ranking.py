@@ -73,8 +73,6 @@ LESS_IS_BETTER: frozenset[Objective] = frozenset({"peak_memory", "eval_loss"})
 NoGain = Literal["no_winner", "not_measured", "did_not_fit", "not_shown"]
 """Why a gain is not stated: nothing fits, what it would be over was not measured or did not fit,
 or the interval of the ratio holds 1."""
-CLAIMED_RANK = 16
-"""What articles about QLoRA recommend, as a rule without a loss beside it."""
 
 _VALUES: Mapping[Objective, Callable[[Measurement], float]] = {
     "tokens_per_second": lambda measured: measured.tokens_per_second,
@@ -82,12 +80,6 @@ _VALUES: Mapping[Objective, Callable[[Measurement], float]] = {
     "trainable_parameters": lambda measured: measured.trainable_parameters,
     "eval_loss": lambda m: math.inf if m.quality is None else m.quality.eval_loss,
 }
-_LEARNED_BY = (
-    *("learning_rate", "target_modules", "lora_dropout", "samples_per_step", "seq_len", "packing"),
-    *("optimizer", "compute_dtype", "adapter_dtype", "upcast_fp32"),
-    *("quantization", "double_quant", "quantized_fraction"),
-)
-"""Besides the rank, what decides what is learned."""
 
 
 def objective_value(objective: Objective, measured: Measurement) -> float:
@@ -136,30 +128,6 @@ def merits_of(record: TrialRecord, objectives: Sequence[Objective]) -> tuple[flo
     measured = measured_of(record)
     values = ((o, float(objective_value(o, measured))) for o in objectives)
     return tuple(-value if o in LESS_IS_BETTER else value for o, value in values)
-
-
-def claimed_pair(ranked: Iterable[TrialRecord]) -> tuple[TrialRecord, TrialRecord] | None:
-    """Return the trials over which it is judged whether `CLAIMED_RANK` is the best: the lowest loss
-    of that rank, and the lowest of another that differs in nothing else that decides what is
-    learned; None for none."""
-
-    def loss(record: TrialRecord) -> float:
-        return objective_value("eval_loss", measured_of(record))
-
-    alike: dict[tuple[object, ...], list[TrialRecord]] = {}
-    for record in ranked:
-        if _is_judged(record, ("eval_loss",)):
-            config = canonical(record.config)
-            scale = (config.lora_alpha or 0.0) / config.lora_rank
-            learned_by = (scale, *(getattr(config, key) for key in _LEARNED_BY))
-            alike.setdefault(learned_by, []).append(record)
-    pairs: list[tuple[TrialRecord, TrialRecord]] = []
-    for group in alike.values():
-        own = [record for record in group if record.config.lora_rank == CLAIMED_RANK]
-        others = [record for record in group if record.config.lora_rank != CLAIMED_RANK]
-        if own and others:
-            pairs.append((min(own, key=loss), min(others, key=loss)))
-    return min(pairs, key=lambda pair: [loss(record) for record in pair], default=None)
 
 
 def verdict_counts(records: Iterable[TrialRecord]) -> dict[str, int]:

@@ -22,7 +22,7 @@ from qlora_sweep.storage.confirmations import (
     soaked_long_enough,
 )
 from qlora_sweep.storage.ledger import MAX_ATTEMPTS, attempts, next_number
-from qlora_sweep.storage.ranking import Ranking, claimed_pair, measured_of, rank
+from qlora_sweep.storage.ranking import Ranking, measured_of, rank
 from qlora_sweep.storage.records import Errand, Measurement, Purpose, TrialRecord
 from qlora_sweep.storage.study import OpenStudy
 from qlora_sweep.sweep.planning.evidence import target_speeds
@@ -140,8 +140,8 @@ class Plan:
         return None
 
     def _to_seed(self) -> tuple[TrialRecord, ...]:
-        """Return the few that the choice is between: the knee, the lowest loss, the two over which
-        an article's claim about rank is judged, and the fastest of the front."""
+        """Return the few that the choice is between: the knee, the lowest loss and the fastest of
+        the front."""
         ranking = self.ranking
         front = ranking.front or ranking.ranked[:1]
         if not front:
@@ -149,7 +149,6 @@ class Plan:
         chosen = (
             front[0],
             min(ranking.ranked, key=_loss),
-            *(claimed_pair(ranking.ranked) or ()),
             max(front, key=lambda r: measured_of(r).tokens_per_second),
         )
         return tuple({record.number: record for record in chosen}.values())[:SEEDED_MAX]

@@ -11,7 +11,7 @@ import pytest
 
 from qlora_sweep.search_spaces.config import TrialConfig
 from qlora_sweep.storage.confirmations import loss_difference, pooled_qualities
-from qlora_sweep.storage.ranking import Ranking, claimed_pair, rank
+from qlora_sweep.storage.ranking import Ranking, rank
 from qlora_sweep.storage.records import EpochRecord, Measured, Outcome, QualityReport, TrialRecord
 from qlora_sweep.sweep.running.replay import ReplayRunner
 from qlora_sweep.sweep.running.runner import Observer, keep_going
@@ -199,14 +199,6 @@ def test_the_few_on_the_front_are_trained_with_further_seeds(confirmed: Ranking)
         assert low < quality.eval_loss < high
     assert len(seeded) == 2 * len(several)
     assert confirmed.winner.measurement.quality in several
-
-
-def test_what_a_claim_is_judged_over_takes_further_seeds(tmp_path: Path) -> None:
-    baseline = {"lora_rank": 8, "micro_batch_size": 8, "target_modules": "attention"}
-    _, ranking = driven(tmp_path, confirm=CONFIRM, baseline=baseline)
-    pair = claimed_pair(ranking.ranked)
-    assert [record.config.lora_rank for record in pair] == [16, 64]
-    assert all(len(r.measurement.quality.seeds) == 3 for r in pair)
 
 
 def test_one_seed_is_enough_where_that_is_asked_for(tmp_path: Path) -> None:
