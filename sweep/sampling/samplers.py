@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
-from typing import Literal
+from typing import Any, Literal
 
 import optuna
 from optuna.distributions import BaseDistribution
 from optuna.samplers import BaseSampler, GPSampler, RandomSampler, TPESampler
-from optuna.trial import FrozenTrial
+from optuna.trial import FrozenTrial, TrialState
 
 from qlora_sweep.search_spaces.errors import InputError
 from qlora_sweep.search_spaces.models import ModelSpec
@@ -96,7 +96,7 @@ def optunas_own(name: Literal["tpe", "gp", "random"], *, seed: int, lanes: int =
     if name == "random":
         return RandomSampler(seed=seed)
     if name == "gp":
-        return _WholeTrialsGP(seed=seed)
+        return _OfWholeTrials(GPSampler(seed=seed))
     return TPESampler(
         seed=seed,
         multivariate=True,
@@ -111,18 +111,41 @@ def quiet_optuna() -> None:
     warnings.filterwarnings("ignore", category=optuna.exceptions.ExperimentalWarning)
 
 
-class _WholeTrialsGP(GPSampler):
-    """Optuna's Gaussian process, which would fail at a baseline outside the space."""
+class _OfWholeTrials(BaseSampler):
+    """One of Optuna's samplers, asked in a study that has the trials with every parameter alone.
 
-    def _sample_relative_impl(
+    Its Gaussian process fails where a trial lacks one: a baseline outside the space has none.
+    """
+
+    def __init__(self, inner: BaseSampler) -> None:
+        self._inner = inner
+
+    def infer_relative_search_space(
+        self, study: optuna.Study, trial: FrozenTrial
+    ) -> dict[str, BaseDistribution]:
+        """Return what the sampler would draw together."""
+        return self._inner.infer_relative_search_space(study, trial)
+
+    def sample_relative(
+        self, study: optuna.Study, trial: FrozenTrial, search_space: dict[str, BaseDistribution]
+    ) -> Params:
+        """Draw all parameters at once."""
+        states = (TrialState.COMPLETE, TrialState.RUNNING)
+        whole = optuna.create_study(sampler=self._inner, directions=study.directions)
+        for known in study.get_trials(deepcopy=False, states=states):
+            if known.number != trial.number and search_space.keys() <= known.params.keys():
+                whole.add_trial(known)
+        return whole.ask(search_space).params
+
+    def sample_independent(
         self,
         study: optuna.Study,
-        completed_trials: list[FrozenTrial],
-        running_trials: list[FrozenTrial],
-        search_space: dict[str, BaseDistribution],
-    ) -> Params:
-        whole = [t for t in completed_trials if search_space.keys() <= t.params.keys()]
-        return super()._sample_relative_impl(study, whole, running_trials, search_space)
+        trial: FrozenTrial,
+        param_name: str,
+        param_distribution: BaseDistribution,
+    ) -> Any:
+        """Draw one parameter alone."""
+        return self._inner.sample_independent(study, trial, param_name, param_distribution)
 
 
 class WithoutRepeats(CandidateSampler):

@@ -41,8 +41,6 @@ RUNS_MAX = 2
 """Times its repeats that a configuration runs at most, however often others take the lead."""
 SOAKS_MAX = 3
 """Where so many lose in their soaks, another budget or another study is what helps."""
-SEEDED_MAX = 5
-"""Configurations that are trained with several seeds."""
 
 
 @dataclass(frozen=True)
@@ -151,7 +149,7 @@ class Plan:
             min(ranking.ranked, key=_loss),
             max(front, key=lambda r: measured_of(r).tokens_per_second),
         )
-        return tuple({record.number: record for record in chosen}.values())[:SEEDED_MAX]
+        return tuple({record.number: record for record in chosen}.values())
 
     @cached_property
     def contenders(self) -> tuple[Contender, ...]:

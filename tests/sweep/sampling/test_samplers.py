@@ -120,6 +120,16 @@ def test_what_is_refused_is_not_asked_for_while_something_else_is_left(name: Sam
     assert not any(does_not_fit(config) for config in configs)
 
 
+@pytest.mark.parametrize("name", MODEL_BASED)
+def test_a_trial_outside_the_space_has_no_parameters_and_stops_no_sampler(
+    name: SamplerName,
+) -> None:
+    sampler = make_sampler(name, a_space(), seed=2, forecaster=Knowing())
+    # Optuna's Gaussian process draws at random until it knows ten trials.
+    configs = asked(sampler, a_space(), trials=12, first_without_parameters=True)
+    assert len({identity(config) for config in configs}) == 12
+
+
 def test_when_everything_left_is_hopeless_it_is_asked_for_all_the_same_but_once() -> None:
     space = a_small_space()
     sampler = make_sampler("tpe", space, seed=3, forecaster=Knowing(refuses=lambda _: True))
