@@ -21,7 +21,7 @@ WORKERS ?= logical
 ON_ALL := -n $(WORKERS) --maxprocesses 4
 PYTEST := -m pytest -m "not gpu and not faults and not exports and not integration" $(ON_ALL)
 
-.PHONY: demo test test-all test-integration test-exports test-rented test-faults test-lowest test-gpu lint format docs wheel evidence profiles surveys clean help
+.PHONY: demo test test-all test-integration test-exports test-rented test-faults test-lowest test-gpu lint format docs wheel profiles surveys clean help
 
 # Waits while another make holds a lock, which goes with the shell that took it. $(1): the lock; $(2): what the other does.
 waiting = exec 9>$(1); if command -v flock >/dev/null && ! flock -n 9; then echo "another make $(2): waiting for it" >&2; flock 9; fi
@@ -105,9 +105,6 @@ docs: $(READY)   ## the documentation as pages, in build/docs/index.html; a warn
 
 wheel: $(READY)  ## the wheel and the source distribution, in dist/
 	$(BIN)/python -m hatchling build
-
-evidence: $(RUNS)  ## what the files in contributions/ say of GPUs' speed, into search_spaces
-	$(BIN)/python -m qlora_sweep calibrate contributions --catalogue search_spaces/contributed_speed.json
 
 clean:           ## remove the environments, what was built and every study
 	rm -rf $(VENV) $(VENV).lock $(LOWEST) build dist runs

@@ -364,14 +364,10 @@ def export(
     """
 
 
-@command(
-    "sharing.contribute", "sweep contribute a10 --dry-run", "sweep contribute a10 -o a10.jsonl -y"
-)
+@command("sharing.contribute", "sweep contribute a10 -o a10.jsonl")
 def contribute(
     study: opt.Study,
     output: opt.Output = None,
-    is_dry: opt.Shown = False,
-    is_sure: opt.Yes = False,
     storage: opt.Storage = None,
     as_json: opt.Json = False,
 ) -> None:
@@ -382,22 +378,12 @@ def contribute(
     """
 
 
-@command(
-    "sharing.calibrate",
-    "sweep calibrate a10.jsonl",
-    "sweep calibrate",
-    "sweep calibrate contributions --catalogue contributed_speed.json",
-)
-def calibrate(
-    named: opt.Contributions = None,
-    forgotten: opt.Forget = None,
-    catalogue: opt.Catalogue = None,
-    as_json: opt.Json = False,
-) -> None:
+@command("sharing.calibrate", "sweep calibrate a10.jsonl")
+def calibrate(named: opt.Contributions, as_json: opt.Json = False) -> None:
     """Predict speed by what others measured on a GPU.
 
     Files of `sweep contribute` are checked and kept on this machine, and plan, run and best predict
-    by them from then on. Without a file, those that are kept are listed.
+    by them from then on.
     """
 
 

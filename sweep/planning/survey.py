@@ -316,7 +316,7 @@ def _digest(space: SearchSpace, forecaster: Forecaster, *code: str) -> str:
         space.model_dump(mode="json"),
         forecaster.model.fingerprint,
         forecaster.gpu.model_dump(mode="json"),
-        contributed and contributed.entry,
+        contributed and [contributed.mean.tolist(), contributed.covariance.tolist()],
         forecaster.budget_bytes,
         origin or tracing_fingerprint(),
         *code,

@@ -94,8 +94,7 @@ Reported = Annotated[
     Argument(metavar="STUDY|SURFACE...", help="One, or several to compare.", **_STUDIES),
 ]
 Contributions = Annotated[
-    list[str] | None,
-    Argument(metavar="FILE|FOLDER...", help="Files of `sweep contribute`, or their folder."),
+    list[str], Argument(metavar="FILE...", help="Files of `sweep contribute`.")
 ]
 Trained = Annotated[
     str, Argument(metavar="STUDY|CONFIG", help="Or a shipped model's name.", **_STUDIES)
@@ -121,14 +120,6 @@ ForceExport = Annotated[
         "--force",
         help="Replace a file that sweep did not write, and write one that runs out of memory.",
     ),
-]
-Shown = Annotated[bool, Option("--dry-run", help="Print what would be written, write nothing.")]
-Forget = Annotated[
-    str | None, Option("--forget", metavar="DIGEST", help="Remove a file that is kept.")
-]
-Catalogue = Annotated[
-    str | None,
-    Option(metavar="OUT", help="Write one file for the catalogue; keep nothing."),
 ]
 Details = Annotated[bool, Option("--details", help="Print all of the answer, not one screen.")]
 Output = Annotated[str | None, Option("-o", "--output", help="A file; - is stdout.")]

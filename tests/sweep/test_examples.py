@@ -71,9 +71,7 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     surface = SURFACE.read_text(encoding="utf-8").splitlines(keepends=True)
     # Two trials of one structure: each structure takes its time to trace.
     contribution = CONTRIBUTION.read_text(encoding="utf-8").splitlines(keepends=True)
-    (home / "contributions").mkdir()
-    for path in (home / "a10.jsonl", home / "contributions" / "a10.jsonl"):
-        path.write_text("".join(contribution[:3]), encoding="utf-8")
+    (home / "a10.jsonl").write_text("".join(contribution[:3]), encoding="utf-8")
     (home / "surface.jsonl").write_text("".join(surface[:40]), encoding="utf-8")
     return home
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import math
 import shlex
 from pathlib import Path
@@ -18,8 +17,8 @@ from qlora_sweep.search_spaces.loading import load_space, parse_space
 from qlora_sweep.storage.contributions import read_contribution
 from qlora_sweep.sweep.planning.calibrating import TRIALS, Lessons, lessons
 from qlora_sweep.sweep.planning.survey import survey
-from qlora_sweep.sweep.predict.contributions import evidence_document
-from qlora_sweep.sweep.predict.speed.contributed import SESSION, Contributed
+from qlora_sweep.sweep.predict.contributions import fitted, sessions_of
+from qlora_sweep.sweep.predict.speed.contributed import SESSION
 from qlora_sweep.sweep.predict.speed.predictor import FACTORS, NINE_IN_TEN, StepTimes
 from qlora_sweep.sweep.terminal.drawing import rendered
 from qlora_sweep.sweep.terminal.plan_screen import calibrating
@@ -86,12 +85,9 @@ class Drawn:
         of_trials = [
             {"config": c.model_dump(mode="json"), "step_seconds": s, **rest} for c, s in pairs
         ]
-        path.write_text(a_text("a10", MISTRAL.name, of_trials))
-        entry = evidence_document([read_contribution(path)])["gpus"]["a10"]
-        known: dict[str, Any] = {"model": MISTRAL, "gpu": self._card}
-        after = StepTimes(
-            self._answers, **known, evidence=Contributed(json.loads(json.dumps(entry)))
-        )
+        path.write_text(a_text("a10", MISTRAL.name, of_trials, versions={"torch": "2.11.0"}))
+        evidence, _ = fitted(sessions_of([read_contribution(path)]))
+        after = StepTimes(self._answers, model=MISTRAL, gpu=self._card, evidence=evidence)
         off = measured()[len(self.trials)] - math.log(after.seconds[0])
         is_inside = abs(off) <= NINE_IN_TEN * float(after.log_spread[0])
         return float(np.sqrt((after.log_spread**2).sum())), is_inside

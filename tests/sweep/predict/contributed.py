@@ -29,7 +29,12 @@ EVERY = 8
 
 
 def a_text(
-    gpu: str, model: str, rows: list[dict[str, Any]], *, date: str = "2026-11-21", **more: Any
+    gpu: str,
+    model: str,
+    rows: list[dict[str, Any]],
+    *,
+    versions: dict[str, str],
+    date: str = "2026-11-21",
 ) -> str:
     """A contribution of rows with a configuration, seconds and peaks."""
     spec, card = load_model_spec(model), find_gpu(gpu)
@@ -41,7 +46,7 @@ def a_text(
         "measured_on": card.product,
         "date": date,
         "contribution": 1,
-        **more,
+        "versions": versions,
     }
     lines = [header]
     for row in rows:
@@ -71,7 +76,7 @@ def of_surface(model: str, *, every: int = EVERY) -> str:
 
 def of_table() -> str:
     rows = [row for row in TABLE if row["model"] == "mistral-7b-v0.3"]
-    return a_text("h200", "mistral-7b-v0.3", rows, versions=VERSIONS, driver="580.159")
+    return a_text("h200", "mistral-7b-v0.3", rows, versions=VERSIONS)
 
 
 def of_h100() -> str:
