@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict
 
 from qlora_sweep.search_spaces.config import Numerics, Quantization, TrialConfig
 
-SOURCE = "SmolLM2-135M, 122 steps, three seeds: docs/eight_bits.md"
+SOURCE = "SmolLM2-135M, 122 steps, three seeds: docs/lab/eight_bits.md"
 _OVER_16_BITS: dict[tuple[Quantization, Numerics], float] = {
     ("none", "16-bit"): 0.0,
     ("fp8", "16-bit"): 0.003,
@@ -69,4 +69,4 @@ def quality_in_words(configs: Iterable[TrialConfig]) -> str:
     losses = ", ".join(k.words for k in kinds if k.nats_per_token_over_16_bit is not None)
     if not losses:
         return ""
-    return f"nats a token lost on SmolLM2-135M: {losses} (docs/eight_bits.md)"
+    return f"nats a token lost on SmolLM2-135M: {losses} (docs/lab/eight_bits.md)"

@@ -26,7 +26,7 @@ MOST_ERROR = 0.05
 layers so far off, they would cost 0.03 to 0.04 nats a token, less than the 0.046 of an NF4 base:
 trainings of SmolLM2-135M in FP8 lost 0.0060 and 0.0082 to products that were 0.019 and 0.027 off
 (root mean square of the projections' medians), which is 11 to 16 times the square
-(docs/eight_bits.md; one H200, 2026-11-28)."""
+(docs/lab/eight_bits.md; one H200, 2026-11-28)."""
 MOST_GRADIENT_ERROR = 0.125
 """Of an input's gradient. Noise of that size on the gradients of all layers cost a training 0.0045
 nats a token, noise of 0.25 cost 0.0154 (the same trainings, one seed)."""
@@ -105,8 +105,8 @@ def too_many(found: Kept, compute_dtype: str) -> str | None:
         return None
     return (
         f"on these weights {len(found.kept_in_16_bits)} layers, {found.share_in_16_bits:.0%} of "
-        f"the weights, are too far off in {compute_dtype} (docs/eight_bits.md): take the fastest "
-        "16-bit configuration, with --set compute_dtype=bf16 (fp16 on a GPU without bf16)"
+        f"the weights, are too far off in {compute_dtype} (docs/lab/eight_bits.md): take the "
+        "fastest 16-bit configuration, with --set compute_dtype=bf16 (fp16 on a GPU without bf16)"
     )
 
 

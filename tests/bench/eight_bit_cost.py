@@ -3,9 +3,9 @@
     python -m tests.bench.eight_bit_cost
 
 It reads the trainings in `results/real_weights_h200.jsonl` and writes the tables of
-docs/eight_bits.md; a test holds the page and `search_spaces.quality` to them. Trainings are paired
-by seed, which decides adapters and order of the rows: what is stated is the mean of differences,
-with the 95 % interval of Student's t where there are several.
+docs/lab/eight_bits.md; a test holds the page and `search_spaces.quality` to them. Trainings are
+paired by seed, which decides adapters and order of the rows: what is stated is the mean of
+differences, with the 95 % interval of Student's t where there are several.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from qlora_sweep.search_spaces.learning_rates import in_words
 from tests.bench.harness import ROOT, Row
 
 RESULTS = ROOT / "tests" / "bench" / "results" / "real_weights_h200.jsonl"
-PAGE = ROOT / "docs" / "eight_bits.md"
+PAGE = ROOT / "docs" / "lab" / "eight_bits.md"
 BEGIN = "<!-- Made by `python -m tests.bench.eight_bit_cost` from tests/bench/results. -->"
 END = "<!-- End of what is made. -->"
 STATED_RATE = 5e-4

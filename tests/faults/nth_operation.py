@@ -1,7 +1,8 @@
 """The sweep over the n-th operation: one fault in each run of a driver, until nothing fires.
 
 Run as ``python -m tests.faults.nth_operation [OPERATION:KIND[:STRIDE] ...]``; prints a line of JSON
-for each, or with ``--page CASES`` the rows of docs/faults.md, with at most so many cases of each.
+for each, or with ``--page CASES`` the rows of docs/lab/faults.md, with at most so many cases of
+each.
 Every driver is a fork of this process, which has imported everything and has one thread.
 """
 

@@ -19,7 +19,7 @@ from tests.faults.nth_operation import every
 from tests.faults.operations import OPERATIONS
 
 ROOT = Path(__file__).parents[2]
-PAGE = (ROOT / "docs" / "faults.md").read_text("utf-8")
+PAGE = (ROOT / "docs" / "lab" / "faults.md").read_text("utf-8")
 QUICK = {
     "database": (
         "storage call:killed:49",

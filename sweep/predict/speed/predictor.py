@@ -53,7 +53,7 @@ EIGHT_BIT_SPREAD = 0.34
 Measured over implied: of FP8 1.01 on a B200, 0.99 (in a training) and 0.92 on an H200, 0.96 on an
 H100, 0.82 on an RTX 5090, 0.67 on an H100 PCIe with scales by blocks; of INT8 0.70 on an H200 and
 0.46 by a Triton kernel on an A100. This is the root mean square of their logarithms; sources are in
-`docs/speed.md`. Where trainings in 8 bits were measured, it is as of the other matrix products.
+`docs/lab/speed.md`. Where trainings in 8 bits were measured, it is as of the other matrix products.
 """
 TYPE_SPREAD = 0.073
 """How far steps of a model type of which none was measured may be off as a whole, beside all else.

@@ -23,7 +23,7 @@ VERSIONS = {
     "bitsandbytes": "0.50.2",
     "liger-kernel": "0.8.5",
 }
-"""Of the H200, by docs/claims.md."""
+"""Of the H200, by docs/lab/claims.md."""
 EVERY = 8
 """Of a surface's trials one in so many: about as many as a study has."""
 

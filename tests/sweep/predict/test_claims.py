@@ -1,4 +1,4 @@
-"""Published advice held against the predictors, case by case (`docs/claims.md` has the prose).
+"""Published advice held against the predictors, case by case (`docs/lab/claims.md` has the prose).
 
 What a published step or sample rate costs is in `test_claims_costs.py`.
 """

@@ -1,7 +1,7 @@
 """What is stated of predicted speeds, derived from the committed measurements.
 
 `python -m tests.sweep.predict.speed.stated_speeds` writes `search_spaces/speed_spreads.yaml` and
-the table of docs/speed.md; the tests compare both with what is derived here.
+the table of docs/lab/speed.md; the tests compare both with what is derived here.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from tests.sweep.predict.rows import (
 from tests.sweep.predict.speed.spreads import MeasuredStep, evidence_of, with_pairs
 
 ROOT = Path(__file__).parents[4]
-EVIDENCE, PAGE = ROOT / "search_spaces" / "speed_spreads.yaml", ROOT / "docs" / "speed.md"
+EVIDENCE, PAGE = ROOT / "search_spaces" / "speed_spreads.yaml", ROOT / "docs" / "lab" / "speed.md"
 BEGIN, END = "<!-- coverage: derived -->\n", "<!-- end of coverage -->"
 BOUNDS = ("compute", "bandwidth", "launch")
 _PROJECT = re.compile(r"https://github\.com/([^/]+/[^/ ]+).*")
@@ -213,7 +213,7 @@ def dumped(known: SpeedSpreads) -> str:
     """The evidence as its file has it."""
     head = """\
 # How far predicted speeds may be off, by measured steps: standard deviations of logarithms, and
-# what each GPU is expected to take over what its rates say. docs/speed.md says how it is estimated;
+# what each GPU is expected to take over what its rates say. docs/lab/speed.md says how;
 # `python -m tests.sweep.predict.speed.stated_speeds` writes this file.
 """
     return head + yaml.safe_dump(

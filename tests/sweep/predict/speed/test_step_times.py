@@ -274,7 +274,7 @@ GAINS = {
     ("h100-80gb", "fp8"): (1.5, 1.0, 2.3),
     ("h200", "fp8"): (1.6, 1.3, 1.9),
 }
-"""What docs/speed.md says that 8 bits are expected to bring, and between what."""
+"""What docs/lab/speed.md says that 8 bits are expected to bring, and between what."""
 
 
 @pytest.mark.parametrize(("gpu", "kind"), GAINS)
@@ -289,7 +289,7 @@ def test_what_8_bits_are_expected_to_bring_is_as_the_page_says(gpu: str, kind: s
 
 
 def test_the_stated_spread_is_that_of_the_published_rates() -> None:
-    """docs/speed.md has their sources; each is over what 16 bits and the data sheet imply."""
+    """docs/lab/speed.md has their sources; each is over what 16 bits and the data sheet imply."""
     fp8 = [3432.5 / 4500 / (1696 / 2250), 1570 / 1979 / (790 / 989), 1453.4 / 1979 / (790 / 989)]
     fp8 += [1125.5 / (2 * 585.2), 388.9 / 419 / (237 / 209.5), 580.4 / (2 * 433)]
     int8 = [1100 / 1979 / (790 / 989), 247 / (2 * 267)]
