@@ -12,6 +12,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Protocol
 
@@ -66,6 +67,17 @@ from qlora_sweep.sweep.training.quality import Quality
 
 NO_ROOM_TO_EVALUATE = "no_room_to_evaluate"
 """Flag of what trained within the budget, and could not be asked what it learned."""
+
+
+@dataclass(frozen=True)
+class TrialEnd:
+    """How a trial ended."""
+
+    outcome: Outcome
+    retire: str | None = None
+    """Why a fresh process should run the next one; None where this one can."""
+    is_apart: bool = False
+    """Whether other ranks go on with it."""
 
 
 class Serving(Protocol):
@@ -129,7 +141,9 @@ class Worker:
         self._settings = settings
         if outcomes is None and settings.outcome_path is not None and rank == 0:
             outcomes = OutcomeFile(Path(settings.outcome_path))
-        self._send, self._outcomes, self._leave = send, outcomes, leave
+        self._send = send
+        self._outcomes = outcomes
+        self._leave = leave
         self._rank = rank
         self._resident = Resident(settings)
         self._others = Ranks(
@@ -142,7 +156,9 @@ class Worker:
         self._speeds: dict[str, tuple[float | None, Measured]] = {}
         """What was measured on the way to a configuration's quality, with its learning rate."""
         self._stop = threading.Event()
-        self._texts = None if settings.texts is None else _texts(settings.texts, settings.seed)
+        self._texts: Texts | None = None
+        if settings.texts is not None:
+            self._texts = _texts(settings.texts, settings.seed)
         self.phase: Phase = "start"
         """Where the newest command is."""
         self._lock = threading.Lock()
@@ -195,43 +211,46 @@ class Worker:
         """Answer the open command with what befell another rank, and be gone: the thread that
         trains may be waiting for that rank, where nothing wakes it. With no command open that is
         nobody's verdict, and the next is for a fresh worker."""
-        if (command := self._open) is not None:
-            retire, config = "another rank failed", command.request.config
-            done = Finished(run_id=command.run_id, config=config, outcome=outcome, retire=retire)
+        command = self._open
+        if command is not None:
+            done = Finished(
+                run_id=command.run_id,
+                config=command.request.config,
+                outcome=outcome,
+                retire="another rank failed",
+            )
             self._answer(command, done)
         self._leave()
 
     def run(self, command: RunCommand) -> Finished:
         """Run one trial on the right base and say whether this process can run another."""
         self._stop.clear()
-        outcome: Outcome
         try:
-            outcome, retire, is_apart = self._run(command)
+            ended = self._run(command)
         except (Exception, SystemExit) as error:  # noqa: BLE001 - it is this trial's verdict
             traceback.print_exc()
             self._others.hear_out()
             outcome = crashed(self.phase, error)
             # After an unknown failure the device's state is unknown too.
-            retire, is_apart = outcome.detail, True
+            ended = TrialEnd(outcome, retire=outcome.detail, is_apart=True)
         return Finished(
             run_id=command.run_id,
             config=command.request.config,
-            outcome=outcome,
-            retire=retire,
-            is_apart=is_apart,
+            outcome=ended.outcome,
+            retire=ended.retire,
+            is_apart=ended.is_apart,
         )
 
-    def _run(self, command: RunCommand) -> tuple[Outcome, str | None, bool]:
-        """Return how a trial ended, why a fresh process should run the next one, and whether other
-        ranks go on with it."""
-        started, request = time.perf_counter(), command.request
-        config, size = request.config, request.config.data_parallel
+    def _run(self, command: RunCommand) -> TrialEnd:
+        """Run one trial, on the ranks that it takes."""
+        started = time.perf_counter()
+        config = command.request.config
+        ranks = config.data_parallel
         self.phase = "build"
-        cards = torch.cuda.device_count() if self._settings.device == "cuda" else size
-        if size > cards:
-            detail = f"data_parallel {size}, and {cards} can be seen here"
-            return Invalid(rule="data-parallel-needs-cards", detail=detail), None, False
-        if size > 1 or not self._resident.holds(config):
+        refused = self._too_few_gpus(ranks)
+        if refused is not None:
+            return TrialEnd(refused)
+        if ranks > 1 or not self._resident.holds(config):
             self._send(Progress(phase="build"))
         if self._rank == 0:
             command = self._others.begin(command)
@@ -240,50 +259,87 @@ class Worker:
             # Whatever libraries look for other processes must not find the last trial's.
             team.leave()
             self._meeting = command.meeting
-        if self._rank >= size:
-            return INTERRUPTED, None, False
+        if self._rank >= ranks:
+            return TrialEnd(INTERRUPTED)
         failed = self._resident.hold(config)
+        if failed is not None and ranks > 1:
+            reason = "other ranks began a trial that this one cannot begin"
+            return TrialEnd(failed, retire=reason, is_apart=True)
         if failed is not None:
-            began = "other ranks began a trial that this one cannot begin"
-            return failed, began if size > 1 else None, size > 1
-        if is_new_group and size > 1:
+            return TrialEnd(failed)
+        if is_new_group and ranks > 1:
             device = self._resident.device.torch_device
-            team.join(self._rank, size, meeting=Path(command.meeting), device=device)
+            team.join(self._rank, ranks, meeting=Path(command.meeting), device=device)
             # Whoever reaches this GPU from another rank is no neighbour.
             self._resident.card.remember()
+        before = self._resident.device.allocated_bytes()
+        ended = self._measured(command, started=started)
+        if ended.is_apart:
+            return replace(ended, retire="other ranks go on in the step")
+        retire = self._others.end() or self._resident.leak(config, before)
+        return replace(ended, retire=retire)
+
+    def _too_few_gpus(self, ranks: int) -> Invalid | None:
+        """Return why a trial on so many GPUs cannot be run here; None where it can."""
+        if self._settings.device != "cuda":
+            return None
+        visible = torch.cuda.device_count()
+        if ranks <= visible:
+            return None
+        detail = f"data_parallel {ranks}, and {visible} can be seen here"
+        return Invalid(rule="data-parallel-needs-cards", detail=detail)
+
+    def _measured(self, command: RunCommand, *, started: float) -> TrialEnd:
+        """Train on the base that is there, once for speed and memory and once for what it learns.
+
+        Args:
+            command: with what is asked.
+            started: when the trial began, its build included.
+        """
+        request = command.request
+        config = request.config
         self.phase = "attach"
         limit = team.TimeLimit(command.stop_at)
-        before = self._resident.device.allocated_bytes()
-        outcome: Outcome | None = team.gathered(self._known_speed(request))[0]
-        is_apart = False
-        if outcome is None:
-            if request.faithfulness is not None:
-                self._resident.compared[config] = request.faithfulness
-            trial = self._resident.trial(
-                config,
-                request.steps,
-                started=started,
-                budget_bytes=self._settings.budget_bytes,
-                texts=self._texts,
-                is_soak=request.is_soak,
-                limit=limit,
-                report=self._report,
-            )
-            outcome, is_apart = trial.run(), trial.is_apart
-        if request.quality is not None and not is_apart:
-            outcome = team.gathered(outcome)[0]
-            if isinstance(outcome, Measured):
-                self._speeds[_speed_key(request)] = config.learning_rate, outcome
-                outcome, is_apart = self._with_quality(outcome, config, request.quality, limit)
-        retire = "other ranks go on in the step" if is_apart else self._others.end()
-        return outcome, retire or self._resident.leak(config, before), is_apart
+        known = team.gathered(self._known_speed(request))[0]
+        if known is not None:
+            ended = TrialEnd(known)
+        else:
+            ended = self._trained(request, started=started, limit=limit)
+        if request.quality is None or ended.is_apart:
+            return ended
+        outcome = team.gathered(ended.outcome)[0]
+        if not isinstance(outcome, Measured):
+            return TrialEnd(outcome)
+        self._speeds[_speed_key(request)] = config.learning_rate, outcome
+        return self._with_quality(outcome, config, request.quality, limit)
+
+    def _trained(self, request: TrialRequest, *, started: float, limit: team.TimeLimit) -> TrialEnd:
+        """Train for speed and memory."""
+        config = request.config
+        if request.faithfulness is not None:
+            self._resident.compared[config] = request.faithfulness
+        trial = self._resident.trial(
+            config,
+            request.steps,
+            started=started,
+            budget_bytes=self._settings.budget_bytes,
+            texts=self._texts,
+            is_soak=request.is_soak,
+            limit=limit,
+            report=self._report,
+        )
+        outcome = trial.run()
+        return TrialEnd(outcome, is_apart=trial.is_apart)
 
     def _known_speed(self, request: TrialRequest) -> Measured | None:
         """Return what was measured of a configuration that has another learning rate, and nothing
         else: neither speed nor memory depends on it, and what it learns is asked all the same.
         """
-        rate, known = self._speeds.get(_speed_key(request), (None, None))
-        if request.quality is None or known is None or rate == request.config.learning_rate:
+        measured = self._speeds.get(_speed_key(request))
+        if request.quality is None or measured is None:
+            return None
+        rate, known = measured
+        if rate == request.config.learning_rate:
             return None
         flags = {*known.measurement.flags, SPEED_REUSED}
         changes = {"quality": None, "flags": tuple(sorted(flags))}
@@ -295,14 +351,15 @@ class Worker:
         config: TrialConfig,
         asked: QualityCommand,
         limit: team.TimeLimit = team.NO_LIMIT,
-    ) -> tuple[Outcome, bool]:
-        """Train a configuration that fits once more, for what it learns of the texts; return its
-        outcome, and whether other ranks go on with it."""
+    ) -> TrialEnd:
+        """Train a configuration that fits once more, for what it learns of the texts."""
         if self._texts is None:
-            return outcome, False
+            return TrialEnd(outcome)
         # What is sharded served the trial alone; other ranks may hold theirs once more.
-        if config.is_sharded and (failed := self._resident.hold(config)) is not None:
-            return failed, True
+        if config.is_sharded:
+            failed = self._resident.hold(config)
+            if failed is not None:
+                return TrialEnd(failed, is_apart=True)
         base = self._resident.base
         assert base is not None, "what was measured has a base"
         quality = Quality(
@@ -318,14 +375,14 @@ class Worker:
         try:
             learned = quality.run()
         except InputError as error:
-            return Invalid(rule="quality", detail=str(error)[:DETAIL_LENGTH]), False
+            return TrialEnd(Invalid(rule="quality", detail=str(error)[:DETAIL_LENGTH]))
         if isinstance(learned, Diverged | OutOfMemory | Lost):
-            return learned, quality.is_apart
+            return TrialEnd(learned, is_apart=quality.is_apart)
         if learned is None:
             # It trains well, and what it learned is not known.
             flags = (*flags, NO_ROOM_TO_EVALUATE)
         changes = {"quality": learned, "flags": flags}
-        return Measured(measurement=outcome.measurement.model_copy(update=changes)), False
+        return TrialEnd(Measured(measurement=outcome.measurement.model_copy(update=changes)))
 
     def _report(self, progress: Progress) -> bool:
         """Tell how far the trial is; return whether it is to stop."""

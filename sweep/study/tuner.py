@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 from qlora_sweep.search_spaces.config import TrialConfig
 from qlora_sweep.storage.records import Outcome, TrialRecord, Verdict
 from qlora_sweep.sweep.running.runner import Lane
 from qlora_sweep.sweep.sampling.encoding import Frontier, identity
-from qlora_sweep.sweep.study.confirmation import Confirmation, Plan, ranking_of
+from qlora_sweep.sweep.study.confirmation import Confirmation, ranking_of
+from qlora_sweep.sweep.study.confirmation_plan import ConfirmationPlan
 from qlora_sweep.sweep.study.driver import Driver, Source, Wanted, quality_command, tokens_of
 from qlora_sweep.sweep.study.events import StopReason, StudyFinished
 from qlora_sweep.sweep.study.stopping import (
@@ -47,17 +51,36 @@ def tune(driver: Driver, *, is_anew: bool = False) -> StopReason:
         if reason is not StopReason.INTERRUPTED:
             if not is_anew:
                 with interruption.interruptible():
-                    limits = driver.limits
-                    found = outlook_document(
-                        reason, limits.outlook(None), limits.unmeasured_classes()
-                    )
-                    study.note(ended=found)
+                    study.note(ended=_outlook(driver, reason))
             reason = driver.run(Confirmation(driver, then=reason, is_anew=is_anew))
     driver.on_event(StudyFinished(reason))
     fault = None if is_anew else nothing_concluded(study.records())
     if fault is not None and reason is not StopReason.INTERRUPTED:
         raise fault
     return reason
+
+
+def _outlook(driver: Driver, reason: StopReason) -> dict[str, Any]:
+    """Return what a search that ended leaves unmeasured, as it is stored."""
+    limits = driver.limits
+    return outlook_document(reason, limits.outlook(None), limits.unmeasured_classes())
+
+
+@dataclass(frozen=True)
+class _Work:
+    """What a run of a search has begun, and what of it is open."""
+
+    running: set[TrialConfig]
+    spent: int
+    """Trials that were begun, those that run among them."""
+    lacks_baseline: bool
+    """Whether the baseline was not begun yet."""
+    to_retry: list[TrialConfig]
+    """What failed and is to be tried again."""
+
+
+def _any_fits(records: Sequence[TrialRecord]) -> bool:
+    return any(record.verdict is Verdict.FITS for record in records)
 
 
 class Search(Source):
@@ -92,38 +115,72 @@ class Search(Source):
         After a failure the sampler goes first, so that a fault of the machine shows as different
         configurations failing alike.
         """
-        driver, space, ledger = self._driver, self._space, self._study.ledger
-        running = {trial.record.config for trial in driver.lanes.running.values()}
-        self._tried |= {identity(config) for config in running}
-        self._tokens = self._tokens or tokens_of(self._study)
-        lacks_baseline = driver.baseline not in ledger and driver.baseline not in running
-        to_retry = [c for c in ledger.to_retry(since=self._since) if c not in running]
-        spent = ledger.trials_spent(since=self._since) + len(running)
+        driver = self._driver
+        work = self._work()
+        self._tried |= {identity(config) for config in work.running}
+        if self._tokens is None:
+            self._tokens = tokens_of(self._study)
         kept_seconds = self._kept_seconds()
-        reason, config = self._reason_to_stop(spent, lacks_baseline, to_retry)
-        if reason is None and self._is_late(kept_seconds):
-            reason = driver.time.reason
-        if reason is not None:
-            return reason
-        if running and driver.asks_for_loss and self._tokens is None:
+        decision = self._reason_to_stop(work)
+        if isinstance(decision, StopReason):
+            return decision
+        if self._is_late(kept_seconds):
+            return driver.time.reason
+        if work.running and driver.asks_for_loss and self._tokens is None:
             # The first speed says how much every trial is to learn from.
             return None
-        # What failed on a lane last is another's to try again, where there is one.
-        is_alone = len(driver.lanes.working) == 1
-        retries = [c for c in to_retry if is_alone or self._failed_on.get(c) is not lane]
-        if to_retry and (not retries or self._failures.get(lane)):
-            has_room = spent + len(to_retry) < space.trials and not self._is_exhausted()
-            if not has_room and not retries:
+        retries = self._retries_on(lane, work)
+        if work.to_retry and (not retries or self._failures.get(lane)):
+            if self._has_room_beside(work):
+                retries = []
+            elif not retries:
                 return None
-            retries = [] if has_room else retries
-        if lacks_baseline and not self._is_left_to_confirm and not self._is_foreseen():
+        config = decision
+        if (
+            work.lacks_baseline
+            and not self._is_left_to_confirm
+            and not self._is_predicted_fastest()
+        ):
             config = driver.baseline
         elif retries:
             config = retries[0]
-        quality = quality_command(space, tokens=self._tokens)
         return Wanted(
-            space.steps, config, quality=quality, rivals=self._rivals, kept_seconds=kept_seconds
+            self._space.steps,
+            config,
+            quality=quality_command(self._space, tokens=self._tokens),
+            rivals=self._rivals,
+            kept_seconds=kept_seconds,
         )
+
+    def _work(self) -> _Work:
+        """Return what this run has begun, and what of it is open."""
+        ledger = self._study.ledger
+        running = {trial.record.config for trial in self._driver.lanes.running.values()}
+        failed = ledger.to_retry(since=self._since)
+        baseline = self._driver.baseline
+        return _Work(
+            running=running,
+            spent=ledger.trials_spent(since=self._since) + len(running),
+            lacks_baseline=baseline not in ledger and baseline not in running,
+            to_retry=[config for config in failed if config not in running],
+        )
+
+    def _wants_baseline(self, work: _Work) -> bool:
+        """Whether the baseline is to be measured next."""
+        if not work.lacks_baseline or self._is_left_to_confirm:
+            return False
+        return not self._is_predicted_fastest()
+
+    def _retries_on(self, lane: Lane, work: _Work) -> list[TrialConfig]:
+        """Return what a lane may try again: what failed on it last is another's, where there is
+        one."""
+        if len(self._driver.lanes.working) == 1:
+            return work.to_retry
+        return [config for config in work.to_retry if self._failed_on.get(config) is not lane]
+
+    def _has_room_beside(self, work: _Work) -> bool:
+        """Whether another trial may run beside those that are to be tried again."""
+        return work.spent + len(work.to_retry) < self._space.trials and not self._is_exhausted()
 
     def told(self, record: TrialRecord) -> None:
         """Learn what trials have to beat from now on."""
@@ -136,31 +193,33 @@ class Search(Source):
         if outcome is not None:
             self._failures.setdefault(lane, ConsecutiveFailures()).count(outcome)
 
-    def _reason_to_stop(
-        self, spent: int, lacks_baseline: bool, to_retry: list[TrialConfig]
-    ) -> tuple[StopReason | None, TrialConfig | None]:
-        """Return why no further trial should start, None where one should; and what is owed one, as
-        the search would end without it."""
+    def _reason_to_stop(self, work: _Work) -> StopReason | TrialConfig | None:
+        """Return why no further trial should start; or a configuration that is to be tried before
+        the search may end, or None for whatever is next."""
         driver, limits = self._driver, self._driver.limits
         reason = driver.reason_to_stop()
-        if reason is not StopReason.INTERRUPTED and not driver.has_launched:
-            # Where nothing is left to be tried, no time was needed.
-            reason = None
-        if reason is not None or to_retry:
-            return reason, None
-        if lacks_baseline and not self._is_left_to_confirm and spent < self._space.trials:
-            return None, None
+        if reason is StopReason.INTERRUPTED:
+            return reason
+        if reason is not None and driver.has_launched:
+            return reason
+        # Where nothing is left to be tried, no time was needed.
+        if work.to_retry:
+            return None
+        has_trials = work.spent < self._space.trials
+        if work.lacks_baseline and not self._is_left_to_confirm and has_trials:
+            return None
         records = self._study.ledger.records
-        reason = limits.out_of_trials(spent, is_exhausted=self._is_exhausted, records=records)
+        reason = limits.out_of_trials(work.spent, is_exhausted=self._is_exhausted, records=records)
         is_done = reason in (StopReason.GAIN_SPENT, StopReason.EXHAUSTED)
-        if is_done and lacks_baseline and all(r.verdict is not Verdict.FITS for r in records):
+        if is_done and work.lacks_baseline and not _any_fits(records):
             # Nothing will be confirmed: whether the baseline fits is asked here.
-            return None, driver.baseline
+            return driver.baseline
         may_be_owed = reason in (None, StopReason.GAIN_SPENT) and not driver.lanes.running
         if may_be_owed and limits.is_little_left(records):
             owed = limits.still_owed(ranking_of(self._study))
-            return reason if owed is None else None, owed
-        return reason, None
+            if owed is not None:
+                return owed
+        return reason
 
     def _kept_seconds(self) -> float:
         """Return how much of the run's time is kept for confirming what is the winner now."""
@@ -170,7 +229,7 @@ class Search(Source):
         ranking = ranking_of(self._study)
         if ranking.winner is None:
             return 0.0
-        plan = Plan(ranking, budget, ranking.confirmations.newest + 1)
+        plan = ConfirmationPlan(ranking, budget, ranking.confirmations.newest + 1)
         return time.kept_seconds(
             least_seconds=plan.least_seconds, full_seconds=plan.expected_seconds
         )
@@ -180,7 +239,9 @@ class Search(Source):
         if not self._driver.time.is_limited:
             return False
         ran = [record.run_seconds for record in self._study.records() if record.device_seconds]
-        usual_seconds = statistics.median(ran) if ran else 0.0
+        usual_seconds = 0.0
+        if ran:
+            usual_seconds = statistics.median(ran)
         return self._driver.time.left_seconds - kept_seconds <= usual_seconds
 
     @cached_property
@@ -189,9 +250,11 @@ class Search(Source):
         driver = self._driver
         space = self._space
         # Where money ends the search there is no confirmation.
-        is_needed = space.confirm is None or space.max_dollars is not None or driver.asks_for_loss
-        is_needed |= not self._is_guided
-        return not is_needed and not driver.forecaster.expect(driver.baseline).is_refused
+        if space.confirm is None or space.max_dollars is not None:
+            return False
+        if driver.asks_for_loss or not self._is_guided:
+            return False
+        return not driver.forecaster.expect(driver.baseline).is_refused
 
     @property
     def _is_guided(self) -> bool:
@@ -200,8 +263,8 @@ class Search(Source):
     def _is_exhausted(self) -> bool:
         return self._frontier.is_exhausted(self._tried)
 
-    def _is_foreseen(self) -> bool:
-        """Whether the first trial is the fastest that is foreseen, and a second may follow."""
+    def _is_predicted_fastest(self) -> bool:
+        """Whether the first trial is the fastest that is predicted, and a second may follow."""
         if self._driver.asks_for_loss or self._study.ledger.records or self._driver.lanes.running:
             # The baseline's speed says how much every trial is to learn from.
             return False

@@ -25,7 +25,7 @@ from qlora_sweep.storage.records import TrialRecord, Verdict
 from qlora_sweep.sweep.planning.evidence import target_speeds
 from qlora_sweep.sweep.running.wire import Progress
 from qlora_sweep.sweep.study import events
-from qlora_sweep.sweep.study.confirmation import Plan
+from qlora_sweep.sweep.study.confirmation_plan import ConfirmationPlan
 
 _PACE_OF = 10
 """Newest trials whose mean time is the pace."""
@@ -104,7 +104,7 @@ class Board:
         self._started_seconds = clock()
         self._first_number = self.ledger.next_number
         self._finished, self._lanes = 0, 1
-        self._ranked: tuple[Ranking, Plan | None] | None = None
+        self._ranked: tuple[Ranking, ConfirmationPlan | None] | None = None
         self._contenders: dict[int, TrialRecord] = {}
         """Trials of the search by which the ranking is made, by number."""
         self._measured: set[TrialConfig] = set()
@@ -182,7 +182,7 @@ class Board:
         winner = self.ranking.winner
         return winner is not None and winner.number == record.number
 
-    def _known(self) -> tuple[Ranking, Plan | None]:
+    def _known(self) -> tuple[Ranking, ConfirmationPlan | None]:
         """Return the ranking, and what a confirmation has still to run; None where there is none.
 
         Both are worked out when somebody looks at them first after a trial that may change them.
@@ -193,7 +193,7 @@ class Board:
             ran = (*records, *confirmations)
             speeds = target_speeds(self.definition, ran)
             ranking = rank(records, self.definition, confirmations, target_speeds=speeds)
-            plan = None if budget is None else Plan(ranking, budget, self._series)
+            plan = None if budget is None else ConfirmationPlan(ranking, budget, self._series)
             self._ranked = ranking, plan
         return self._ranked
 

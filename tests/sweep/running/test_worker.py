@@ -68,14 +68,14 @@ def served(
     end: Outcome | BaseException, path: Path, *, attempt: Attempt | None = ATTEMPT
 ) -> tuple[Any, Outcome | None]:
     """Return what was sent of a trial with that end, and what was on disk at that moment."""
-    from qlora_sweep.sweep.running.worker import Worker
+    from qlora_sweep.sweep.running.worker import TrialEnd, Worker
 
     class Trained(Worker):
-        def _run(self, command: RunCommand) -> tuple[Outcome, str | None, bool]:
+        def _run(self, command: RunCommand) -> TrialEnd:
             self.phase = "warmup"
             if isinstance(end, BaseException):
                 raise end
-            return end, "so that it ends", False
+            return TrialEnd(end, retire="so that it ends")
 
     request = TrialRequest(config=CONFIG, steps=StepBudget(), attempt=attempt)
     outcomes, sent, left = OutcomeFile(path), [], threading.Event()
@@ -300,9 +300,9 @@ def test_a_shared_out_base_that_cannot_be_held_once_more_is_the_outcome(
     worker = Worker(settings, send=lambda _: None)
     config = ON_TEXTS.model_copy(update={"data_parallel": 2, "sharding": "fsdp"})
     once = Measured(measurement=a_measurement(config))
-    outcome, is_apart = worker._with_quality(once, config, QUALITY)
-    assert isinstance(outcome, Invalid)
-    assert (outcome.rule, is_apart) == ("model", True)
+    ended = worker._with_quality(once, config, QUALITY)
+    assert isinstance(ended.outcome, Invalid)
+    assert (ended.outcome.rule, ended.is_apart) == ("model", True)
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,7 @@ from qlora_sweep.storage.records import (
 from qlora_sweep.storage.study import OpenStudy
 from qlora_sweep.sweep.planning.survey import TRIAL_SECONDS
 from qlora_sweep.sweep.running.replay import ReplayRunner
-from qlora_sweep.sweep.study.confirmation import Plan
+from qlora_sweep.sweep.study.confirmation_plan import ConfirmationPlan
 from qlora_sweep.sweep.study.events import ConfirmationStarted, Event, StopReason, TrialFinished
 from tests.sweep.simulated_device import StopsWhen, a_measurement, a_study, at_speed, train
 from tests.sweep.study.driven import a_forecaster, a_grid, drive
@@ -510,7 +510,7 @@ def test_time_to_build_and_compile_is_not_expected_of_what_was_trained_already(
         return Measured(measurement=a_measurement(config, setup_seconds=16.0))
 
     ranking, _, _ = confirmed(tmp_path, slow_to_start, confirm=None)
-    plan = Plan(ranking, ConfirmBudget(), series=1)
+    plan = ConfirmationPlan(ranking, ConfirmBudget(), series=1)
     assert ranking.winner is not None
     assert ranking.winner.run_seconds > 16.0
     assert plan.setup_seconds == TRIAL_SECONDS
