@@ -19,8 +19,9 @@ import plotly.graph_objects as go
 from qlora_sweep.reports import units
 from qlora_sweep.reports.figures import MARKS, PageFigure, Section, framed, whiskers
 from qlora_sweep.search_spaces import costs
-from qlora_sweep.search_spaces.config import Method, TrialConfig, parse_config, targets_in_words
+from qlora_sweep.search_spaces.config import TrialConfig, parse_config, targets_in_words
 from qlora_sweep.search_spaces.errors import InputError, words_of
+from qlora_sweep.search_spaces.kinds import Method
 from qlora_sweep.search_spaces.linears import CapacityClass
 from qlora_sweep.search_spaces.models import ModelSpec, shipped_models
 from qlora_sweep.search_spaces.prices import Offer

@@ -12,8 +12,9 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveFloat
 
-from qlora_sweep.search_spaces.config import Method, TrialConfig
+from qlora_sweep.search_spaces.config import TrialConfig
 from qlora_sweep.search_spaces.documents import Strict, shipped
+from qlora_sweep.search_spaces.kinds import Method
 
 Quantity = Literal["alpha", "rank", "width", "tokens"]
 """What a rate depends on: LoRA's alpha and rank, the model's hidden size, and the tokens of an

@@ -11,7 +11,8 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, Field, TypeAdapter, ValidationError
 
-from qlora_sweep.search_spaces.config import ComputeDtype, TrialConfig
+from qlora_sweep.search_spaces.config import TrialConfig
+from qlora_sweep.search_spaces.kinds import ComputeDtype
 from qlora_sweep.search_spaces.redaction import visible
 from qlora_sweep.search_spaces.space import StepBudget, Weights
 from qlora_sweep.storage.records import Attempt, Faithfulness, Outcome

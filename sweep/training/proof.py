@@ -263,9 +263,9 @@ def _kernels(config: TrialConfig, seen: StepEvidence) -> str | None:
         for module in seen.base.modules()
     )
     ran = "liger" if any(of_parts) else "fused-loss" if of_whole else "hf"
-    asked = canonical(config).kernels
-    has_fused_loss = asked != "hf" and not config.has_head_of_trl
-    return _other(asked, [ran]) or _other(has_fused_loss, [of_whole])
+    asked = canonical(config)
+    has_fused_loss = asked.kernels_kind.fuses_loss and not config.has_head_of_trl
+    return _other(asked.kernels, [ran]) or _other(has_fused_loss, [of_whole])
 
 
 def _optimizer(config: TrialConfig, seen: StepEvidence) -> str | None:
@@ -275,9 +275,8 @@ def _optimizer(config: TrialConfig, seen: StepEvidence) -> str | None:
     large = [s.get("state1") for p, s in seen.states(from_elements=100_000) if p.is_cuda]
     are_8bit = [getattr(state, "dtype", None) == torch.uint8 for state in states]
     are_paged = [getattr(state, "is_paged", False) for state in large]
-    is_8bit = config.optimizer.endswith("8bit")
     for kind, is_asked, found in (
-        ("8-bit", is_8bit, are_8bit),
+        ("8-bit", config.optimizer_kind.has_8_bit_moments, are_8bit),
         ("paged", config.is_paged, are_paged),
     ):
         if found and any(found) != is_asked:
@@ -327,7 +326,7 @@ def expandable_share(
 
 def _upcast(config: TrialConfig, seen: StepEvidence) -> str | None:
     """The norms and the embeddings tell: they are fp32 with the upcast, and not all without."""
-    if config.compute_dtype == "fp32":
+    if config.compute_kind.bits == 32:
         return None
     modules = (m for m in seen.base.modules() if not isinstance(m, torch.nn.Linear))
     own = (p for module in modules for p in module.parameters(recurse=False))
@@ -430,7 +429,7 @@ def _attention(config: TrialConfig, seen: StepEvidence) -> str | None:
     flash = sorted(n for n in watch.attention if _FLASH_ATTN in n)
     reasons = (getattr(seen.base.config, name, None) for name in (*_SCORE_DROPOUTS, "v_head_dim"))
     is_beyond_a_cpus = seen.base.device.type == "cpu" and any(reasons)
-    has_none = config.compute_dtype == "fp32" or is_beyond_a_cpus
+    has_none = config.compute_kind.bits == 32 or is_beyond_a_cpus
     match config.attention:
         case "sdpa" if not fused and not has_none:
             return "sdpa fell back to the unfused kernel: use attention eager"

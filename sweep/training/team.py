@@ -228,7 +228,7 @@ def build_shares(
     build(model)
     base.on_host.clear()
     base.model.tie_weights()
-    if config.kernels != "hf":
+    if config.kernels_kind.fuses_loss:
         share_head(model, base.model)
     return gathered
 

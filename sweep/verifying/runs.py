@@ -20,8 +20,9 @@ from pydantic import BaseModel, Field, ValidationError
 
 from qlora_sweep.reports import units
 from qlora_sweep.search_spaces.checkpoints import check_weights
-from qlora_sweep.search_spaces.config import TORCH_DTYPES, TrialConfig, allocator_settings
+from qlora_sweep.search_spaces.config import TrialConfig, allocator_settings
 from qlora_sweep.search_spaces.errors import EnvironmentFault, InputError, NothingFits
+from qlora_sweep.search_spaces.kinds import COMPUTE_DTYPES
 from qlora_sweep.search_spaces.models import ModelSpec, load_model_spec
 from qlora_sweep.search_spaces.space import Weights
 from qlora_sweep.storage.files import make_directory
@@ -164,7 +165,8 @@ def judge(
         notes.append("peak allocated is not compared: nothing counts a script's memory on a CPU")
     if record.kind == "trl":
         notes += [f"TRL: {sentence}" for sentence in record.unsupported]
-    kinds, measured = reached.adapter_dtypes, TORCH_DTYPES[record.config.adapter_dtype]
+    kinds = reached.adapter_dtypes
+    measured = COMPUTE_DTYPES[record.config.adapter_dtype].torch_name
     if kinds and kinds != [measured]:
         notes.append(f"TRL trained adapters of {' and '.join(kinds)}, measured were {measured}")
     # Ours begins with the widest; others take the examples as they come.

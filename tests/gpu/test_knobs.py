@@ -8,16 +8,8 @@ from typing import Any, get_args
 import pytest
 import torch
 
-from qlora_sweep.search_spaces.config import (
-    TARGET_SETS,
-    AdapterDtype,
-    Attention,
-    ComputeDtype,
-    Kernels,
-    OptimizerName,
-    Quantization,
-    TrialConfig,
-)
+from qlora_sweep.search_spaces.config import TARGET_SETS, AdapterDtype, Attention, TrialConfig
+from qlora_sweep.search_spaces.kinds import ComputeDtype, Kernels, OptimizerName, Quantization
 from qlora_sweep.search_spaces.linears import lora_parameters
 from qlora_sweep.storage.records import Ineffective, Measured
 from qlora_sweep.sweep.training.adapters import attached
