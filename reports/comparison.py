@@ -344,7 +344,9 @@ def _ground(option: Option) -> str:
     """Return what configurations have in common: ``rank 16 on q,k,v,o, 512 tokens a sequence``."""
     targets = targets_in_words(option.config.target_modules)
     length = units.count(option.ground.seq_len)
-    method = f"{units.phrase('method', 'dpo')}, " * option.config.is_on_pairs
+    method = ""
+    if option.config.is_on_pairs:
+        method = f"{units.phrase('method', option.config.method)}, "
     return f"{method}rank {option.config.lora_rank} on {targets}, {length} tokens a sequence"
 
 
@@ -404,7 +406,8 @@ def _absent(group: Group, candidates: Sequence[Candidate]) -> Iterator[str]:
         if one.label not in present:
             command = ["sweep", "plan", one.gpu, "--model", option.ground.name]
             command += ["--rank", str(option.config.lora_rank), "--target-modules", typed]
-            command += ["--method", "dpo"] * option.config.is_on_pairs
+            if option.config.is_on_pairs:
+                command += ["--method", option.config.method]
             command += ["--seq-len", str(option.ground.seq_len), "--json"]
             why = f"it has nothing of {_ground(option)}"
             yield f"{one.label} is not compared here: {why}. To compare: {shlex.join(command)}"

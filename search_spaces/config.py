@@ -604,7 +604,9 @@ class TrialConfig(BaseModel):
     @property
     def is_in_trl(self) -> bool:
         """Whether one of TRL's trainers trains it; of completions nothing else does."""
-        return self.trainer == "trl" or (self.trainer == "sweep" and self.method == "grpo")
+        if self.trainer == "sweep":
+            return self.method_kind.generates
+        return self.trainer == "trl"
 
     @property
     def has_head_of_trl(self) -> bool:

@@ -167,8 +167,9 @@ class MethodKind:
     """What is trained on, and what of it a step computes."""
 
     words: str
-    is_trained: bool = True
-    """Whether it is trained here, and not only planned."""
+    generates: bool = False
+    """Whether the model generates the completions that it is trained on. Nothing here does: such a
+    method is planned alone, as TRL trains it."""
     is_on_pairs: bool = False
     """Whether each sample is a chosen and a rejected completion, of a row each."""
     is_on_completions: bool = True
@@ -185,7 +186,7 @@ class MethodKind:
 METHODS: Mapping[str, MethodKind] = {
     "sft": MethodKind("supervised", is_on_completions=False),
     "dpo": MethodKind("DPO", is_on_pairs=True),
-    "grpo": MethodKind("GRPO", is_trained=False),
+    "grpo": MethodKind("GRPO", generates=True),
 }
 
 

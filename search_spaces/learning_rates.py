@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import cache
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveFloat
 
@@ -123,7 +123,7 @@ class LearningRate(BaseModel):
 def rules() -> Mapping[Method, Rule]:
     """Return the rule of each method."""
     known = shipped("learning_rates.yaml", _Rules)
-    return {"sft": known.sft, "dpo": known.dpo, "grpo": known.grpo}
+    return {method: getattr(known, method) for method in get_args(Method)}
 
 
 def learning_rate_of(config: TrialConfig, model: Mapping[str, Any]) -> LearningRate:

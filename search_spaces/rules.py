@@ -226,8 +226,9 @@ def _of_types(config: TrialConfig, setting: Setting) -> Asked:
         )
     if config.adapter_dtype == "bf16":
         # TRL has the adapters of a quantized base in bf16 alone.
-        is_theirs = config.method == "grpo" and config.is_quantized
-        own = "quantization none" if is_theirs else "adapter_dtype fp32"
+        own = "adapter_dtype fp32"
+        if config.method_kind.generates and config.is_quantized:
+            own = "quantization none"
         reason = setting.lacks(AMPERE, "bf16", own)
         if config.compute_kind.scales_loss:
             scales = "fp16 scales the loss, and torch cannot unscale gradients in bf16"
@@ -425,7 +426,7 @@ def _of_many_gpus(config: TrialConfig, setting: Setting) -> Asked:
         yield "sharding", _unsharded(config)
     if config.is_on_pairs:
         yield "pairs", _not_of_pairs(config, setting.model)
-    if config.method == "grpo" or config.trainer != "sweep":
+    if config.method_kind.generates or config.trainer != "sweep":
         yield from _of_trainer(config, setting)
 
 

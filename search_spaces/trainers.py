@@ -283,6 +283,6 @@ def trainer_of(config: TrialConfig) -> Trainer:
 
 def trainer_named(name: TrainerName, method: str) -> Trainer:
     """Return the trainer of a name, as it trains by a method."""
-    if method == "grpo" and name in ("sweep", "trl"):
+    if METHODS[method].generates and name in ("sweep", "trl"):
         return GRPO
     return TRAINERS[name]

@@ -168,7 +168,7 @@ def refuse_planned_alone(method: str) -> None:
     Raises:
         InputError: says what does.
     """
-    if method in METHODS and not METHODS[method].is_trained:
+    if method in METHODS and METHODS[method].generates:
         raise InputError(
             "method grpo is planned, and neither tried nor trained: nothing here generates "
             "completions. `sweep plan --method grpo`, without a dataset, says what the training "

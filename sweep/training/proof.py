@@ -9,6 +9,7 @@ test finds.
 from __future__ import annotations
 
 import math
+import pkgutil
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -271,16 +272,23 @@ def _kernels(config: TrialConfig, seen: StepEvidence) -> str | None:
 def _optimizer(config: TrialConfig, seen: StepEvidence) -> str | None:
     """8-bit states are bytes, but for tensors under 4,096 elements, which stay in 32 bits; paged
     ones are in managed memory, but for those under 100,000 elements and on the CPU."""
+    kind = config.optimizer_kind
+    made = seen.loop.optimizer.optimizer
+    other = _other(pkgutil.resolve_name(kind.built_by).__name__, [type(made).__name__])
+    for key, value in kind.arguments.items():
+        other = other or _other(value, (group[key] for group in made.param_groups))
+    if other is not None:
+        return other
     states = [s.get("state1") for _, s in seen.states(from_elements=4096)]
     large = [s.get("state1") for p, s in seen.states(from_elements=100_000) if p.is_cuda]
     are_8bit = [getattr(state, "dtype", None) == torch.uint8 for state in states]
     are_paged = [getattr(state, "is_paged", False) for state in large]
-    for kind, is_asked, found in (
-        ("8-bit", config.optimizer_kind.has_8_bit_moments, are_8bit),
+    for words, is_asked, found in (
+        ("8-bit", kind.has_8_bit_moments, are_8bit),
         ("paged", config.is_paged, are_paged),
     ):
         if found and any(found) != is_asked:
-            return f"its state is {'not ' if is_asked else ''}{kind}"
+            return f"its state is {'not ' if is_asked else ''}{words}"
     return None
 
 

@@ -17,12 +17,12 @@ from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import NamedTuple
+from typing import NamedTuple, get_args
 
 import numpy as np
 
 from qlora_sweep.search_spaces.config import AdapterDtype, TrialConfig
-from qlora_sweep.search_spaces.kinds import OPTIMIZERS, OptimizerName
+from qlora_sweep.search_spaces.kinds import COMPUTE_DTYPES, OPTIMIZERS, OptimizerName
 from qlora_sweep.sweep.predict.memory.allocator import (
     SMALL_BYTES,
     SMALL_SEGMENT_BYTES,
@@ -46,7 +46,7 @@ _AT_ONCE = 50
 _HEAVY_STATES = 0.05
 """Share of what is allocated, above which it matters where the optimizer's states lie."""
 _FP32_BYTES = 4
-_ADAPTER_BYTES: Mapping[AdapterDtype, int] = {"fp32": _FP32_BYTES, "bf16": 2}
+_ADAPTER_BYTES = {name: COMPUTE_DTYPES[name].bits // 8 for name in get_args(AdapterDtype)}
 """Bytes of an element of an adapter, and of its gradient."""
 
 _MIN_8BIT_ELEMENTS = 4096
