@@ -17,6 +17,7 @@ Numerics = Literal["16-bit", "fp8", "int8"]
 Kernels = Literal["hf", "fused-loss", "liger"]
 OptimizerName = Literal["adamw_8bit", "paged_adamw_8bit", "adamw_torch_fused"]
 Method = Literal["sft", "dpo", "grpo"]
+DeviceName = Literal["cuda", "cpu"]
 
 AMPERE = (8, 0)
 ADA = (8, 9)
@@ -222,6 +223,21 @@ KERNELS: Mapping[Kernels, KernelsKind] = {
     "hf": KernelsKind("standard kernels", fuses_loss=False, fuses_layers=False),
 }
 
+
+@dataclass(frozen=True)
+class DeviceKind:
+    """What a process trains on; `sweep.training.device` drives it."""
+
+    is_gpu: bool
+    """Whether it has memory of its own, which a trial is given a budget of."""
+    process_group: str
+    """What torch's process group of several of them sends by."""
+
+
+DEVICES: Mapping[str, DeviceKind] = {
+    "cuda": DeviceKind(is_gpu=True, process_group="nccl"),
+    "cpu": DeviceKind(is_gpu=False, process_group="gloo"),
+}
 
 EIGHT_BIT = tuple(name for name, kind in COMPUTE_DTYPES.items() if kind.bits == 8)
 """What a matrix product of 8 bits multiplies."""

@@ -9,11 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from qlora_sweep.search_spaces.config import Attention, TrialConfig, as_typed
 from qlora_sweep.search_spaces.errors import did_you_mean
-from qlora_sweep.search_spaces.kinds import AMPERE, SHARDED_OPTIMIZER, TURING, VOLTA
+from qlora_sweep.search_spaces.kinds import (
+    AMPERE,
+    DEVICES,
+    SHARDED_OPTIMIZER,
+    TURING,
+    VOLTA,
+    DeviceName,
+)
 from qlora_sweep.search_spaces.linears import (
     known_linear_modules,
     linear_shapes,
@@ -90,11 +97,16 @@ class Setting:
     """What a configuration would run on."""
 
     model: ModelSpec
-    device: Literal["cuda", "cpu"]
+    device: DeviceName
     compute_capability: tuple[int, int] | None
     """Of the GPU; None on a CPU, or where it is not known."""
     has_texts: bool = False
     """Whether it would train on a dataset; on full-length random sequences elsewhere."""
+
+    @property
+    def is_on_gpu(self) -> bool:
+        """Whether it is a GPU."""
+        return DEVICES[self.device].is_gpu
 
     def older_than(self, capability: tuple[int, int]) -> bool:
         """Whether the GPU is known to be older than ``capability``."""
@@ -188,7 +200,7 @@ def violation(
     *,
     model: ModelSpec,
     compute_capability: tuple[int, int] | None,
-    device: Literal["cuda", "cpu"],
+    device: DeviceName,
     has_texts: bool = False,
 ) -> Violation | None:
     """Return the first rule that forbids ``config`` on this model and device, or None.
@@ -219,7 +231,7 @@ def _of_types(config: TrialConfig, setting: Setting) -> Asked:
         since = config.compute_kind.since
         yield "bf16-needs-ampere", setting.lacks(since, compute, "compute_dtype fp16")
     yield "eight-bit", _eight_bit(config, setting)
-    if config.compute_kind.needs_gpu and setting.device == "cpu":
+    if config.compute_kind.needs_gpu and not setting.is_on_gpu:
         yield (
             "fp16-needs-cuda",
             f"{compute} training is not supported on a CPU: use compute_dtype bf16 or fp32",
@@ -279,7 +291,7 @@ def _eight_bit(config: TrialConfig, setting: Setting) -> str | None:
 
 def _of_kernels(config: TrialConfig, setting: Setting) -> Asked:
     kernels = config.kernels
-    is_cpu = setting.device == "cpu"
+    is_cpu = not setting.is_on_gpu
     kind = setting.model.model_type
     if config.kernels_kind.fuses_loss:
         reason = setting.lacks(VOLTA, "Triton", "kernels hf")

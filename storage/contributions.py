@@ -101,7 +101,7 @@ def contribution_of(snapshot: StudySnapshot) -> Contribution:
         NothingFits: nothing was measured.
     """
     name, target = f"study '{snapshot.name}'", snapshot.definition.target
-    if target.device != "cuda":
+    if not target.is_on_gpu:
         raise InputError(f"{name} ran on a CPU: only what a GPU measured is contributed")
     model = ModelSpec.from_json(snapshot.definition.model)
     told = [record for record in snapshot.records if _is_told(record, model)]

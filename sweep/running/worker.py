@@ -227,7 +227,7 @@ class Worker:
         started, request = time.perf_counter(), command.request
         config, size = request.config, request.config.data_parallel
         self.phase = "build"
-        cards = torch.cuda.device_count() if self._settings.device == "cuda" else size
+        cards = torch.cuda.device_count() if self._settings.is_on_gpu else size
         if size > cards:
             detail = f"data_parallel {size}, and {cards} can be seen here"
             return Invalid(rule="data-parallel-needs-cards", detail=detail), None, False
@@ -403,7 +403,7 @@ def main(
                 os.dup2(log.fileno(), descriptor)
     name = "CPU"
     try:
-        if settings.device == "cuda":
+        if settings.is_on_gpu:
             if not torch.cuda.is_available():
                 send(Unusable(reason="torch finds no CUDA device; `sweep doctor` says more"))
                 return

@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from qlora_sweep.search_spaces.config import TrialConfig, canonical
 from qlora_sweep.search_spaces.errors import in_percent
+from qlora_sweep.search_spaces.kinds import DEVICES
 from qlora_sweep.search_spaces.linears import LEAST_QUANTIZED_SHARE
 from qlora_sweep.storage.records import Ineffective
 from qlora_sweep.sweep.data.batches import TrialBatches, trained_epoch
@@ -412,8 +413,9 @@ def _compute_dtype(config: TrialConfig, seen: StepEvidence) -> str | None:
         return _other(compute_type(config), [mostly])
     # How much of the frozen layers' products was in 8 bits, forward and backward. On a CPU the
     # reference multiplies in float what was rounded to 8 bits.
-    is_on_gpu = seen.base.device.type == "cuda"
-    kind = EIGHT_BIT_TYPES[config.compute_dtype] if is_on_gpu else torch.float32
+    kind = torch.float32
+    if DEVICES[seen.base.device.type].is_gpu:
+        kind = EIGHT_BIT_TYPES[config.compute_dtype]
     frozen = (m for m in seen.base.modules() if hasattr(m, "row_scales"))
     weights = sum(m.in_features * m.out_features for m in frozen)
     tokens = seen.loop.newest.numel() * seen.loop.micro_steps

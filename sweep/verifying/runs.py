@@ -123,8 +123,9 @@ def verify(
             "verification runs on one: name a trial of one GPU with --trial, or run the exported "
             "script with torchrun, which compares itself"
         )
-    card = read_card() if record.gpu.target.device == "cuda" else None
-    if record.gpu.target.device == "cuda" and card is None:
+    is_on_gpu = record.gpu.target.is_on_gpu
+    card = read_card() if is_on_gpu else None
+    if is_on_gpu and card is None:
         raise EnvironmentFault(
             f"{record.label} was measured on a GPU, and there is none here; `sweep doctor` says "
             "more"
@@ -272,7 +273,7 @@ def _run_export(
         *("--output", str(place / "adapter"), "--max-steps", str(steps)),
         *("--metrics", str(metrics)),
     ]
-    if is_trl and record.gpu.target.device == "cuda":
+    if is_trl and record.gpu.target.is_on_gpu:
         command += ["--budget-bytes", str(record.gpu.budget_bytes)]
     # It reads all the texts, and evaluates those that are held out.
     seconds = _LOADING_SECONDS_MAX + _SLOWER_MAX * tokens / record.measurement.tokens_per_second
@@ -310,7 +311,7 @@ def _run(record: Record, command: list[str], *, seconds: float, what: str) -> No
         EnvironmentFault: it failed in another way, or took too long.
     """
     variables = child_environment(with_hub_token=record.model.spec.source == "hub")
-    if record.gpu.target.device == "cpu":
+    if not record.gpu.target.is_on_gpu:
         variables["CUDA_VISIBLE_DEVICES"] = ""
     variables.setdefault("CUDA_VISIBLE_DEVICES", "0")
     variables |= allocator_settings(record.config.expandable_segments)
