@@ -145,6 +145,10 @@ class ComputeKind:
     needs_gpu: bool = False
     """Whether nothing trains in it on a CPU."""
 
+    def runs_on(self, capability: tuple[int, int]) -> bool:
+        """Whether a GPU of a compute capability multiplies it."""
+        return self.since is None or capability >= self.since
+
 
 COMPUTE_DTYPES: Mapping[ComputeDtype, ComputeKind] = {
     "bf16": ComputeKind(16, "bfloat16", plainness=0, since=AMPERE),

@@ -19,13 +19,7 @@ import yaml
 from qlora_sweep.search_spaces.config import TrialConfig, as_typed
 from qlora_sweep.search_spaces.documents import parse_yaml, validate
 from qlora_sweep.search_spaces.gpus import GIB, GpuSpec, find_gpu
-from qlora_sweep.search_spaces.kinds import (
-    AMPERE,
-    COMPUTE_DTYPES,
-    QUANTIZATIONS,
-    ComputeKind,
-    QuantizationKind,
-)
+from qlora_sweep.search_spaces.kinds import AMPERE, COMPUTE_DTYPES, EIGHT_BIT
 from qlora_sweep.search_spaces.linears import parameters, unquantized
 from qlora_sweep.search_spaces.models import ModelSpec, load_model_spec
 from qlora_sweep.search_spaces.rules import (
@@ -268,17 +262,19 @@ def _searched(spec: GpuSpec, model: ModelSpec) -> str:
     types, kernels and layers that both take."""
     lengths = offered_lengths(model, spec.budget_bytes)
     batches = offered_batches(model, spec.budget_bytes, lengths)
-    has_bf16 = spec.compute_capability >= AMPERE
-    half = []
+    has_bf16 = COMPUTE_DTYPES["bf16"].runs_on(spec.compute_capability)
+    types: list[str] = []
     if has_bf16:
-        half.append("bf16")
+        types.append("bf16")
     if not has_bf16 or model.model_type not in OVERFLOWS_FP16:
-        half.append("fp16")
-    types = half
+        types.append("fp16")
     bases = ["none"]
     if unquantized(model) is None:
-        types = half + _multiplied_on(spec, COMPUTE_DTYPES)
-        bases = ["nf4", "none", *_multiplied_on(spec, QUANTIZATIONS)]
+        eight_bit = [
+            name for name in EIGHT_BIT if COMPUTE_DTYPES[name].runs_on(spec.compute_capability)
+        ]
+        types += eight_bit
+        bases = ["nf4", "none", *eight_bit]
     lines = [
         "dimensions:",
         f"  micro_batch_size: {_flow(batches.model_dump(exclude={'step'}))}",
@@ -297,17 +293,6 @@ def _searched(spec: GpuSpec, model: ModelSpec) -> str:
     if model.model_type in WITHOUT_CHECKPOINTING:
         lines.append("  checkpoint_fraction: [0.0]")
     return "\n".join([*lines, *_fixed(attention)])
-
-
-def _multiplied_on(
-    spec: GpuSpec, kinds: Mapping[Any, ComputeKind] | Mapping[Any, QuantizationKind]
-) -> list[str]:
-    """Return the 8-bit kinds that a GPU's matrix units multiply."""
-    found = []
-    for name, kind in kinds.items():
-        if kind.bits == 8 and kind.since is not None and spec.compute_capability >= kind.since:
-            found.append(name)
-    return found
 
 
 def _fixed(own: Mapping[str, tuple[Any, str]]) -> list[str]:
