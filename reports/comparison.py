@@ -19,8 +19,9 @@ import plotly.graph_objects as go
 from qlora_sweep.reports import units
 from qlora_sweep.reports.figures import MARKS, PageFigure, Section, framed, whiskers
 from qlora_sweep.search_spaces import costs
-from qlora_sweep.search_spaces.config import Method, TrialConfig, targets_in_words
+from qlora_sweep.search_spaces.config import TrialConfig, targets_in_words
 from qlora_sweep.search_spaces.errors import InputError
+from qlora_sweep.search_spaces.kinds import Method
 from qlora_sweep.search_spaces.linears import CapacityClass
 from qlora_sweep.search_spaces.models import ModelSpec
 from qlora_sweep.search_spaces.prices import Offer
@@ -263,7 +264,9 @@ def _ground(option: Option) -> str:
     """Return what configurations have in common: ``rank 16 on q,k,v,o, 512 tokens a sequence``."""
     targets = targets_in_words(option.config.target_modules)
     length = units.count(option.ground.seq_len)
-    method = f"{units.phrase('method', 'dpo')}, " * option.config.is_on_pairs
+    method = ""
+    if option.config.is_on_pairs:
+        method = f"{units.phrase('method', option.config.method)}, "
     return f"{method}rank {option.config.lora_rank} on {targets}, {length} tokens a sequence"
 
 
@@ -325,7 +328,7 @@ def _absent(group: Group, candidates: Sequence[Candidate]) -> Iterator[str]:
             command += ["--rank", str(option.config.lora_rank), "--target-modules", typed]
             command += ["--seq-len", str(option.ground.seq_len)]
             if option.config.is_on_pairs:
-                command += ["--method", "dpo"]
+                command += ["--method", option.config.method]
             why = f"it has nothing of {_ground(option)}"
             yield f"{one.label} is not compared here: {why}. To compare: {shlex.join(command)}"
 

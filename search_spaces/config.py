@@ -31,16 +31,31 @@ from pydantic import (
 
 from qlora_sweep.search_spaces.documents import Document, validate
 from qlora_sweep.search_spaces.errors import quote
+from qlora_sweep.search_spaces.kinds import (
+    COMPUTE_DTYPES,
+    KERNELS,
+    METHODS,
+    OPTIMIZERS,
+    QUANTIZATIONS,
+    SHARDED_OPTIMIZER,
+    ComputeDtype,
+    ComputeKind,
+    Kernels,
+    KernelsKind,
+    Method,
+    MethodKind,
+    Numerics,
+    OptimizerKind,
+    OptimizerName,
+    Quantization,
+    QuantizationKind,
+    in_words,
+    lean_first,
+)
 
-ComputeDtype = Literal["bf16", "fp16", "fp32", "fp8", "int8"]
-Quantization = Literal["nf4", "fp4", "fp8", "int8", "none"]
-Numerics = Literal["16-bit", "fp8", "int8"]
 AdapterDtype = Literal["fp32", "bf16"]
-Kernels = Literal["hf", "fused-loss", "liger"]
 Attention = Literal["sdpa", "flash_attention_2", "eager"]
 Packing = Literal["none", "packed", "grouped"]
-OptimizerName = Literal["adamw_8bit", "paged_adamw_8bit", "adamw_torch_fused"]
-Method = Literal["sft", "dpo", "grpo"]
 PairLoss = Literal[
     "sigmoid",
     "sigmoid_norm",
@@ -65,11 +80,6 @@ TRAINER_LABELS: Mapping[TrainerName, str] = {
 """What the trainers are called."""
 ADAPTERS_IN_TRL: Mapping[bool, AdapterDtype] = {True: "bf16", False: "fp32"}
 """Type in which TRL has the adapters of a quantized base (True), and of one in 16 bits."""
-EIGHT_BIT = ("fp8", "int8")
-"""What a matrix product of 8 bits multiplies, and what a base of 8 bits is held in."""
-FOUR_BIT = ("nf4", "fp4")
-WEIGHT_BITS: Mapping[Quantization, int] = {"nf4": 4, "fp4": 4, "fp8": 8, "int8": 8, "none": 16}
-"""Bits of a frozen weight of a linear layer, scales not counted."""
 TARGET_SETS = ("qv", "attention", "all-linear")
 
 SIZE_KEYS = ("micro_batch_size", "seq_len")
@@ -214,7 +224,7 @@ class TrialConfig(BaseModel):
         Method,
         Knob(
             "method",
-            {"sft": "supervised", "grpo": "GRPO", ...: "DPO"},
+            in_words(METHODS),
             applies=lambda config: config.is_on_completions,
             traced=_same,
         ),
@@ -332,13 +342,12 @@ class TrialConfig(BaseModel):
 
     quantization: Annotated[
         Quantization,
-        # The two 4-bit types differ in what sixteen values they tell apart, and in no tensor.
         Knob(
             "quantization",
-            {"none": "16-bit base", ...: "{} base"},
-            lean_first=("nf4", "fp4", "fp8", "int8"),
+            in_words(QUANTIZATIONS),
+            lean_first=lean_first(QUANTIZATIONS),
             shapes_base=True,
-            traced=lambda value: "nf4" if value in FOUR_BIT else value,
+            traced=lambda value: QUANTIZATIONS[value].traced_as or value,
         ),
     ] = "nf4"
     """Storage of the frozen base: 4-bit NormalFloat, 4-bit float, 8 bits with a scale per output
@@ -410,11 +419,13 @@ class TrialConfig(BaseModel):
         Kernels,
         Knob(
             "kernels",
-            {"hf": "standard kernels", "liger": "Liger kernels", ...: "{} kernels"},
+            in_words(KERNELS),
             resolved=lambda config: (
-                "hf" if config.is_on_completions and config.kernels != "liger" else config.kernels
+                "hf"
+                if config.is_on_completions and not config.kernels_kind.fuses_layers
+                else config.kernels
             ),
-            lean_first=("liger", "fused-loss"),
+            lean_first=lean_first(KERNELS),
             shapes_base=True,
             traced=_same,
             tried=get_args(Kernels),
@@ -436,7 +447,7 @@ class TrialConfig(BaseModel):
     """Attention implementation."""
 
     optimizer: Annotated[
-        OptimizerName, Knob("optimizer", "{}", lean_first=("paged_adamw_8bit", "adamw_8bit"))
+        OptimizerName, Knob("optimizer", "{}", lean_first=lean_first(OPTIMIZERS))
     ] = "adamw_8bit"
     """Optimizer of the adapters."""
 
@@ -556,19 +567,46 @@ class TrialConfig(BaseModel):
         return self.lora_alpha if self.lora_alpha is not None else 2.0 * self.lora_rank
 
     @property
+    def method_kind(self) -> MethodKind:
+        """What is known of its method."""
+        return METHODS[self.method]
+
+    @property
+    def base_kind(self) -> QuantizationKind:
+        """What is known of what its frozen base is stored in."""
+        return QUANTIZATIONS[self.quantization]
+
+    @property
+    def compute_kind(self) -> ComputeKind:
+        """What is known of what its matrix products multiply."""
+        return COMPUTE_DTYPES[self.compute_dtype]
+
+    @property
+    def optimizer_kind(self) -> OptimizerKind:
+        """What is known of its optimizer."""
+        return OPTIMIZERS[self.optimizer]
+
+    @property
+    def kernels_kind(self) -> KernelsKind:
+        """What is known of its layer kernels."""
+        return KERNELS[self.kernels]
+
+    @property
     def is_on_pairs(self) -> bool:
         """Whether it trains on pairs of completions."""
-        return self.method == "dpo"
+        return self.method_kind.is_on_pairs
 
     @property
     def is_on_completions(self) -> bool:
         """Whether its loss is of completions' log-probabilities, without logits as a whole."""
-        return self.method != "sft"
+        return self.method_kind.is_on_completions
 
     @property
     def is_in_trl(self) -> bool:
         """Whether one of TRL's trainers trains it; of completions nothing else does."""
-        return self.trainer == "trl" or (self.trainer == "sweep" and self.method == "grpo")
+        if self.trainer == "sweep":
+            return self.method_kind.generates
+        return self.trainer == "trl"
 
     @property
     def has_head_of_trl(self) -> bool:
@@ -583,7 +621,7 @@ class TrialConfig(BaseModel):
     @property
     def rows_per_sample(self) -> int:
         """Sequences of a sample: a pair has two."""
-        return 2 if self.is_on_pairs else 1
+        return self.method_kind.rows_per_sample
 
     @property
     def references(self) -> int:
@@ -618,33 +656,32 @@ class TrialConfig(BaseModel):
     @property
     def is_quantized(self) -> bool:
         """Whether the frozen base is held in 4 or 8 bits."""
-        return self.quantization != "none"
+        return self.weight_bits < 16
 
     @property
     def is_4bit(self) -> bool:
         """Whether the frozen base is held in 4 bits."""
-        return self.quantization in FOUR_BIT
+        return self.weight_bits == 4
 
     @property
     def weight_bits(self) -> int:
         """Bits of a frozen weight, scales not counted."""
-        return WEIGHT_BITS[self.quantization]
+        return self.base_kind.bits
 
     @property
     def numerics(self) -> Numerics:
         """The class of numerics of the frozen layers' products."""
-        dtype = self.compute_dtype
-        return dtype if dtype == "fp8" or dtype == "int8" else "16-bit"
+        return self.compute_kind.numerics
 
     @property
     def is_8bit_compute(self) -> bool:
         """Whether the frozen layers multiply in 8 bits."""
-        return self.compute_dtype in EIGHT_BIT
+        return self.compute_kind.bits == 8
 
     @property
     def is_paged(self) -> bool:
         """Whether the optimizer's states are in memory that bitsandbytes pages."""
-        return self.optimizer.startswith("paged")
+        return self.optimizer_kind.unpaged is not None
 
     @property
     def is_sharded(self) -> bool:
@@ -719,7 +756,7 @@ KNOBS: Mapping[str, Knob] = {
 _RESOLVED = {key: knob.resolved for key, knob in KNOBS.items() if knob.resolved is not None}
 
 NEEDED: Mapping[tuple[str, Any], Mapping[str, Any]] = {
-    ("sharding", "fsdp"): {"optimizer": "adamw_torch_fused", "upcast_fp32": False},
+    ("sharding", "fsdp"): {"optimizer": SHARDED_OPTIMIZER, "upcast_fp32": False},
     ("method", "grpo"): {"upcast_fp32": False},
 }
 """What a setting's value needs of others: who asks for it and says nothing of them means these."""
@@ -785,27 +822,6 @@ def as_options(values: Mapping[str, Any]) -> list[str]:
         else:
             words += [f"--{key.replace('_', '-')}", text]
     return words
-
-
-# What libraries call a setting's values.
-
-TORCH_DTYPES: Mapping[str, str] = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
-
-
-def liger_kernels(kernels: str) -> dict[str, bool] | None:
-    """Return which of Liger's kernels ``kernels`` stands for, by Liger's names; None for none."""
-    if kernels == "hf":
-        return None
-    everything = kernels == "liger"
-    return {
-        "fused_linear_cross_entropy": True,
-        "cross_entropy": False,
-        "rms_norm": everything,
-        # Of the two activations a model has one; the other's switch does nothing.
-        "swiglu": everything,
-        "geglu": everything,
-        "rope": everything,
-    }
 
 
 def allocator_settings(is_expandable: bool) -> dict[str, str]:

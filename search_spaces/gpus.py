@@ -10,9 +10,9 @@ from typing import Literal
 
 from pydantic import Field
 
-from qlora_sweep.search_spaces.config import ComputeDtype, Numerics
 from qlora_sweep.search_spaces.documents import Strict, shipped
 from qlora_sweep.search_spaces.errors import InputError, did_you_mean
+from qlora_sweep.search_spaces.kinds import ComputeDtype, Numerics
 
 GIB = 1024**3
 

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import cache
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveFloat
 
-from qlora_sweep.search_spaces.config import Method, TrialConfig
+from qlora_sweep.search_spaces.config import TrialConfig
 from qlora_sweep.search_spaces.documents import Strict, shipped
+from qlora_sweep.search_spaces.kinds import Method
 
 Quantity = Literal["alpha", "rank", "width", "tokens"]
 """What a rate depends on: LoRA's alpha and rank, the model's hidden size, and the tokens of an
@@ -122,7 +123,7 @@ class LearningRate(BaseModel):
 def rules() -> Mapping[Method, Rule]:
     """Return the rule of each method."""
     known = shipped("learning_rates.yaml", _Rules)
-    return {"sft": known.sft, "dpo": known.dpo, "grpo": known.grpo}
+    return {method: getattr(known, method) for method in get_args(Method)}
 
 
 def learning_rate_of(config: TrialConfig, model: Mapping[str, Any]) -> LearningRate:

@@ -23,6 +23,7 @@ from qlora_sweep.search_spaces.documents import (
 )
 from qlora_sweep.search_spaces.errors import InputError, did_you_mean, in_percent
 from qlora_sweep.search_spaces.gpus import find_gpu, match_product
+from qlora_sweep.search_spaces.kinds import METHODS
 from qlora_sweep.search_spaces.learning_rates import learning_rate_of
 from qlora_sweep.search_spaces.models import ModelSpec, located
 from qlora_sweep.search_spaces.presets import preset_space, preset_texts
@@ -150,7 +151,8 @@ def with_fixed(space: SearchSpace, held: Mapping[str, Any]) -> SearchSpace | Tri
     if values.get("trainer") == "sweep" and "trainer" not in space.fixed:
         # That is what a space says where it names none.
         del values["trainer"]
-    if values.get("method", space.values_of("method")[0]) != "dpo":
+    method = values.get("method", space.values_of("method")[0])
+    if not METHODS[method].is_on_pairs:
         standard = TrialConfig()
         for key in ("loss_type", "dpo_beta", "reference"):
             if key in values and values[key] != getattr(standard, key):

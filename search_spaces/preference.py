@@ -25,8 +25,6 @@ _TASK_KEYS = frozenset(
     {*BATCH_KEYS, *CAPACITY_KEYS, "seq_len", "lora_alpha", "lora_dropout", "learning_rate"}
 )
 """Settings that say what is trained, or how much at a time: no value of these is unusual."""
-_COMPUTE_DTYPES = ("bf16", "fp16", "fp32")
-"""From the plainest on; what multiplies in 8 bits comes after all of them."""
 
 
 def unusual_settings(config: TrialConfig) -> int:
@@ -40,8 +38,7 @@ def unusual_settings(config: TrialConfig) -> int:
 def compute_order(config: TrialConfig) -> int:
     """Return how plain a configuration's compute dtype is, the plainest first: all that multiplies
     in 8 bits is alike."""
-    dtype = config.compute_dtype
-    return _COMPUTE_DTYPES.index(dtype) if dtype in _COMPUTE_DTYPES else len(_COMPUTE_DTYPES)
+    return config.compute_kind.plainness
 
 
 def plainness(config: TrialConfig, peak_bytes: int) -> tuple[int, int, int, int]:

@@ -19,11 +19,10 @@ import yaml
 from qlora_sweep.search_spaces.config import TrialConfig, as_typed
 from qlora_sweep.search_spaces.documents import parse_yaml, validate
 from qlora_sweep.search_spaces.gpus import GIB, GpuSpec, find_gpu
+from qlora_sweep.search_spaces.kinds import AMPERE, COMPUTE_DTYPES, EIGHT_BIT
 from qlora_sweep.search_spaces.linears import parameters, unquantized
 from qlora_sweep.search_spaces.models import ModelSpec, load_model_spec
 from qlora_sweep.search_spaces.rules import (
-    AMPERE,
-    EIGHT_BIT_SINCE,
     LIGER_MODEL_TYPES,
     OVERFLOWS_FP16,
     WITHOUT_CHECKPOINTING,
@@ -263,17 +262,19 @@ def _searched(spec: GpuSpec, model: ModelSpec) -> str:
     types, kernels and layers that both take."""
     lengths = offered_lengths(model, spec.budget_bytes)
     batches = offered_batches(model, spec.budget_bytes, lengths)
-    eight_bit = [
-        kind for kind, since in EIGHT_BIT_SINCE.items() if spec.compute_capability >= since
-    ]
-    has_bf16 = spec.compute_capability >= AMPERE
-    half = ["bf16"] if has_bf16 else []
+    has_bf16 = COMPUTE_DTYPES["bf16"].runs_on(spec.compute_capability)
+    types: list[str] = []
+    if has_bf16:
+        types.append("bf16")
     if not has_bf16 or model.model_type not in OVERFLOWS_FP16:
-        half.append("fp16")
-    types = [*half, *eight_bit]
-    bases = ["nf4", "none", *eight_bit]
-    if unquantized(model) is not None:
-        types, bases = half, ["none"]
+        types.append("fp16")
+    bases = ["none"]
+    if unquantized(model) is None:
+        eight_bit = [
+            name for name in EIGHT_BIT if COMPUTE_DTYPES[name].runs_on(spec.compute_capability)
+        ]
+        types += eight_bit
+        bases = ["nf4", "none", *eight_bit]
     lines = [
         "dimensions:",
         f"  micro_batch_size: {_flow(batches.model_dump(exclude={'step'}))}",

@@ -9,21 +9,10 @@ from collections.abc import Iterable
 
 from pydantic import BaseModel, ConfigDict
 
-from qlora_sweep.search_spaces.config import Numerics, Quantization, TrialConfig
+from qlora_sweep.search_spaces.config import TrialConfig
+from qlora_sweep.search_spaces.kinds import QUANTIZATIONS, Numerics, Quantization
 
 SOURCE = "SmolLM2-135M, 122 steps, three seeds: docs/lab/eight_bits.md"
-_OVER_16_BITS: dict[tuple[Quantization, Numerics], float] = {
-    ("none", "16-bit"): 0.0,
-    ("fp8", "16-bit"): 0.003,
-    ("fp8", "fp8"): 0.009,
-    ("int8", "16-bit"): 0.001,
-    ("int8", "int8"): 0.005,
-    ("nf4", "16-bit"): 0.046,
-    ("nf4", "fp8"): 0.054,
-    ("nf4", "int8"): 0.05,
-}
-"""Held-out loss in nats a token over that of a 16-bit base with 16-bit compute (one H200,
-2026-11-28; `python -m tests.bench.eight_bit_cost` makes them)."""
 
 
 class KnownQuality(BaseModel):
@@ -43,10 +32,10 @@ class KnownQuality(BaseModel):
         """Return what is known of a configuration."""
         is_as_measured = (
             config.method == "sft"
-            and config.compute_dtype != "fp32"
-            and (config.quantized_fraction == 1.0 or config.quantization == "none")
+            and config.compute_kind.bits <= 16
+            and (config.quantized_fraction == 1.0 or not config.is_quantized)
         )
-        known = _OVER_16_BITS.get((config.quantization, config.numerics))
+        known = config.base_kind.nats_over_16_bits.get(config.numerics)
         return cls(
             quantization=config.quantization,
             numerics=config.numerics,
@@ -56,7 +45,9 @@ class KnownQuality(BaseModel):
     @property
     def words(self) -> str:
         """Return base, compute and loss: ``nf4 with int8 compute +0.075``."""
-        base = "a 16-bit base" if self.quantization == "none" else self.quantization
+        base: str = self.quantization
+        if QUANTIZATIONS[self.quantization].bits == 16:
+            base = "a 16-bit base"
         kind = f"{base} with {self.numerics} compute"
         nats = self.nats_per_token_over_16_bit
         return f"{kind} not measured" if nats is None else f"{kind} +{nats:.3f}"

@@ -11,10 +11,11 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from qlora_sweep.search_spaces.documents import exists
-from qlora_sweep.search_spaces.errors import InputError, quote
+from qlora_sweep.search_spaces.errors import InputError, listed, quote
+from qlora_sweep.search_spaces.kinds import COMPUTE_DTYPES, QUANTIZATIONS, Quantization
 
 KEY = "quantization_config"
 _KEYS = (KEY, "compression_config", "quantization")
@@ -26,9 +27,9 @@ _BESIDE = {
 }
 """Files in which NVIDIA's Model Optimizer, AutoGPTQ and AutoAWQ said it before ``config.json`` did,
 and what their weights are."""
-_FOUR_BIT: tuple[Literal["nf4", "fp4"], ...] = ("nf4", "fp4")
+_FOUR_BIT = tuple(name for name, kind in QUANTIZATIONS.items() if kind.bits == 4)
 _LEFT = "llm_int8_skip_modules"
-_DTYPES = ("bfloat16", "float16", "float32")
+_DTYPES = tuple(kind.torch_name for kind in COMPUTE_DTYPES.values() if kind.bits != 8)
 _LAYER = re.compile(r"(?<=layers\.)\d+|(?<=layers\\\.)\d+|(?<=\bh\.)\d+")
 """Where the name of a module has the number of its decoder layer."""
 _ENDINGS = re.compile(
@@ -45,7 +46,7 @@ class StoredQuantization:
 
     words: str
     """For a person: ``bitsandbytes nf4``, ``gptq, 4 bits``."""
-    kind: Literal["nf4", "fp4"] | None
+    kind: Quantization | None
     """The value of ``quantization`` that it is trained as; None where it is not trained."""
     double_quant: bool = False
     """Whether the constants are quantized too."""
@@ -111,7 +112,8 @@ def said_beside(directory: Path, config: Mapping[str, Any]) -> dict[str, Any]:
 def _four_bit(said: Mapping[str, Any], *, label: str) -> StoredQuantization:
     kind = said.get("bnb_4bit_quant_type", "fp4")
     if kind not in _FOUR_BIT:
-        raise InputError(f"{label}: bnb_4bit_quant_type must be nf4 or fp4, got {quote(kind)}")
+        what = f"bnb_4bit_quant_type must be {listed(_FOUR_BIT)}"
+        raise InputError(f"{label}: {what}, got {quote(kind)}")
     is_double = said.get("bnb_4bit_use_double_quant", False)
     if not isinstance(is_double, bool):
         what = "bnb_4bit_use_double_quant must be true or false"

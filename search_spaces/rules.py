@@ -9,10 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
-from qlora_sweep.search_spaces.config import EIGHT_BIT, Attention, TrialConfig, as_typed
+from qlora_sweep.search_spaces.config import Attention, TrialConfig, as_typed
 from qlora_sweep.search_spaces.errors import did_you_mean
+from qlora_sweep.search_spaces.kinds import (
+    AMPERE,
+    DEVICES,
+    SHARDED_OPTIMIZER,
+    TURING,
+    VOLTA,
+    DeviceName,
+)
 from qlora_sweep.search_spaces.linears import (
     known_linear_modules,
     linear_shapes,
@@ -60,15 +68,8 @@ MISNAMED = "unknown-target-module"
 """The rule against what is not there under its name."""
 STORED = "stored-quantization"
 """The rule against training quantized weights as others than they are stored."""
-AMPERE = (8, 0)
-TURING = (7, 5)
-VOLTA = (7, 0)
-EIGHT_BIT_SINCE = {"fp8": (8, 9), "int8": TURING}
-"""Compute capability from which matrix units multiply the type."""
 EIGHT_BIT_MULTIPLE = 16
 """Both widths of a matrix are multiples of it (cuBLASLt: 16 bytes)."""
-INT8_ROWS = 16
-"""`torch._int_mm` takes more rows than these."""
 
 
 CHANGES_LOGITS = (
@@ -96,19 +97,24 @@ class Setting:
     """What a configuration would run on."""
 
     model: ModelSpec
-    device: Literal["cuda", "cpu"]
+    device: DeviceName
     compute_capability: tuple[int, int] | None
     """Of the GPU; None on a CPU, or where it is not known."""
     has_texts: bool = False
     """Whether it would train on a dataset; on full-length random sequences elsewhere."""
 
+    @property
+    def is_on_gpu(self) -> bool:
+        """Whether it is a GPU."""
+        return DEVICES[self.device].is_gpu
+
     def older_than(self, capability: tuple[int, int]) -> bool:
         """Whether the GPU is known to be older than ``capability``."""
         return self.compute_capability is not None and self.compute_capability < capability
 
-    def lacks(self, since: tuple[int, int], what: str, instead: str) -> str | None:
+    def lacks(self, since: tuple[int, int] | None, what: str, instead: str) -> str | None:
         """Return that ``what`` needs a newer GPU, where this one is known to be older."""
-        if self.compute_capability is None or not self.older_than(since):
+        if since is None or self.compute_capability is None or not self.older_than(since):
             return None
         needed, has = (".".join(map(str, each)) for each in (since, self.compute_capability))
         name = " (Ampere)" if since == AMPERE else ""
@@ -194,7 +200,7 @@ def violation(
     *,
     model: ModelSpec,
     compute_capability: tuple[int, int] | None,
-    device: Literal["cuda", "cpu"],
+    device: DeviceName,
     has_texts: bool = False,
 ) -> Violation | None:
     """Return the first rule that forbids ``config`` on this model and device, or None.
@@ -221,20 +227,22 @@ def broken_rules(config: TrialConfig, setting: Setting) -> Iterator[tuple[str, s
 def _of_types(config: TrialConfig, setting: Setting) -> Asked:
     compute = config.compute_dtype
     reason: str | None
-    if compute == "bf16":
-        yield "bf16-needs-ampere", setting.lacks(AMPERE, "bf16", "compute_dtype fp16")
+    if config.compute_kind.bits == 16:
+        since = config.compute_kind.since
+        yield "bf16-needs-ampere", setting.lacks(since, compute, "compute_dtype fp16")
     yield "eight-bit", _eight_bit(config, setting)
-    if compute == "fp16" and setting.device == "cpu":
+    if config.compute_kind.needs_gpu and not setting.is_on_gpu:
         yield (
             "fp16-needs-cuda",
-            "fp16 training is not supported on a CPU: use compute_dtype bf16 or fp32",
+            f"{compute} training is not supported on a CPU: use compute_dtype bf16 or fp32",
         )
     if config.adapter_dtype == "bf16":
         # TRL has the adapters of a quantized base in bf16 alone.
-        is_theirs = config.method == "grpo" and config.is_quantized
-        own = "quantization none" if is_theirs else "adapter_dtype fp32"
+        own = "adapter_dtype fp32"
+        if config.method_kind.generates and config.is_quantized:
+            own = "quantization none"
         reason = setting.lacks(AMPERE, "bf16", own)
-        if compute == "fp16":
+        if config.compute_kind.scales_loss:
             scales = "fp16 scales the loss, and torch cannot unscale gradients in bf16"
             reason = f"{scales}: use {own} or compute_dtype bf16"
         yield "bf16-adapters", reason
@@ -242,16 +250,26 @@ def _of_types(config: TrialConfig, setting: Setting) -> Asked:
 
 def _eight_bit(config: TrialConfig, setting: Setting) -> str | None:
     """Return why 8-bit storage or compute is not to be had."""
-    compute, base = config.compute_dtype, config.quantization
-    if compute not in EIGHT_BIT and base not in EIGHT_BIT:
+    compute = config.compute_dtype
+    base = config.quantization
+    has_8bit_base = config.weight_bits == 8
+    if not config.is_8bit_compute and not has_8bit_base:
         return None
-    half = "fp16" if setting.older_than(AMPERE) else "bf16"
-    int8 = "" if setting.older_than(TURING) else "int8 or "
-    for key, kind, other in (("compute_dtype", compute, half), ("quantization", base, "nf4")):
-        since = EIGHT_BIT_SINCE.get(kind)
-        if since and (reason := setting.lacks(since, f"{key} {kind}", f"{int8}{other}")):
+    int8 = "int8 or "
+    if setting.older_than(TURING):
+        int8 = ""
+    if config.is_8bit_compute:
+        half = "bf16"
+        if setting.older_than(AMPERE):
+            half = "fp16"
+        what = f"compute_dtype {compute}"
+        reason = setting.lacks(config.compute_kind.since, what, f"{int8}{half}")
+        if reason is not None:
             return reason
-    if config.is_8bit_compute and base in EIGHT_BIT and compute != base:
+    reason = setting.lacks(config.base_kind.since, f"quantization {base}", f"{int8}nf4")
+    if reason is not None:
+        return reason
+    if config.is_8bit_compute and has_8bit_base and compute != base:
         return f"a base in {base} computes in {base} or in 16 bits: use compute_dtype {base}"
     if config.is_8bit_compute and not config.is_quantized:
         held = f"compute_dtype {compute} multiplies by weights that are held in 4 or 8 bits"
@@ -264,15 +282,18 @@ def _eight_bit(config: TrialConfig, setting: Setting) -> str | None:
         if any(width % EIGHT_BIT_MULTIPLE for width in shape):
             widths = f"'{name}' of {setting.model.name} is {shape[0]} x {shape[1]}"
             return f"8 bits need widths in multiples of {EIGHT_BIT_MULTIPLE}, {widths}: use bf16"
-    if compute == "int8" and config.tokens_per_micro_batch <= INT8_ROWS:
-        few = f"int8 products need more than {INT8_ROWS} tokens in a micro-batch"
+    too_few = config.compute_kind.too_few_rows
+    if config.tokens_per_micro_batch <= too_few:
+        few = f"{compute} products need more than {too_few} tokens in a micro-batch"
         return f"{few}: use a larger micro_batch_size"
     return None
 
 
 def _of_kernels(config: TrialConfig, setting: Setting) -> Asked:
-    kernels, is_cpu, kind = config.kernels, setting.device == "cpu", setting.model.model_type
-    if kernels != "hf":
+    kernels = config.kernels
+    is_cpu = not setting.is_on_gpu
+    kind = setting.model.model_type
+    if config.kernels_kind.fuses_loss:
         reason = setting.lacks(VOLTA, "Triton", "kernels hf")
         if is_cpu:
             reason = f"kernels {kernels} are Triton kernels and need CUDA: use kernels hf"
@@ -280,7 +301,7 @@ def _of_kernels(config: TrialConfig, setting: Setting) -> Asked:
         if kind not in LIGER_MODEL_TYPES:
             reason = f"Liger has no kernels for model type '{kind}': use kernels hf"
             yield "kernels-need-liger-model", reason
-        elif kernels == "liger" and unquantized(setting.model) is not None:
+        elif config.kernels_kind.fuses_layers and unquantized(setting.model) is not None:
             keeps = f"what Liger's kernel for the experts of model type '{kind}' keeps and takes is"
             reason = f"{keeps} not known: use kernels fused-loss or hf"
             yield "kernels-need-liger-model", reason
@@ -289,7 +310,7 @@ def _of_kernels(config: TrialConfig, setting: Setting) -> Asked:
         if is_cpu:
             reason = "compile is not supported on a CPU: it needs a C++ compiler on the machine"
         yield "compile-needs-triton", reason
-        if kernels == "liger":
+        if config.kernels_kind.fuses_layers:
             breaks = (
                 "torch's compiler breaks on Liger's layer kernels, so the layers would stay eager"
             )
@@ -298,14 +319,15 @@ def _of_kernels(config: TrialConfig, setting: Setting) -> Asked:
         reason = setting.lacks(AMPERE, "FlashAttention-2", "attention sdpa")
         if is_cpu:
             reason = "FlashAttention-2 needs CUDA: use attention sdpa"
-        elif reason is None and config.compute_dtype == "fp32":
+        elif reason is None and config.compute_kind.bits == 32:
             reason = (
                 "FlashAttention-2 has no fp32 kernels: use compute_dtype bf16 or attention sdpa"
             )
         yield "flash-attention-2", reason
     if config.is_paged and is_cpu:
-        reason = "a paged optimizer pages between CUDA and host memory: use adamw_8bit on a CPU"
-        yield "paged-optimizer-needs-cuda", reason
+        pages = "a paged optimizer pages between CUDA and host memory"
+        instead = config.optimizer_kind.unpaged
+        yield "paged-optimizer-needs-cuda", f"{pages}: use {instead} on a CPU"
     if config.expandable_segments and is_cpu:
         reason = (
             "expandable_segments is of CUDA's allocator: use expandable_segments false on a CPU"
@@ -416,7 +438,7 @@ def _of_many_gpus(config: TrialConfig, setting: Setting) -> Asked:
         yield "sharding", _unsharded(config)
     if config.is_on_pairs:
         yield "pairs", _not_of_pairs(config, setting.model)
-    if config.method == "grpo" or config.trainer != "sweep":
+    if config.method_kind.generates or config.trainer != "sweep":
         yield from _of_trainer(config, setting)
 
 
@@ -460,12 +482,13 @@ def _unsharded(config: TrialConfig) -> str | None:
         return "sharding fsdp splits the model among GPUs: use data_parallel 2 or more, or none"
     if config.upcast_fp32:
         return "sharding fsdp moves a layer's weights together, in one type: use upcast_fp32 false"
-    if config.optimizer != "adamw_torch_fused":
-        share = f"bitsandbytes' {config.optimizer} cannot update a share of a tensor"
-        return f"{share} (it has no operators for DTensor): use optimizer adamw_torch_fused"
+    if not config.optimizer_kind.updates_shards:
+        share = f"{config.optimizer} cannot update a share of a tensor"
+        why = f"{config.optimizer_kind.library} has no operators for DTensor"
+        return f"{share} ({why}): use optimizer {SHARDED_OPTIMIZER}"
     if config.compute_dtype != "bf16":
         return f"sharding fsdp is tried in bf16 alone, not {config.compute_dtype}: use bf16"
-    if config.quantization in EIGHT_BIT:
+    if config.base_kind.sharded == "untried":
         return "sharding fsdp is tried with 4-bit and 16-bit bases alone: use quantization nf4"
     if config.quantized_fraction < 1 and config.is_quantized:
         return "sharding fsdp is tried with layers of one kind alone: use quantized_fraction 1"

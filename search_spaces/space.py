@@ -22,7 +22,6 @@ from pydantic import (
 from qlora_sweep.search_spaces.config import (
     BATCH_KEYS,
     CONFIG_KEYS,
-    EIGHT_BIT,
     KNOBS,
     Number,
     TrialConfig,
@@ -46,6 +45,7 @@ from qlora_sweep.search_spaces.documents import (
 )
 from qlora_sweep.search_spaces.errors import InputError, listed, quote
 from qlora_sweep.search_spaces.gpus import match_product
+from qlora_sweep.search_spaces.kinds import EIGHT_BIT
 from qlora_sweep.search_spaces.texts import TextsChoice
 
 MICRO_STEPS_TIMED = 2

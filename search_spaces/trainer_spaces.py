@@ -9,6 +9,7 @@ from typing import Any
 from qlora_sweep.search_spaces.config import TrainerName, as_typed
 from qlora_sweep.search_spaces.dimensions import Choices, FloatRange
 from qlora_sweep.search_spaces.errors import InputError
+from qlora_sweep.search_spaces.kinds import QUANTIZATIONS
 from qlora_sweep.search_spaces.loading import Offered
 from qlora_sweep.search_spaces.models import ModelSpec
 from qlora_sweep.search_spaces.space import SearchSpace
@@ -135,9 +136,10 @@ def _check_adapters(
     if is_free:
         bases = free["quantization"].values()
     typed = held["adapter_dtype"]
-    kept = [base for base in bases if trainer.adapter_dtypes[base != "none"][0] == typed]
+    given = {base: trainer.adapter_dtypes[QUANTIZATIONS[base].bits < 16][0] for base in bases}
+    kept = [base for base in bases if given[base] == typed]
     if not kept:
-        allowed = {trainer.adapter_dtypes[base != "none"][0] for base in bases}
+        allowed = set(given.values())
         raise _refusal(trainer, "adapter_dtype", [typed], sorted(allowed))
     if is_free:
         _put("quantization", kept, free, fixed)

@@ -17,11 +17,11 @@ from qlora_sweep.search_spaces.config import (
     KNOBS,
     TRAINER_LABELS,
     AdapterDtype,
-    ComputeDtype,
     TrainerName,
     TrialConfig,
     as_typed,
 )
+from qlora_sweep.search_spaces.kinds import COMPUTE_DTYPES, METHODS, QUANTIZATIONS, ComputeDtype
 
 Recomputing = Literal["any share", "each n-th", "all or none"]
 """Which decoder layers can be recomputed: any of them, each n-th from the first on, or all."""
@@ -180,14 +180,11 @@ def every_nth(share: float, layers: int) -> int | None:
 
 SHARES = (0.0, 0.125, 0.25, 0.5, 1.0)
 """Shares of recomputed layers that a trainer may take, of a range that has no steps."""
-_SIXTEEN_BIT_COMPUTE = ("bf16", "fp16", "fp32")
-_BITSANDBYTES = ("nf4", "fp4", "none")
-"""Bases of which bitsandbytes' 4-bit layers are the only other ones: its 8-bit layers are not what
-a trial measures."""
 _OF_LIBRARIES: Mapping[str, tuple[Any, ...]] = {
     "method": ("sft",),
-    "compute_dtype": _SIXTEEN_BIT_COMPUTE,
-    "quantization": _BITSANDBYTES,
+    "compute_dtype": tuple(name for name, kind in COMPUTE_DTYPES.items() if kind.bits != 8),
+    # bitsandbytes' 8-bit layers are not what a trial measures.
+    "quantization": tuple(name for name, kind in QUANTIZATIONS.items() if kind.bits != 8),
     "quantized_fraction": (1.0,),
     "upcast_fp32": (False,),
     "compile": (False,),
@@ -208,7 +205,7 @@ TRAINERS: Mapping[TrainerName, Trainer] = {
         "within 1.8 %",
         runs={
             **_OF_LIBRARIES,
-            "method": ("sft", "dpo", "grpo"),
+            "method": tuple(METHODS),
             # Of either its own head computes the loss in chunks; it refuses Liger's fused loss.
             "kernels": ("hf", "liger"),
         },
@@ -286,6 +283,6 @@ def trainer_of(config: TrialConfig) -> Trainer:
 
 def trainer_named(name: TrainerName, method: str) -> Trainer:
     """Return the trainer of a name, as it trains by a method."""
-    if method == "grpo" and name in ("sweep", "trl"):
+    if METHODS[method].generates and name in ("sweep", "trl"):
         return GRPO
     return TRAINERS[name]

@@ -85,7 +85,7 @@ def contribution_of(snapshot: StudySnapshot) -> Contribution:
     those that another study measured. Raises `InputError`, or `NothingFits` for want of trials.
     """
     name = f"study '{snapshot.name}'"
-    if snapshot.definition.target.device != "cuda":
+    if not snapshot.definition.target.is_on_gpu:
         raise InputError(f"{name} ran on a CPU: only what a GPU measured is contributed")
     model = _shipped(ModelSpec.from_json(snapshot.definition.model), name)
     own = [record for record in snapshot.records if _is_contributed(record, model)]

@@ -15,6 +15,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, PositiveInt
 from qlora_sweep.search_spaces.config import TrialConfig
 from qlora_sweep.search_spaces.costs import usd_per_million_tokens
 from qlora_sweep.search_spaces.errors import InputError, quote
+from qlora_sweep.search_spaces.kinds import DEVICES, DeviceName
 from qlora_sweep.search_spaces.prices import Offer
 from qlora_sweep.search_spaces.space import SearchSpace
 from qlora_sweep.search_spaces.texts import TextsSummary
@@ -60,13 +61,18 @@ class Target(BaseModel):
 
     gpu: str
     """Catalogue name, or the product's name where the catalogue has none; ``cpu`` for the CPU."""
-    device: Literal["cuda", "cpu"]
+    device: DeviceName
     budget_bytes: PositiveInt
     """Bytes the trial may reserve on the device, enforced for real."""
     emulated_on: str | None = None
     """Product name of the bigger GPU that stands in; None where the target itself runs."""
     recorded: str | None = None
     """What its trials were recorded on, and when; None where they are measured now."""
+
+    @property
+    def is_on_gpu(self) -> bool:
+        """Whether trials run on a GPU."""
+        return DEVICES[self.device].is_gpu
 
 
 class StudyDefinition(BaseModel):

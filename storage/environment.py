@@ -13,8 +13,9 @@ import subprocess
 from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
+from qlora_sweep.search_spaces.kinds import DeviceName
 from qlora_sweep.search_spaces.redaction import redacted
 
 PACKAGES = (
@@ -37,7 +38,7 @@ OF_GPU = ("gpu", "driver", "cuda_driver", "gpu_memory_bytes", "power_limit_watts
 reports, and the power limit, which decides the clocks, and so the speed."""
 
 
-def fingerprint(*, device: Literal["cuda", "cpu"], **of_gpu: str | float | None) -> dict[str, Any]:
+def fingerprint(*, device: DeviceName, **of_gpu: str | float | None) -> dict[str, Any]:
     """Return plain JSON values.
 
     Keys: ``device``, those of `OF_GPU`, ``python``, ``os``, ``cpu``, ``cores``, ``commit`` and

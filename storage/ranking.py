@@ -50,7 +50,8 @@ from weakref import WeakKeyDictionary
 
 from pydantic import BaseModel, ConfigDict
 
-from qlora_sweep.search_spaces.config import Numerics, TrialConfig, canonical
+from qlora_sweep.search_spaces.config import TrialConfig, canonical
+from qlora_sweep.search_spaces.kinds import Numerics
 from qlora_sweep.search_spaces.linears import CapacityClass, nearest_capacity
 from qlora_sweep.search_spaces.models import ModelSpec
 from qlora_sweep.search_spaces.preference import TIE, compute_order, plainness

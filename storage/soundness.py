@@ -80,7 +80,7 @@ class Soundness:
         """Return that of a study."""
         target = definition.target
         gpu = None
-        if target.device == "cuda":
+        if target.is_on_gpu:
             gpu = match_product(target.emulated_on or target.gpu) or gpu_catalogue().get(target.gpu)
         memory_bytes = None
         fastest = list(gpu_catalogue().values())

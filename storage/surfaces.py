@@ -224,7 +224,7 @@ def surface_lines(
         raise InputError(f"{name}: its trials are those of a surface; nothing of it was measured")
     card = gpu_catalogue().get(target.gpu)
     product = target.emulated_on or (product_of(card) if card else target.gpu)
-    if match_product(product) is None or target.device != "cuda":
+    if match_product(product) is None or not target.is_on_gpu:
         raise InputError(f"{name}: a surface is of a GPU of the catalogue, and this is '{product}'")
     rows = {canonical(r.config): row for r in records if (row := _row_of(r))}
     if not rows:

@@ -18,7 +18,7 @@ from peft import LoraConfig, PeftModel
 from transformers import TrainerCallback, TrainingArguments
 
 from qlora_sweep.reports import units
-from qlora_sweep.search_spaces.config import KNOBS, allocator_settings, liger_kernels
+from qlora_sweep.search_spaces.config import KNOBS, allocator_settings
 from qlora_sweep.search_spaces.errors import InputError, quote
 from qlora_sweep.search_spaces.linears import parameters
 from qlora_sweep.search_spaces.models import load_model_spec
@@ -69,7 +69,7 @@ def peft_config(record: Record) -> LoraConfig:
 
 def training_arguments(record: Record, **changes: Any) -> TrainingArguments:
     """See `sweep.api.Winner.training_arguments`."""
-    liger = liger_kernels(record.config.kernels)
+    liger = record.config.kernels_kind.in_liger
     kernels = {"use_liger_kernel": liger is not None, "liger_kernel_config": liger}
     return _arguments(TrainingArguments, record, {**kernels, **changes})
 

@@ -15,6 +15,7 @@ from typing import Any
 from qlora_sweep.search_spaces.documents import Document, exists, home_expanded, validate
 from qlora_sweep.search_spaces.errors import EnvironmentFault, InputError
 from qlora_sweep.search_spaces.feasibility import HOW_TO_NAME_TEXTS
+from qlora_sweep.search_spaces.kinds import METHODS
 from qlora_sweep.search_spaces.loading import Length, Offered, located_texts, with_texts
 from qlora_sweep.search_spaces.models import ModelSpec
 from qlora_sweep.search_spaces.space import SearchSpace
@@ -143,7 +144,8 @@ def refuse_other_kind(method: str, texts: PreparedTexts) -> None:
     """
     refuse_planned_alone(method)
     are_pairs, source = texts.summary.are_pairs, texts.summary.source
-    if are_pairs and method != "dpo":
+    needs_pairs = METHODS[method].is_on_pairs
+    if are_pairs and not needs_pairs:
         alone = "--set data.text_column=chosen"
         if prompt := texts.summary.columns_read.get("prompt"):
             # Of an answer alone nothing is learned.
@@ -153,7 +155,7 @@ def refuse_other_kind(method: str, texts: PreparedTexts) -> None:
             "dpo trains on: `sweep run --method dpo`, then `sweep train` of that study; or take "
             f"the chosen ones alone with {alone}"
         )
-    if method == "dpo" and not are_pairs:
+    if needs_pairs and not are_pairs:
         read = f"{source}: its rows are read as {texts.summary.kind}, and method dpo needs pairs"
         has_pairs = {"chosen", "rejected"} <= set(texts.summary.columns)
         cure = "columns chosen and rejected, as texts or as turns, with or without prompt"
@@ -166,7 +168,7 @@ def refuse_planned_alone(method: str) -> None:
     Raises:
         InputError: says what does.
     """
-    if method == "grpo":
+    if method in METHODS and METHODS[method].generates:
         raise InputError(
             "method grpo is planned, and neither tried nor trained: nothing here generates "
             "completions. `sweep plan --method grpo`, without a dataset, says what the training "

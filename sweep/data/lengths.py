@@ -11,7 +11,8 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
-from qlora_sweep.search_spaces.config import Method, TrialConfig
+from qlora_sweep.search_spaces.config import TrialConfig
+from qlora_sweep.search_spaces.kinds import Method
 from qlora_sweep.search_spaces.texts import CUT_MAX
 from qlora_sweep.sweep.data.epoch import Integers, cut, epoch, packed
 from qlora_sweep.sweep.data.rows import Truncation

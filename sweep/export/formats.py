@@ -15,13 +15,9 @@ from typing import Any
 import yaml
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from qlora_sweep.search_spaces.config import (
-    EIGHT_BIT,
-    LOGITS_AT_ONCE,
-    TORCH_DTYPES,
-    allocator_settings,
-)
+from qlora_sweep.search_spaces.config import LOGITS_AT_ONCE, allocator_settings
 from qlora_sweep.search_spaces.errors import InputError, did_you_mean, quote
+from qlora_sweep.search_spaces.kinds import COMPUTE_DTYPES
 from qlora_sweep.search_spaces.quantized import stored_quantization
 from qlora_sweep.storage.definition import StudySnapshot
 from qlora_sweep.storage.files import WRITTEN_BY
@@ -196,7 +192,7 @@ def _script(record: Record) -> Export:
     config = record.config
     texts = record.texts or (_ANY_PAIRS if config.is_on_pairs else None)
     copied = dict[str, str]()
-    if {config.compute_dtype, config.quantization} & set(EIGHT_BIT):
+    if config.is_8bit_compute or config.weight_bits == 8:
         copied[_KERNELS] = "qlora_sweep.sweep.training"
     if config.is_8bit_compute:
         copied[_FITTING] = "qlora_sweep.sweep.training"
@@ -208,6 +204,11 @@ def _script(record: Record) -> Export:
     sharding = trainers.unsupported(record, "trl").get("sharding")
     lost = (sharding.replace("the file", "the script"),) if sharding else ()
     is_whole = config.quantized_count(record.layers) == record.layers
+    needs = ""
+    if config.kernels_kind.fuses_loss:
+        needs += ", liger-kernel"
+    if texts:
+        needs += ", trl"
     text = _template("script.py.j2").render(
         header=comment((*facts(record), trainers.trainers()["script"]["tried"], *lost)),
         record=record,
@@ -218,13 +219,13 @@ def _script(record: Record) -> Export:
         beside=[_ROWS, *copied],
         gpus=config.data_parallel,
         lora=lora_options(record),
-        dtype=TORCH_DTYPES[record.dtype],
-        adapter_dtype=TORCH_DTYPES[config.adapter_dtype],
+        dtype=COMPUTE_DTYPES[record.dtype].torch_name,
+        adapter_dtype=COMPUTE_DTYPES[config.adapter_dtype].torch_name,
         quantized_whole=is_whole,
         stored=stored_quantization(record.model.config) is not None,
         partly_quantized=config.is_quantized and not is_whole,
         environment=allocator_settings(config.expandable_segments),
-        needs=("" if config.kernels == "hf" else ", liger-kernel") + (", trl" if texts else ""),
+        needs=needs,
         training=trainers.spelled(record, "script"),
     )
     needed = {_ROWS: joined_rows()}

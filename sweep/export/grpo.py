@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from qlora_sweep.search_spaces.config import TrialConfig, liger_kernels
+from qlora_sweep.search_spaces.config import TrialConfig
 from qlora_sweep.search_spaces.errors import InputError
 
 
@@ -32,7 +32,10 @@ def grpo_config(
         got = f"{longest} and {config.seq_len}"
         raise InputError(f"max_completion_length must go into seq_len with a prompt, got {got}")
     # Its own head makes log-probabilities in chunks, and it refuses Liger's.
-    liger = {**(liger_kernels("liger") or {}), "fused_linear_cross_entropy": False}
+    liger: dict[str, Any] = {}
+    if config.kernels_kind.fuses_layers:
+        kernels = config.kernels_kind.in_liger or {}
+        liger = {"liger_kernel_config": kernels | {"fused_linear_cross_entropy": False}}
     is_recomputed = config.checkpoint_fraction > 0
     return {
         "per_device_train_batch_size": config.micro_batch_size,
@@ -46,6 +49,6 @@ def grpo_config(
         "bf16": config.compute_dtype == "bf16",
         "fp16": config.compute_dtype == "fp16",
         "optim": config.optimizer,
-        "use_liger_kernel": config.kernels == "liger",
-        **({"liger_kernel_config": liger} if config.kernels == "liger" else {}),
+        "use_liger_kernel": config.kernels_kind.fuses_layers,
+        **liger,
     }

@@ -179,4 +179,4 @@ def _is_same_task(one: TrialConfig, other: TrialConfig) -> bool:
 def is_predicted(snapshot: StudySnapshot) -> bool:
     """Whether the GPU of a study is one whose memory and speed are predicted."""
     target = snapshot.definition.target
-    return target.device == "cuda" and match_product(target.gpu) is not None
+    return target.is_on_gpu and match_product(target.gpu) is not None

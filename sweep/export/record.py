@@ -30,6 +30,7 @@ from qlora_sweep.search_spaces.config import KNOBS, TrialConfig, canonical
 from qlora_sweep.search_spaces.documents import home_expanded, is_directory, parse_object, read_text
 from qlora_sweep.search_spaces.errors import InputError, NothingFits, in_percent, quote
 from qlora_sweep.search_spaces.gpus import match_product
+from qlora_sweep.search_spaces.kinds import ComputeDtype
 from qlora_sweep.search_spaces.learning_rates import LearningRate, learning_rate_of
 from qlora_sweep.search_spaces.linears import lora_parameters, resolve_targets
 from qlora_sweep.search_spaces.models import ModelSpec, load_model_spec, shipped_models
@@ -258,12 +259,14 @@ class Record(_Part):
         return tuple(sorted(self.config.checkpointed_layers(self.layers)))
 
     @property
-    def dtype(self) -> str:
+    def dtype(self) -> ComputeDtype:
         """Of matrix products, where none is in 8 bits; beside 8-bit ones, of all else."""
         if not self.config.is_8bit_compute:
             return self.config.compute_dtype
         target = match_product(self.gpu.name)
-        return "bf16" if target is None else target.half
+        if target is None:
+            return "bf16"
+        return target.half
 
     @property
     def target_modules(self) -> tuple[str, ...] | None:

@@ -13,15 +13,14 @@ from qlora_sweep.search_spaces.config import (
     MAX_GRAD_NORM,
     SCHEDULE,
     SCHEDULE_WARMUP_STEPS,
-    TORCH_DTYPES,
     WEIGHT_DECAY,
     allocator_settings,
     canonical,
-    liger_kernels,
 )
+from qlora_sweep.search_spaces.kinds import COMPUTE_DTYPES
 from qlora_sweep.search_spaces.models import PART_OF
 from qlora_sweep.search_spaces.quantized import stored_quantization
-from qlora_sweep.search_spaces.trainers import every_nth
+from qlora_sweep.search_spaces.trainers import TRAINERS, every_nth
 from qlora_sweep.sweep.export.record import Record, Trainer
 from qlora_sweep.sweep.export.rows import dataset_options, filled, lost_rows, table
 
@@ -87,14 +86,14 @@ def _values(record: Record) -> dict[str, Any]:
         patterns = [rf"(.*\.)?{re.escape(names[0])}"]
     recomputed = {"use_reentrant": False} if record.recomputed else None
     nth = every_nth(config.checkpoint_fraction, record.layers)
-    layers = liger_kernels(config.kernels) or {}
+    layers = config.kernels_kind.in_liger or {}
     return {
         **config.model_dump(),
         **training_arguments(record),
         "learning_rate": record.learning_rate.value,
         "model": record.model.weights or f"path/or/hub-id/of/{record.model.name}",
         "prepared_path": f"{record.output_dir}/prepared",
-        "torch_dtype": TORCH_DTYPES[record.dtype],
+        "torch_dtype": COMPUTE_DTYPES[record.dtype].torch_name,
         "bf16": record.dtype == "bf16",
         "fp16": record.dtype == "fp16",
         "whole_alpha": _whole_alpha(record),
@@ -113,7 +112,7 @@ def _values(record: Record) -> dict[str, Any]:
         "keeps_dropout": False if config.lora_dropout else None,
         "off_in_parallel": None if config.data_parallel == 1 else False,
         "liger": layers,
-        "liger_layers": config.kernels == "liger",
+        "liger_layers": config.kernels_kind.fuses_layers,
         "liger_without_loss": {**layers, "fused_linear_cross_entropy": False},
     }
 
@@ -122,7 +121,12 @@ def cases_of(record: Record) -> dict[str, str]:
     """Return which case of each setting of the table a record is."""
     config, layers = record.config, record.layers
     quantized, recomputed = config.quantized_count(layers), len(record.recomputed)
-    is_standard = not config.is_4bit or (config.quantization == "nf4" and config.double_quant)
+    quantization: str = config.quantization
+    # Unsloth has one kind of 4 bits.
+    known = TRAINERS["unsloth"].runs
+    is_known = quantization in known["quantization"]
+    if config.is_4bit and not (is_known and config.double_quant in known["double_quant"]):
+        quantization = "another 4 bits"
     is_apart = config.attention == "flash_attention_2" or config.micro_batch_size == 1
     rows = {"none": "padded"}.get(config.packing, config.packing)
     packing = ("packed apart" if is_apart else "packed") if rows == "packed" else "padded"
@@ -141,7 +145,7 @@ def cases_of(record: Record) -> dict[str, str]:
         "lora_alpha": "" if config.alpha == _whole_alpha(record) else "fraction",
         "targets": "every" if record.target_modules is None else "named",
         "compute_dtype": "8-bit" if config.is_8bit_compute else config.compute_dtype,
-        "quantization": config.quantization if is_standard else "another 4 bits",
+        "quantization": quantization,
         "bits": bits,
         "quantized_fraction": "part" if config.is_quantized and quantized < layers else "all",
         "adapter_dtype": f"{config.adapter_dtype} on {'16-bit' if bits == '16' else 'quantized'}",
@@ -167,7 +171,7 @@ def _stored_case(record: Record) -> str:
     """Return whether a stored base computes in another type than was measured, where nobody sets
     that."""
     stored = stored_quantization(record.model.config)
-    if stored is None or stored.compute_dtype == TORCH_DTYPES[record.dtype]:
+    if stored is None or stored.compute_dtype == COMPUTE_DTYPES[record.dtype].torch_name:
         return "as measured"
     return "in another type"
 
@@ -203,7 +207,7 @@ def unsupported(
                 config=record.config,
                 whole_alpha=_whole_alpha(record),
                 stored=stored_quantization(record.model.config),
-                dtype=TORCH_DTYPES[record.dtype],
+                dtype=COMPUTE_DTYPES[record.dtype].torch_name,
                 basis=record.basis,
             )
     return found

@@ -80,7 +80,8 @@ _DOING = {
 
 def arguments(job: TrainingJob) -> TrainingArguments:
     """Return what Trainer is told: the settings that were measured."""
-    config, is_on_cpu = job.config, job.device == "cpu"
+    config = job.config
+    is_on_cpu = not job.is_on_gpu
     dtype = compute_type(config)
     return TrainingArguments(
         output_dir=job.output,
@@ -330,7 +331,7 @@ class Training(TrainerCallback):
         self._steps_per_epoch = -(-count // job.config.samples_per_step)
         self._steps = job.max_steps or math.ceil(job.epochs * self._steps_per_epoch)
         self._setup: dict[str, Any] = {
-            "device_name": "CPU" if job.device == "cpu" else torch.cuda.get_device_name(),
+            "device_name": torch.cuda.get_device_name() if job.is_on_gpu else "CPU",
             "steps": self._steps,
             "rows": count,
             "texts_rows": self._rows.texts,
@@ -466,7 +467,7 @@ class Training(TrainerCallback):
         """Take the peak that the first steps had for the training's own, on a CPU that counts."""
         self._course.settle()
         self._observing.close()
-        if self._job.device == "cpu":
+        if not self._job.is_on_gpu:
             # What a long training keeps beside its tensors is no part of the budget.
             _, hard = resource.getrlimit(resource.RLIMIT_DATA)
             resource.setrlimit(resource.RLIMIT_DATA, (hard, hard))

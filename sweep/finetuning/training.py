@@ -225,7 +225,7 @@ def prepare_training(
     present = cards()
     here = present[0] if present else None
     resolved = _resolved(subject, here)
-    is_on_cpu = resolved.target.device == "cpu"
+    is_on_cpu = not resolved.target.is_on_gpu
     if is_on_cpu and request.devices is not None:
         raise InputError(f"--devices: {subject.words} is for the CPU")
     broken = resolved.violation(config, model=model, has_texts=True)

@@ -9,8 +9,9 @@ from functools import cache
 from operator import attrgetter
 from typing import Any, Literal, get_args
 
-from qlora_sweep.search_spaces.config import KNOBS, TARGET_SETS, Numerics, TrialConfig, canonical
+from qlora_sweep.search_spaces.config import KNOBS, TARGET_SETS, TrialConfig, canonical
 from qlora_sweep.search_spaces.costs import Range, ties
+from qlora_sweep.search_spaces.kinds import Numerics
 from qlora_sweep.search_spaces.loading import parse_space, preset_name
 from qlora_sweep.search_spaces.preference import TIE, plainness
 from qlora_sweep.search_spaces.presets import preset_space, starting_text

@@ -58,7 +58,7 @@ def evidence_from(
             f"study '{snapshot.name}' is about model '{definition.model.get('name')}' and says "
             f"nothing of '{model.name}'"
         )
-    if target.device == "cpu":
+    if not target.is_on_gpu:
         raise InputError(f"study '{snapshot.name}' ran on a CPU and says nothing of a GPU")
     ran_on = target.emulated_on or target.gpu
     is_same_card = match_product(ran_on) == gpu
@@ -232,7 +232,7 @@ def with_memory_forecasts(snapshot: StudySnapshot, *, cache_dir: Path) -> StudyS
         cache_dir: where structures that were traced are kept; a report waits for no other.
     """
     target, model = snapshot.definition.target, ModelSpec.from_json(snapshot.definition.model)
-    if target.device != "cuda":
+    if not target.is_on_gpu:
         return snapshot
     try:
         shapes = shapes_of_study(snapshot.definition)

@@ -73,7 +73,7 @@ def bill_offers(
     """Return the work's bills, the cheapest first; none where the speed is unknown, or where what
     generation takes is."""
     step, ends = forecast.step_seconds, forecast.step_seconds_range
-    if step is None or forecast.config.method == "grpo":
+    if step is None or forecast.config.method_kind.generates:
         return ()
     workload = workload_of(forecast, work)
     bills = [Bill(workload, o, step, ends, gpus=forecast.config.data_parallel) for o in offers]

@@ -17,8 +17,9 @@ from pathlib import Path
 import numpy as np
 from pydantic import BaseModel
 
-from qlora_sweep.search_spaces.config import Numerics, TrialConfig
+from qlora_sweep.search_spaces.config import TrialConfig
 from qlora_sweep.search_spaces.errors import InputError
+from qlora_sweep.search_spaces.kinds import Numerics
 from qlora_sweep.search_spaces.linears import CapacityClass, nearest_capacity
 from qlora_sweep.search_spaces.models import ModelSpec
 from qlora_sweep.search_spaces.space import MICRO_STEPS_TIMED, SearchSpace

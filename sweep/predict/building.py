@@ -86,7 +86,7 @@ def build_forecaster(
 
 def _gpu(target: Target, product: str) -> GpuSpec | None:
     """Return a GPU's data sheet; None on a CPU, and of a GPU that the catalogue does not have."""
-    return match_product(product) if target.device == "cuda" else None
+    return match_product(product) if target.is_on_gpu else None
 
 
 def shapes_of_texts(texts: PreparedTexts, choice: TextsChoice, *, seed: int) -> ShapesOnTexts:

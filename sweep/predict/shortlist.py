@@ -31,11 +31,11 @@ from qlora_sweep.search_spaces.config import (
     CAPACITY_KEYS,
     KNOBS,
     SIZE_KEYS,
-    Numerics,
     TrialConfig,
 )
 from qlora_sweep.search_spaces.dimensions import FloatRange
 from qlora_sweep.search_spaces.errors import InputError
+from qlora_sweep.search_spaces.kinds import Numerics
 from qlora_sweep.search_spaces.linears import CapacityClass, nearest_capacity
 from qlora_sweep.search_spaces.preference import TIE, plainness
 from qlora_sweep.search_spaces.space import SearchSpace

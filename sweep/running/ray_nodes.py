@@ -31,11 +31,12 @@ from qlora_sweep.search_spaces.errors import (
     quote,
 )
 from qlora_sweep.search_spaces.gpus import find_gpu
+from qlora_sweep.search_spaces.kinds import DEVICES, DeviceName
 from qlora_sweep.search_spaces.redaction import shown
 from qlora_sweep.storage.environment import fingerprint
 from qlora_sweep.sweep.running import child
 from qlora_sweep.sweep.running.device_info import Card, read_cards
-from qlora_sweep.sweep.running.ray_runner import Device, RayRunner, on_node, raylet_environment
+from qlora_sweep.sweep.running.ray_runner import RayRunner, on_node, raylet_environment
 from qlora_sweep.sweep.running.runner import Lane
 
 AUTO = "auto"
@@ -371,7 +372,7 @@ class Cluster:
         new_runner: Callable[..., Any],
         *,
         study: str,
-        device: Device,
+        device: DeviceName,
         gpu: str,
         paths: Sequence[str] = (),
         keep: Callable[[Iterable[bytes]], None],
@@ -397,10 +398,14 @@ class Cluster:
         alive = {node["NodeID"] for node in self.ray.nodes() if node["Alive"]}
         runners, token = list[RayRunner](), secrets.token_hex(4)
         # Read before the first actor takes one: no more places are waited for.
-        free = int(self.ray.available_resources().get("GPU", 0)) if device == "cuda" else len(alive)
+        free = len(alive)
+        if DEVICES[device].is_gpu:
+            free = int(self.ray.available_resources().get("GPU", 0))
         try:
             for node in (node for node in self._chosen(gpu) if node.id in alive):
-                count = len(node.cards) if device == "cuda" else 1
+                count = 1
+                if DEVICES[device].is_gpu:
+                    count = len(node.cards)
                 for number in range(count):
                     name = re.sub(r"[^\w.-]", "-", f"{node.address}-{node.id[:8]}-{number}")
                     runner = RayRunner(
@@ -428,7 +433,7 @@ class Cluster:
     def _begun(
         self,
         runners: Sequence[RayRunner],
-        device: Device,
+        device: DeviceName,
         keep: Callable[[Iterable[bytes]], None],
         free: int,
         **asked_for: Any,
@@ -457,7 +462,9 @@ class Cluster:
                 "same path, so put it there, or on a disk that all of them share (XDG_CACHE_HOME "
                 "moves what sweep prepares)"
             )
-        of = " GPU {}" if device == "cuda" else ""
+        of = ""
+        if DEVICES[device].is_gpu:
+            of = " GPU {}"
         keep({data for said in told.values() for data in said.left})
         names = {runner: runner.address + of.format(said.gpu) for runner, said in told.items()}
         return tuple(Lane(runner, names[runner]) for runner in runners if runner in names)

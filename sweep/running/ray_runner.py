@@ -16,9 +16,10 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 from qlora_sweep.search_spaces.errors import CardLost, EnvironmentFault
+from qlora_sweep.search_spaces.kinds import DEVICES, DeviceName
 from qlora_sweep.storage.directory import OUTCOME, beside_log
 from qlora_sweep.storage.records import INTERRUPTED, Crashed, Outcome, Phase
 from qlora_sweep.sweep.paths import cache_directory
@@ -46,7 +47,6 @@ _THREADS = "OMP_NUM_THREADS"
 _LEFT_MAX = 8
 """Outcomes of earlier drivers of a study that a node returns."""
 
-Device = Literal["cuda", "cpu"]
 NewRunner = Callable[..., Runner]
 """Starts a runner on the node that calls it, which says its ``log_path``."""
 
@@ -76,13 +76,17 @@ class Host:
         new_runner: NewRunner,
         *,
         home: str,
-        device: Device,
+        device: DeviceName,
     ) -> None:
         # What Ray sets for its workers: a trial has the threads that it has without Ray.
         os.environ.pop(_THREADS, None)
         os.environ |= {k: v for k, v in raylet_environment().items() if k == _THREADS}
-        card = read_card() if device == "cuda" else None
-        cards = () if card is None or card.uuid is None else (card.uuid,)
+        card = None
+        cards: tuple[str, ...] = ()
+        if DEVICES[device].is_gpu:
+            card = read_card()
+        if card is not None and card.uuid is not None:
+            cards = (card.uuid,)
         log_path = cache_directory() / "ray" / home / "worker.log"
         self._outcomes = beside_log(log_path)
         self._runner = new_runner(log_path=log_path, cards=cards)
@@ -173,7 +177,7 @@ class RayRunner(Runner):
     ray: Any
     new_runner: NewRunner
     home: str
-    device: Device
+    device: DeviceName
     node_id: str
     address: str
     silence_seconds: float = SILENCE_SECONDS
@@ -185,7 +189,9 @@ class RayRunner(Runner):
     """What was returned last."""
 
     def __post_init__(self) -> None:
-        needs = {"num_cpus": 1} if self.device == "cpu" else {"num_cpus": 0, "num_gpus": 1}
+        needs = {"num_cpus": 1}
+        if DEVICES[self.device].is_gpu:
+            needs = {"num_cpus": 0, "num_gpus": 1}
         host = self.ray.remote(concurrency_groups={_CONTROL: 1})(Host)
         here = on_node(self.ray, self.node_id)
         self._actor = host.options(

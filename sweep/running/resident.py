@@ -54,7 +54,7 @@ class Resident:
         self.compared: dict[TrialConfig, Faithfulness] = {}
         """What is known of configurations' 8-bit compute."""
         self.device: Device = open_device(settings.device)
-        self.card = CardReader(card_at(_pci_bus_id()) if settings.device == "cuda" else None)
+        self.card = CardReader(card_at(_pci_bus_id()) if settings.is_on_gpu else None)
         self._neighbours = NeighbourWatch(self.device, self.card, settings.budget_bytes)
 
     def prepare(self) -> None:

@@ -16,6 +16,7 @@ from importlib.util import cache_from_source, find_spec
 from pathlib import Path
 from typing import IO, Any
 
+from qlora_sweep.search_spaces.kinds import DEVICES
 from qlora_sweep.sweep.child_environment import child_environment
 from qlora_sweep.sweep.paths import cache_directory
 from qlora_sweep.sweep.processes import Child
@@ -177,7 +178,7 @@ def worker_environment(
         share = max(1, (len(os.sched_getaffinity(0)) - workers) // workers)
         kept["TORCHINDUCTOR_COMPILE_THREADS"] = str(share)
     own = {"CUDA_VISIBLE_DEVICES": ",".join(cards)} if cards else {}
-    if device == "cpu":
+    if not DEVICES[device].is_gpu:
         own = _CPU_ENVIRONMENT
         kept["OMP_NUM_THREADS"] = "1"
     return kept | inherited | _QUIET | own

@@ -187,7 +187,7 @@ class SupervisedRunner(Runner):
         **settings: Any,
     ) -> None:
         self._outcomes = beside_log(log_path)
-        gpu = match_product(target.emulated_on or target.gpu) if target.device == "cuda" else None
+        gpu = match_product(target.emulated_on or target.gpu) if target.is_on_gpu else None
         self._settings = WorkerSettings(
             device=target.device,
             budget_bytes=target.budget_bytes,
@@ -377,7 +377,7 @@ class SupervisedRunner(Runner):
             return End(0), ""
         end, words = worker.close(patience=patience, kill_seconds=self._deadlines.end)
         if end.status is None:
-            held = "the GPU" if self._settings.device == "cuda" else "its memory"
+            held = "the GPU" if self._settings.is_on_gpu else "its memory"
             self._lost = CardLost(
                 f"the worker (process {worker.process.pid}) did not end within "
                 f"{self._deadlines.end:g} s of SIGKILL: the kernel holds it, and it holds {held}. "

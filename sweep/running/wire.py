@@ -11,7 +11,8 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, Field, TypeAdapter, ValidationError
 
-from qlora_sweep.search_spaces.config import ComputeDtype, TrialConfig
+from qlora_sweep.search_spaces.config import TrialConfig
+from qlora_sweep.search_spaces.kinds import DEVICES, ComputeDtype, DeviceName
 from qlora_sweep.search_spaces.redaction import visible
 from qlora_sweep.search_spaces.space import StepBudget, Weights
 from qlora_sweep.storage.records import Attempt, Faithfulness, Outcome
@@ -25,7 +26,7 @@ M = TypeVar("M", bound=BaseModel)
 class ChildSettings(Message):
     """What a child process is for, as far as starting it goes."""
 
-    device: Literal["cuda", "cpu"]
+    device: DeviceName
     """A child for the CPU never sees a GPU."""
     weights: Weights = "random"
     """Random, or loaded with transformers, who may need the hub's token."""
@@ -35,6 +36,11 @@ class ChildSettings(Message):
     """Others that share the machine's cores with it."""
     log_path: str | None = None
     """Where it prints from now on; None for where it does."""
+
+    @property
+    def is_on_gpu(self) -> bool:
+        """Whether it trains on a GPU."""
+        return DEVICES[self.device].is_gpu
 
     @property
     def may_compile(self) -> bool:

@@ -281,7 +281,7 @@ class Worker:
 
     def _too_few_gpus(self, ranks: int) -> Invalid | None:
         """Return why a trial on so many GPUs cannot be run here; None where it can."""
-        if self._settings.device != "cuda":
+        if not self._settings.is_on_gpu:
             return None
         visible = torch.cuda.device_count()
         if ranks <= visible:
@@ -460,7 +460,7 @@ def main(
                 os.dup2(log.fileno(), descriptor)
     name = "CPU"
     try:
-        if settings.device == "cuda":
+        if settings.is_on_gpu:
             if not torch.cuda.is_available():
                 send(Unusable(reason="torch finds no CUDA device; `sweep doctor` says more"))
                 return

@@ -133,7 +133,7 @@ class Prepared:
     @property
     def cards_per_trial(self) -> int:
         """GPUs that the widest of its trials trains on together; 1 on a CPU, which all share."""
-        if self.target.device == "cpu":
+        if not self.target.is_on_gpu:
             return 1
         return self.space.gpus_per_trial
 
@@ -529,10 +529,10 @@ def _stopping(
 
 def _forecaster(prepared: Prepared, *, warn: Callable[[str], None]) -> Forecaster:
     target, model, resolved = prepared.target, prepared.model, prepared.resolved
-    is_on_card, cache = target.device == "cuda", cache_directory() / "memory"
+    cache = cache_directory() / "memory"
     shapes = None if prepared.epochs is None else ShapesOnTexts(prepared.epochs)
     memory: MemoryPredictor = CpuMemory(model, cache_dir=cache)
-    if is_on_card:
+    if target.is_on_gpu:
         least = resolved.host_capability
         memory = TracingPredictor(
             model,
@@ -552,6 +552,6 @@ def _forecaster(prepared: Prepared, *, warn: Callable[[str], None]) -> Forecaste
         shapes=shapes,
         predictor=memory,
         violation=rule,
-        is_cut_up=is_on_card,
+        is_cut_up=target.is_on_gpu,
         warn=warn,
     )

@@ -12,8 +12,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from qlora_sweep.search_spaces.config import EIGHT_BIT, TrialConfig
+from qlora_sweep.search_spaces.config import TrialConfig
 from qlora_sweep.search_spaces.errors import MORE_DESCRIPTORS, EnvironmentFault, InputError
+from qlora_sweep.search_spaces.kinds import EIGHT_BIT
 from qlora_sweep.search_spaces.linears import nearest_capacity
 from qlora_sweep.search_spaces.models import ModelSpec
 from qlora_sweep.search_spaces.preference import TIE

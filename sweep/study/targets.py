@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from qlora_sweep.reports import units
-from qlora_sweep.search_spaces.config import WEIGHT_BITS, TrialConfig
+from qlora_sweep.search_spaces.config import TrialConfig
 from qlora_sweep.search_spaces.errors import EnvironmentFault, InputError
 from qlora_sweep.search_spaces.gpus import GIB, GpuSpec, asked_bytes, find_gpu, product_of
+from qlora_sweep.search_spaces.kinds import QUANTIZATIONS
 from qlora_sweep.search_spaces.linears import expert_weights, is_tied, linear_shapes
 from qlora_sweep.search_spaces.models import ModelSpec
 from qlora_sweep.search_spaces.rules import Violation, violation
@@ -145,7 +146,7 @@ def least_weight_bytes(space: SearchSpace, model: ModelSpec) -> int | None:
         return 2 * (experts + model.vocab_size * model.hidden_size)
     if shapes is None:
         return None
-    bits = min(WEIGHT_BITS[kind] for kind in space.values_of("quantization"))
+    bits = min(QUANTIZATIONS[kind].bits for kind in space.values_of("quantization"))
     linears = model.hidden_layers * sum(rows * columns for rows, columns in shapes.values())
     tables = 1 if is_tied(model) else 2
     return linears * bits // 8 + 2 * tables * model.vocab_size * model.hidden_size

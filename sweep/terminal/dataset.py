@@ -13,8 +13,8 @@ from functools import partial
 from typing import Any, get_args
 
 from qlora_sweep.reports import units
-from qlora_sweep.search_spaces.config import Method
 from qlora_sweep.search_spaces.errors import InputError, did_you_mean
+from qlora_sweep.search_spaces.kinds import Method
 from qlora_sweep.search_spaces.models import ModelSpec, load_model_spec
 from qlora_sweep.search_spaces.texts import TextsKind, TextsSummary
 from qlora_sweep.sweep.data.choice import refuse_other_kind

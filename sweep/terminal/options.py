@@ -16,7 +16,8 @@ from typing import Annotated, Any
 from typer import Argument, Option
 
 from qlora_sweep import search_spaces
-from qlora_sweep.search_spaces.errors import InputError, did_you_mean, quote
+from qlora_sweep.search_spaces.errors import InputError, did_you_mean, listed, quote
+from qlora_sweep.search_spaces.kinds import COMPUTE_DTYPES, QUANTIZATIONS
 from qlora_sweep.sweep.paths import STORAGE, runs_directory
 
 _SHIPPED = Path(search_spaces.__file__).parent
@@ -143,8 +144,8 @@ Rank = Annotated[int | None, Option("--rank", "--lora-rank", help="Rank of the a
 TargetModules = Annotated[str | None, Option(help="qv, attention, all-linear, or names.")]
 MicroBatch = Annotated[int | None, Option(help="Sequences in one pass of one GPU.")]
 SeqLen = Annotated[int | None, Option(help="Tokens in a sequence.")]
-ComputeDtype = Annotated[str | None, Option(help="bf16, fp16, fp32, fp8 or int8.")]
-Quantization = Annotated[str | None, Option(help="nf4, fp4, fp8, int8 or none.")]
+ComputeDtype = Annotated[str | None, Option(help=f"{listed(COMPUTE_DTYPES)}.")]
+Quantization = Annotated[str | None, Option(help=f"{listed(QUANTIZATIONS)}.")]
 Trainer = Annotated[
     str | None,
     Option(

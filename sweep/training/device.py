@@ -8,10 +8,11 @@ import gc
 import platform
 import resource
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self, cast
+from typing import Any, Protocol, Self, cast
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -93,7 +94,50 @@ class Memory:
     """That the driver put into the host's memory, and did not fail."""
 
 
-class CudaDevice:
+class Device(Protocol):
+    """What a process trains on; another kind of GPU is another class."""
+
+    torch_device: torch.device
+
+    def cap(self, budget_bytes: int) -> None:
+        """Keep the trainings of this process within a budget."""
+
+    def expand_segments(self, is_expandable: bool) -> None:
+        """Make the allocator's segments that are taken from now on grow, or keep their size."""
+
+    def warm_up(self) -> None:
+        """Take now what libraries take once, so that no trial is charged for it."""
+
+    def mark(self) -> Mark:
+        """Return a mark behind everything that is queued by now."""
+
+    def release(self) -> None:
+        """Give back what nothing refers to any more."""
+
+    def allocated_bytes(self) -> int:
+        """Return the bytes of live tensors."""
+
+    def reset_peak(self) -> None:
+        """Start a new peak."""
+
+    def observed(self) -> AbstractContextManager[None]:
+        """Follow the stages of the steps inside."""
+
+    def enter(self, stage: Stage) -> None:
+        """Let another stage begin."""
+
+    def memory(self) -> Memory:
+        """Return the counters since `reset_peak`."""
+
+    def room_bytes(self) -> int | None:
+        """Return the bytes that this process holds or could still have; None where that is not
+        its own to have."""
+
+    def ran_out(self, error: BaseException) -> bool:
+        """Whether an exception, still being handled, means that memory ran out."""
+
+
+class CudaDevice(Device):
     """One CUDA GPU under torch's caching allocator."""
 
     def __init__(self) -> None:
@@ -206,14 +250,14 @@ class CudaDevice:
         return int(free) + torch.cuda.memory_reserved()
 
 
-class CpuDevice:
+class CpuDevice(Device):
     """The CPU, where a budget of tensors is kept by counting.
 
     Peaks are read from the allocations that torch's profiler sees in the observed steps, on top of
     the tensors that were there before; they repeat to the byte, and they alone decide what fits.
     The kernel's limit on this process's private memory (`RLIMIT_DATA`) is a net for what is far too
     large: it cannot tell tensors from scratch memory, and what the heap holds free is served
-    without asking the kernel at all. For each method see `CudaDevice`.
+    without asking the kernel at all.
     """
 
     def __init__(self) -> None:
@@ -326,9 +370,6 @@ class CpuDevice:
         return self._budget is not None and (self._failed_at_limit or _is_at_limit())
 
 
-Device = CudaDevice | CpuDevice
-
-
 def _is_at_limit() -> bool:
     limit, _ = resource.getrlimit(resource.RLIMIT_DATA)
     is_limited = limit != resource.RLIM_INFINITY
@@ -375,6 +416,9 @@ def bytes_beyond(reserved_bytes: int, room: int) -> int:
     return beyond if beyond > _SPILL_SLACK_BYTES else 0
 
 
-def open_device(kind: str) -> Device:
-    """Return the device called ``cuda`` or ``cpu``."""
-    return CudaDevice() if kind == "cuda" else CpuDevice()
+_DEVICES: Mapping[str, Callable[[], Device]] = {"cuda": CudaDevice, "cpu": CpuDevice}
+
+
+def open_device(name: str) -> Device:
+    """Return the device that torch calls ``cuda`` or ``cpu``."""
+    return _DEVICES[name]()

@@ -100,7 +100,9 @@ def knob_at_fault(error: BaseException, config: TrialConfig) -> str | None:
                     return knob
     if config.compile:
         return "compile"
-    return "attention" if config.kernels == "hf" else "kernels"
+    if config.kernels_kind.fuses_loss:
+        return "kernels"
+    return "attention"
 
 
 def requested_bytes(error: BaseException) -> int | None:

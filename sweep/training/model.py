@@ -11,7 +11,7 @@ import contextlib
 import gc
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -35,8 +35,9 @@ from transformers.quantizers import AutoHfQuantizer
 from transformers.quantizers.base import HfQuantizer, get_keys_to_not_convert
 from transformers.quantizers.quantizers_utils import should_convert_module
 
-from qlora_sweep.search_spaces.config import TrialConfig, liger_kernels
+from qlora_sweep.search_spaces.config import TrialConfig
 from qlora_sweep.search_spaces.errors import InputError, install_extra
+from qlora_sweep.search_spaces.kinds import COMPUTE_DTYPES
 from qlora_sweep.search_spaces.models import ModelSpec
 from qlora_sweep.search_spaces.quantized import KEY as STORED_KEY
 from qlora_sweep.search_spaces.space import Weights
@@ -52,7 +53,10 @@ from qlora_sweep.sweep.training.in_trl import add_head
 
 LINEAR = (torch.nn.Linear, Conv1D)
 _NEVER = (torch.nn.Embedding, torch.nn.modules.conv._ConvNd)
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+DTYPES: Mapping[str, torch.dtype] = {
+    name: getattr(torch, kind.torch_name) for name, kind in COMPUTE_DTYPES.items()
+}
+"""Torch's types by the names that settings have for them."""
 
 
 def compute_type(config: TrialConfig) -> torch.dtype:
@@ -139,7 +143,7 @@ def build_base(
     model.requires_grad_(False)
     model.train()
     undo = contextlib.ExitStack()
-    if config.kernels != "hf":
+    if config.kernels_kind.fuses_loss:
         with _needing("kernels", cure=install_extra("gpu")):
             _apply_liger(model, config, undo)
     if config.has_head_of_trl:
@@ -533,7 +537,7 @@ def _apply_liger(model: PreTrainedModel, config: TrialConfig, undo: contextlib.E
 
     modelling = vars(sys.modules[type(model).__module__])
     undo.callback(modelling.update, dict(modelling))
-    kernels = liger_kernels(config.kernels) or {}
+    kernels = config.kernels_kind.in_liger or {}
     if config.has_head_of_trl:
         kernels["fused_linear_cross_entropy"] = False
     _apply_liger_kernel_to_instance(model=model, **kernels)

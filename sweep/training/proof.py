@@ -9,6 +9,7 @@ test finds.
 from __future__ import annotations
 
 import math
+import pkgutil
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from qlora_sweep.search_spaces.config import TrialConfig, canonical
 from qlora_sweep.search_spaces.errors import in_percent
+from qlora_sweep.search_spaces.kinds import DEVICES
 from qlora_sweep.search_spaces.linears import LEAST_QUANTIZED_SHARE
 from qlora_sweep.storage.records import Ineffective
 from qlora_sweep.sweep.data.batches import TrialBatches, trained_epoch
@@ -263,25 +265,31 @@ def _kernels(config: TrialConfig, seen: StepEvidence) -> str | None:
         for module in seen.base.modules()
     )
     ran = "liger" if any(of_parts) else "fused-loss" if of_whole else "hf"
-    asked = canonical(config).kernels
-    has_fused_loss = asked != "hf" and not config.has_head_of_trl
-    return _other(asked, [ran]) or _other(has_fused_loss, [of_whole])
+    asked = canonical(config)
+    has_fused_loss = asked.kernels_kind.fuses_loss and not config.has_head_of_trl
+    return _other(asked.kernels, [ran]) or _other(has_fused_loss, [of_whole])
 
 
 def _optimizer(config: TrialConfig, seen: StepEvidence) -> str | None:
     """8-bit states are bytes, but for tensors under 4,096 elements, which stay in 32 bits; paged
     ones are in managed memory, but for those under 100,000 elements and on the CPU."""
+    kind = config.optimizer_kind
+    made = seen.loop.optimizer.optimizer
+    other = _other(pkgutil.resolve_name(kind.built_by).__name__, [type(made).__name__])
+    for key, value in kind.arguments.items():
+        other = other or _other(value, (group[key] for group in made.param_groups))
+    if other is not None:
+        return other
     states = [s.get("state1") for _, s in seen.states(from_elements=4096)]
     large = [s.get("state1") for p, s in seen.states(from_elements=100_000) if p.is_cuda]
     are_8bit = [getattr(state, "dtype", None) == torch.uint8 for state in states]
     are_paged = [getattr(state, "is_paged", False) for state in large]
-    is_8bit = config.optimizer.endswith("8bit")
-    for kind, is_asked, found in (
-        ("8-bit", is_8bit, are_8bit),
+    for words, is_asked, found in (
+        ("8-bit", kind.has_8_bit_moments, are_8bit),
         ("paged", config.is_paged, are_paged),
     ):
         if found and any(found) != is_asked:
-            return f"its state is {'not ' if is_asked else ''}{kind}"
+            return f"its state is {'not ' if is_asked else ''}{words}"
     return None
 
 
@@ -327,7 +335,7 @@ def expandable_share(
 
 def _upcast(config: TrialConfig, seen: StepEvidence) -> str | None:
     """The norms and the embeddings tell: they are fp32 with the upcast, and not all without."""
-    if config.compute_dtype == "fp32":
+    if config.compute_kind.bits == 32:
         return None
     modules = (m for m in seen.base.modules() if not isinstance(m, torch.nn.Linear))
     own = (p for module in modules for p in module.parameters(recurse=False))
@@ -405,8 +413,9 @@ def _compute_dtype(config: TrialConfig, seen: StepEvidence) -> str | None:
         return _other(compute_type(config), [mostly])
     # How much of the frozen layers' products was in 8 bits, forward and backward. On a CPU the
     # reference multiplies in float what was rounded to 8 bits.
-    is_on_gpu = seen.base.device.type == "cuda"
-    kind = EIGHT_BIT_TYPES[config.compute_dtype] if is_on_gpu else torch.float32
+    kind = torch.float32
+    if DEVICES[seen.base.device.type].is_gpu:
+        kind = EIGHT_BIT_TYPES[config.compute_dtype]
     frozen = (m for m in seen.base.modules() if hasattr(m, "row_scales"))
     weights = sum(m.in_features * m.out_features for m in frozen)
     tokens = seen.loop.newest.numel() * seen.loop.micro_steps
@@ -430,7 +439,7 @@ def _attention(config: TrialConfig, seen: StepEvidence) -> str | None:
     flash = sorted(n for n in watch.attention if _FLASH_ATTN in n)
     reasons = (getattr(seen.base.config, name, None) for name in (*_SCORE_DROPOUTS, "v_head_dim"))
     is_beyond_a_cpus = seen.base.device.type == "cpu" and any(reasons)
-    has_none = config.compute_dtype == "fp32" or is_beyond_a_cpus
+    has_none = config.compute_kind.bits == 32 or is_beyond_a_cpus
     match config.attention:
         case "sdpa" if not fused and not has_none:
             return "sdpa fell back to the unfused kernel: use attention eager"

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
+import pkgutil
 import time
 from collections.abc import Callable, Iterator, Sequence
 from operator import itemgetter
@@ -362,8 +363,10 @@ def _endless(loader: DataLoader[Any]) -> Iterator[Batch]:
 def told_in_evaluation(config: TrialConfig) -> dict[str, bool]:
     """Return what a forward pass is told in evaluation mode, where Liger's loss holds the logits
     unless it is told not to."""
-    has_own_loss = config.kernels == "hf" or config.is_on_pairs or config.has_head_of_trl
-    return {} if has_own_loss else {"skip_logits": True}
+    has_loss_of_liger = config.kernels_kind.fuses_loss
+    if has_loss_of_liger and not config.is_on_pairs and not config.has_head_of_trl:
+        return {"skip_logits": True}
+    return {}
 
 
 @contextlib.contextmanager
@@ -399,13 +402,10 @@ def make_optimizer(
         parameters: the adapters'.
         rate: the highest of the schedule.
     """
-    match config.optimizer:
-        case "adamw_8bit":
-            return bnb.optim.AdamW8bit(parameters, lr=rate)
-        case "paged_adamw_8bit":
-            return bnb.optim.PagedAdamW8bit(parameters, lr=rate)
-        case "adamw_torch_fused":
-            return torch.optim.AdamW(parameters, lr=rate, fused=True)
+    kind = config.optimizer_kind
+    build = pkgutil.resolve_name(kind.built_by)
+    made: torch.optim.Optimizer = build(parameters, lr=rate, **kind.arguments)
+    return made
 
 
 def keep_from_others(model: torch.nn.Module) -> None:

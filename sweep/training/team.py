@@ -29,6 +29,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from transformers import PreTrainedModel
 
 from qlora_sweep.search_spaces.config import TrialConfig
+from qlora_sweep.search_spaces.kinds import DEVICES
 from qlora_sweep.sweep.training.device import Memory
 from qlora_sweep.sweep.training.model import BaseModel, give_weights, take_weights
 
@@ -87,13 +88,16 @@ def join(rank: int, size: int, *, meeting: Path, device: torch.device) -> None:
         os.environ.setdefault(name, value)
     for name in _OWN:
         os.environ[name] = str(size if "SIZE" in name else rank)
-    is_on_card = device.type == "cuda"
+    kind = DEVICES[device.type]
+    own = None
+    if kind.is_gpu:
+        own = device
     dist.init_process_group(
-        "nccl" if is_on_card else "gloo",
+        kind.process_group,
         store=dist.FileStore(str(meeting), size),  # type: ignore[attr-defined]
         rank=rank,
         world_size=size,
-        device_id=device if is_on_card else None,
+        device_id=own,
     )
     _control = dist.new_group(backend="gloo")
 
@@ -228,7 +232,7 @@ def build_shares(
     build(model)
     base.on_host.clear()
     base.model.tie_weights()
-    if config.kernels != "hf":
+    if config.kernels_kind.fuses_loss:
         share_head(model, base.model)
     return gathered
 

@@ -20,8 +20,9 @@ from pydantic import BaseModel, Field, ValidationError
 
 from qlora_sweep.reports import units
 from qlora_sweep.search_spaces.checkpoints import check_weights
-from qlora_sweep.search_spaces.config import TORCH_DTYPES, TrialConfig, allocator_settings
+from qlora_sweep.search_spaces.config import TrialConfig, allocator_settings
 from qlora_sweep.search_spaces.errors import EnvironmentFault, InputError, NothingFits
+from qlora_sweep.search_spaces.kinds import COMPUTE_DTYPES
 from qlora_sweep.search_spaces.models import ModelSpec, load_model_spec
 from qlora_sweep.search_spaces.space import Weights
 from qlora_sweep.storage.files import make_directory
@@ -122,8 +123,9 @@ def verify(
             "verification runs on one: name a trial of one GPU with --trial, or run the exported "
             "script with torchrun, which compares itself"
         )
-    card = read_card() if record.gpu.target.device == "cuda" else None
-    if record.gpu.target.device == "cuda" and card is None:
+    is_on_gpu = record.gpu.target.is_on_gpu
+    card = read_card() if is_on_gpu else None
+    if is_on_gpu and card is None:
         raise EnvironmentFault(
             f"{record.label} was measured on a GPU, and there is none here; `sweep doctor` says "
             "more"
@@ -164,7 +166,8 @@ def judge(
         notes.append("peak allocated is not compared: nothing counts a script's memory on a CPU")
     if record.kind == "trl":
         notes += [f"TRL: {sentence}" for sentence in record.unsupported]
-    kinds, measured = reached.adapter_dtypes, TORCH_DTYPES[record.config.adapter_dtype]
+    kinds = reached.adapter_dtypes
+    measured = COMPUTE_DTYPES[record.config.adapter_dtype].torch_name
     if kinds and kinds != [measured]:
         notes.append(f"TRL trained adapters of {' and '.join(kinds)}, measured were {measured}")
     # Ours begins with the widest; others take the examples as they come.
@@ -270,7 +273,7 @@ def _run_export(
         *("--output", str(place / "adapter"), "--max-steps", str(steps)),
         *("--metrics", str(metrics)),
     ]
-    if is_trl and record.gpu.target.device == "cuda":
+    if is_trl and record.gpu.target.is_on_gpu:
         command += ["--budget-bytes", str(record.gpu.budget_bytes)]
     # It reads all the texts, and evaluates those that are held out.
     seconds = _LOADING_SECONDS_MAX + _SLOWER_MAX * tokens / record.measurement.tokens_per_second
@@ -308,7 +311,7 @@ def _run(record: Record, command: list[str], *, seconds: float, what: str) -> No
         EnvironmentFault: it failed in another way, or took too long.
     """
     variables = child_environment(with_hub_token=record.model.spec.source == "hub")
-    if record.gpu.target.device == "cpu":
+    if not record.gpu.target.is_on_gpu:
         variables["CUDA_VISIBLE_DEVICES"] = ""
     variables.setdefault("CUDA_VISIBLE_DEVICES", "0")
     variables |= allocator_settings(record.config.expandable_segments)

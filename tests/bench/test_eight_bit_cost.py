@@ -7,7 +7,8 @@ from typing import Any, get_args
 
 import pytest
 
-from qlora_sweep.search_spaces.config import Quantization, TrialConfig
+from qlora_sweep.search_spaces.config import TrialConfig
+from qlora_sweep.search_spaces.kinds import Quantization
 from qlora_sweep.search_spaces.quality import KnownQuality
 from tests.bench import eight_bit_cost
 from tests.bench.eight_bit_cost import Difference, Results

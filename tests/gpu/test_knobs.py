@@ -8,16 +8,7 @@ from typing import Any, get_args
 import pytest
 import torch
 
-from qlora_sweep.search_spaces.config import (
-    TARGET_SETS,
-    AdapterDtype,
-    Attention,
-    ComputeDtype,
-    Kernels,
-    OptimizerName,
-    Quantization,
-    TrialConfig,
-)
+from qlora_sweep.search_spaces.config import TARGET_SETS, Attention, TrialConfig
 from qlora_sweep.search_spaces.linears import lora_parameters
 from qlora_sweep.storage.records import Ineffective, Measured
 from qlora_sweep.sweep.training.adapters import attached
@@ -25,6 +16,7 @@ from qlora_sweep.sweep.training.model import build_base
 from qlora_sweep.sweep.training.proof import KernelWatch, StepEvidence, ineffective
 from qlora_sweep.sweep.training.step import TrainingLoop
 from tests.gpu.rig import SMALL, Rig, small_config
+from tests.settings import words_of
 
 pytestmark = [
     pytest.mark.gpu,
@@ -34,18 +26,10 @@ pytestmark = [
 LEAN = {"kernels": "liger", "upcast_fp32": False}
 WITHOUT = {"quantization": "none", "double_quant": False}
 VALUES: dict[str, tuple[Any, ...]] = {
-    "compute_dtype": get_args(ComputeDtype),
-    "quantization": get_args(Quantization),
-    "double_quant": (True, False),
+    **{key: words_of(key) for key in TrialConfig.model_fields},
     "quantized_fraction": (1.0, 0.5),
-    "adapter_dtype": get_args(AdapterDtype),
     "checkpoint_fraction": (0.0, 0.5, 1.0),
-    "upcast_fp32": (True, False),
-    "kernels": get_args(Kernels),
     "attention": ("sdpa", "eager"),
-    "optimizer": get_args(OptimizerName),
-    "compile": (False, True),
-    "expandable_segments": (False, True),
     "lora_rank": (8, 64),
     "lora_alpha": (8.0, None),
     "lora_dropout": (0.0, 0.1, 1.0),
@@ -61,6 +45,11 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "sharding": ("none",),
     # Of Unsloth no step is tried; the others' beside it are the standard recipe's, but for TRL's.
     "trainer": ("sweep", "trl", "axolotl", "llama-factory"),
+    # Pairs: test_two_cards.py.
+    "method": ("sft",),
+    "loss_type": ("sigmoid",),
+    "dpo_beta": (0.1,),
+    "reference": ("adapter_off",),
 }
 CASES: list[dict[str, Any]] = [
     *({knob: value} for knob, values in VALUES.items() for value in values),
@@ -109,6 +98,7 @@ def test_every_value_of_every_knob_takes_effect_and_leaves_no_byte(
 
 def test_the_cases_hold_every_value_of_every_knob() -> None:
     assert set(VALUES) == set(TrialConfig.model_fields)
+    assert all(VALUES.values())
     assert set(VALUES["attention"]) | {"flash_attention_2"} == set(get_args(Attention))
 
 

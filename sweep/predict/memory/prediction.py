@@ -94,8 +94,10 @@ _NEED_GRAIN = 0.01
 def stated_uncertainty(config: TrialConfig) -> Uncertainty:
     """Return how far predictions of configurations like this one may be off."""
     if config.is_sharded:
-        is_like_others = config.data_parallel == 2 and config.quantization in ("nf4", "none")
-        return SHARDED if is_like_others else UNSEEN
+        is_measured = config.base_kind.sharded == "measured"
+        if is_measured and config.data_parallel == 2:
+            return SHARDED
+        return UNSEEN
     if config.has_head_of_trl:
         return IN_TRL
     if config.trainer in UNMEASURED_TRAINERS:

@@ -26,6 +26,7 @@ from qlora_sweep.search_spaces.config import (
 )
 from qlora_sweep.search_spaces.dimensions import Dimension, FloatRange
 from qlora_sweep.search_spaces.errors import InputError
+from qlora_sweep.search_spaces.kinds import AMPERE
 from qlora_sweep.search_spaces.models import ModelSpec
 from qlora_sweep.search_spaces.space import SearchSpace
 from qlora_sweep.storage.records import TrialRecord
@@ -45,7 +46,6 @@ from qlora_sweep.sweep.predict.memory.shipped import ShippedProfiles
 __all__ = ["Fit", "MemoryPrediction", "MemoryPredictor", "Residuals", "TracingPredictor"]
 
 HOPPER = (9, 0)
-AMPERE = (8, 0)
 
 _WORKSPACES = 2
 """cuBLAS keeps one for the thread that runs forward, and one for autograd's."""

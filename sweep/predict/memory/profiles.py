@@ -539,7 +539,7 @@ def _at_the_ends(
     if not has_own_head:
         # The head is the embedding: it is whole from there on, which counts as held throughout.
         gathered = _Gathered(head, 0, 0), _Gathered(layer, 0, 0), _Gathered(0, 0, 0)
-    elif config.kernels == "hf":
+    elif not config.kernels_kind.fuses_loss:
         # What it was received in is kept until something else is.
         loss, back = _Gathered(2 * head, 0, head), _Gathered(head, 0, head)
         gathered = _Gathered(head, 2 * head, head), loss, back

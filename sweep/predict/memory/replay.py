@@ -10,17 +10,19 @@ from __future__ import annotations
 import contextlib
 import gc
 import itertools
+import math
 import os
 from collections import defaultdict
 from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import NamedTuple, assert_never
+from typing import NamedTuple, get_args
 
 import numpy as np
 
-from qlora_sweep.search_spaces.config import AdapterDtype, OptimizerName, TrialConfig
+from qlora_sweep.search_spaces.config import AdapterDtype, TrialConfig
+from qlora_sweep.search_spaces.kinds import COMPUTE_DTYPES, OPTIMIZERS, OptimizerName
 from qlora_sweep.sweep.predict.memory.allocator import (
     SMALL_BYTES,
     SMALL_SEGMENT_BYTES,
@@ -44,7 +46,7 @@ _AT_ONCE = 50
 _HEAVY_STATES = 0.05
 """Share of what is allocated, above which it matters where the optimizer's states lie."""
 _FP32_BYTES = 4
-_ADAPTER_BYTES: Mapping[AdapterDtype, int] = {"fp32": _FP32_BYTES, "bf16": 2}
+_ADAPTER_BYTES = {name: COMPUTE_DTYPES[name].bits // 8 for name in get_args(AdapterDtype)}
 """Bytes of an element of an adapter, and of its gradient."""
 
 _MIN_8BIT_ELEMENTS = 4096
@@ -167,34 +169,28 @@ def _held_sizes(
 ) -> tuple[Sequence[int], Sequence[int]]:
     """Return the bytes of each adapter's tensor, and of each of the optimizer's on the GPU."""
     trained = [-(-elements * rank // shares) for layer in of_layers for elements in layer]
-    states = {elements: _state_bytes(optimizer, dtype, elements) for elements in set(trained)}
+    states = {elements: state_bytes(optimizer, dtype, elements) for elements in set(trained)}
     adapters = tuple(elements * _ADAPTER_BYTES[dtype] for elements in trained)
     return adapters, tuple(itertools.chain.from_iterable(map(states.__getitem__, trained)))
 
 
-def _state_bytes(optimizer: OptimizerName, dtype: AdapterDtype, elements: int) -> tuple[int, ...]:
+def state_bytes(optimizer: OptimizerName, dtype: AdapterDtype, elements: int) -> tuple[int, ...]:
     """Return the bytes of each tensor that is kept on the GPU for a trained one."""
-    match optimizer:
-        case "adamw_torch_fused":
-            # Moments of the parameter's own type; the step count is on the GPU too, in fp32.
-            moment = elements * _ADAPTER_BYTES[dtype]
-            return (_FP32_BYTES, moment, moment)
-        case "adamw_8bit":
-            return _states_of_8_bits(elements)
-        case "paged_adamw_8bit":
-            whole = _states_of_8_bits(elements)
-            # The two moments of a large tensor are paged, their scales are not.
-            return whole[2:] if elements >= _MIN_PAGED_ELEMENTS else whole
-        case _:
-            assert_never(optimizer)
-
-
-def _states_of_8_bits(elements: int) -> tuple[int, ...]:
-    """Return the bytes of a tensor's moments and of their scales, as bitsandbytes keeps them."""
-    if elements < _MIN_8BIT_ELEMENTS:
-        return (elements * _FP32_BYTES,) * 2
-    scales = -(-elements // _BLOCK_ELEMENTS) * _FP32_BYTES
-    return (elements, elements, scales, scales)
+    kind = OPTIMIZERS[optimizer]
+    moment = elements * _ADAPTER_BYTES[dtype]
+    counts: list[int] = []
+    scales: list[int] = []
+    if kind.counts_on_gpu:
+        counts = [_FP32_BYTES]
+    if kind.has_8_bit_moments:
+        moment = elements * _FP32_BYTES
+        if elements >= _MIN_8BIT_ELEMENTS:
+            moment = elements
+            scales = [math.ceil(elements / _BLOCK_ELEMENTS) * _FP32_BYTES] * kind.moments
+    moments = [moment] * kind.moments
+    if kind.unpaged is not None and elements >= _MIN_PAGED_ELEMENTS:
+        moments = []
+    return (*counts, *moments, *scales)
 
 
 @dataclass(frozen=True)

@@ -154,7 +154,8 @@ class Layout:
         """Whether they multiply integers, whose products are sums of 32 bits."""
         self.is_compiled = self.are(lambda config: config.compile)
         """Whether the compiler fuses the elementwise operations of a layer."""
-        self.is_liger = self.are(lambda config: config.kernels == "liger") & ~self.is_compiled
+        of_liger = self.are(lambda config: config.kernels_kind.fuses_layers)
+        self.is_liger = of_liger & ~self.is_compiled
         """Whether Liger's kernels do."""
         self.is_eager_attention = self.are(lambda config: config.attention == "eager")
         self.is_masked = self.are(lambda c: c.packing == "packed" and c.attention == "sdpa")
@@ -205,7 +206,7 @@ class Layout:
         }
 
     def _weigh(self) -> None:
-        is_fp32 = self.are(lambda config: config.compute_dtype == "fp32")
+        is_fp32 = self.are(lambda config: config.compute_kind.bits == 32)
         self.compute = np.where(is_fp32, FP32_BYTES, HALF_BYTES)
         """Of the matrix products; around 8-bit ones, of the 16-bit type."""
         is_upcast = self.are(lambda config: config.upcast_fp32)

@@ -10,7 +10,7 @@ other GPU was anything measured, nor of PCIe.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Literal, get_args
@@ -18,7 +18,7 @@ from typing import Literal, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from qlora_sweep.search_spaces.config import LOGITS_AT_ONCE, TRL_TILE, OptimizerName, TrialConfig
+from qlora_sweep.search_spaces.config import LOGITS_AT_ONCE, TRL_TILE, TrialConfig
 from qlora_sweep.search_spaces.errors import InputError
 from qlora_sweep.search_spaces.gpus import GpuSpec, Interconnect
 from qlora_sweep.search_spaces.linears import resolve_targets, training_flops_per_token
@@ -42,19 +42,11 @@ Term = Literal[
     "matmul", "eight_bit", "lora", "attention", "dequant", "elementwise", "loss", "optimizer"
 ]
 TERMS: tuple[Term, ...] = get_args(Term)
-OPTIMIZER_LAUNCHES: Mapping[OptimizerName, float] = {
-    "adamw_8bit": 3.0,
-    "paged_adamw_8bit": 5.0,
-    "adamw_torch_fused": 0.1,
-}
-"""Operations per adapter matrix: bitsandbytes updates one at a time, torch many at once."""
 GATHER_LAUNCHES = 320.0
 """What the host does to gather a layer in both passes of a micro-batch and to give it up again, as
 so many operations: FSDP2 goes through each of its tensors in Python. Trials of Mistral-7B and of
 Llama-3.1-70B at 4 x 512, on hosts with two H200, come to 250 to 430
 (`tests/data/several_cards_h200.jsonl`)."""
-MOMENTS_MOVED = 4
-"""Elements of an optimizer's state that an update reads and writes per adapter parameter."""
 WEIGHTS_MOVED = 6
 """Elements of the adapters' own type that an update moves per parameter: the weight read and
 written, the gradient read for its norm, read and written to be scaled, and read for the update.
@@ -144,7 +136,7 @@ class StepPhases:
         work = micro_batches(layouts)
         stretches = np.stack([work, np.zeros_like(work)])
         # The gradient scaler reads back whether one overflowed before the optimizer may step.
-        waits = layout.are(lambda config: config.compute_dtype == "fp16")
+        waits = layout.are(lambda config: config.compute_kind.scales_loss)
         last = update(layout)
         stretches[:, TERMS.index("optimizer")] = last * ~waits, last * waits
         peak = layout.sizes(lambda config: gpu.peak_flops.get(config.compute_dtype) or np.nan)
@@ -411,7 +403,7 @@ def _ends(layout: Layout) -> Work:
     """Return embedding, last norm, head and loss, forward and backward, by term."""
     forward, backward = kernels.norm(layout, layout.hidden)
     embedding = asked(layout, moved=2 * layout.stream_bytes, launches=10)
-    is_fused = layout.are(lambda config: config.kernels != "hf")
+    is_fused = layout.are(lambda config: config.kernels_kind.fuses_loss)
     loss = _fused_loss(layout) * is_fused + _written_loss(layout) * ~is_fused
     ends = np.zeros((len(TERMS), 3, len(layout.configs)))
     in_tiles = layout.are(lambda config: config.has_head_of_trl)
@@ -475,12 +467,14 @@ def _head_cast(layout: Layout) -> Work:
 def update(layout: Layout) -> Work:
     """Return clipping and the optimizer's step over the adapters."""
     matrices = 2 * layout.adapters
-    per_matrix = layout.sizes(lambda config: OPTIMIZER_LAUNCHES[config.optimizer])
-    is_unquantized = layout.are(lambda config: config.optimizer == "adamw_torch_fused")
-    moment = np.where(is_unquantized, layout.trained, 1.0)
+    per_matrix = layout.sizes(lambda config: config.optimizer_kind.launches)
+    has_8_bits = layout.are(lambda config: config.optimizer_kind.has_8_bit_moments)
+    # Each moment is read and written.
+    moments = 2 * layout.sizes(lambda config: config.optimizer_kind.moments)
+    moment = np.where(has_8_bits, 1.0, layout.trained)
     # Where several GPUs train, each gradient is copied into the bucket in which it is sent.
     is_sent = layout.gpus > 1
-    moved = WEIGHTS_MOVED * layout.trained + MOMENTS_MOVED * moment + 2 * layout.trained * is_sent
+    moved = WEIGHTS_MOVED * layout.trained + moments * moment + 2 * layout.trained * is_sent
     launches = 20 + matrices * (per_matrix + is_sent)
     return asked(layout, moved=layout.adapter_parameters * moved, launches=launches)
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from qlora_sweep.search_spaces.config import liger_kernels
+from qlora_sweep.search_spaces.kinds import KERNELS
 from qlora_sweep.search_spaces.linears import target_sets
 from qlora_sweep.search_spaces.models import ModelSpec, shipped_models
 from qlora_sweep.storage.definition import StudySnapshot
@@ -96,4 +96,4 @@ def test_the_script_switches_every_kernel_that_liger_has_for_a_family() -> None:
     for family in FAMILIES:
         signature = inspect.signature(patches.MODEL_TYPE_TO_APPLY_LIGER_FN[family])
         # One that is not named is on or off as Liger has it.
-        assert set(signature.parameters) - {"model"} <= set(liger_kernels("liger") or {}), family
+        assert set(signature.parameters) - {"model"} <= set(KERNELS["liger"].in_liger or {}), family

@@ -22,6 +22,7 @@ from qlora_sweep.search_spaces.models import PART_OF, ModelSpec
 from qlora_sweep.sweep.export.formats import exported, format_names, written
 from qlora_sweep.sweep.export.record import record_of
 from qlora_sweep.sweep.export.trainers import cases_of, trainers, unsupported
+from tests.settings import BOOLEANS
 from tests.storage.builders import confirmed
 from tests.sweep.export.studies import HOSTILE, MODEL, a_measurement, a_study, export, some_texts
 
@@ -29,6 +30,7 @@ FILES = ("axolotl", "llama-factory", "trl")
 KINDS: tuple[Any, ...] = ("text", "instruction", "prompt-completion", "messages", "conversations")
 BASE = TrialConfig(upcast_fp32=False, checkpoint_fraction=0.0)
 OTHER: dict[str, Any] = {
+    **{key: not getattr(BASE, key) for key in BOOLEANS},
     "lora_rank": 64,
     "lora_alpha": 24.5,
     "lora_dropout": 0.05,
@@ -38,16 +40,12 @@ OTHER: dict[str, Any] = {
     "effective_batch_size": 16,
     "compute_dtype": "fp16",
     "quantization": "fp4",
-    "double_quant": False,
     "quantized_fraction": 0.5,
     "adapter_dtype": "bf16",
     "checkpoint_fraction": 0.3,
-    "upcast_fp32": True,
     "kernels": "fused-loss",
     "attention": "flash_attention_2",
     "optimizer": "paged_adamw_8bit",
-    "compile": True,
-    "expandable_segments": True,
     "packing": "packed",
     "learning_rate": 1e-3,
     "data_parallel": 2,

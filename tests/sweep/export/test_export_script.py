@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from qlora_sweep.search_spaces.config import liger_kernels
+from qlora_sweep.search_spaces.kinds import KERNELS
 from qlora_sweep.search_spaces.models import ModelSpec, load_model_spec
 from qlora_sweep.storage.definition import StudySnapshot
 from qlora_sweep.storage.records import Measured
@@ -110,7 +110,7 @@ def test_trainer_is_told_what_was_measured(script_of: Script, tmp_path: Path) ->
     typed = SimpleNamespace(output=str(tmp_path), max_steps=3, epochs=1.0, learning_rate=3e-4)
     told = script_of(a_study(config, model=TINY)).training_arguments(typed)
     # A kernel that is not named is on by default: Gemma's GEGLU would be patched.
-    assert told.liger_kernel_config == liger_kernels("liger")
+    assert told.liger_kernel_config == KERNELS["liger"].in_liger
     assert (told.gradient_accumulation_steps, told.optim.value) == (4, config.optimizer)
     assert (told.bf16, told.fp16, told.weight_decay) == (True, False, 0.01)
 

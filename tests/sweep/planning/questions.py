@@ -20,8 +20,9 @@ from typing import Any
 
 import numpy as np
 
-from qlora_sweep.search_spaces.config import EIGHT_BIT, TrialConfig
+from qlora_sweep.search_spaces.config import TrialConfig
 from qlora_sweep.search_spaces.gpus import find_gpu
+from qlora_sweep.search_spaces.kinds import EIGHT_BIT
 from qlora_sweep.search_spaces.loading import parse_space, preset_name, with_fixed
 from qlora_sweep.search_spaces.models import load_model_spec
 from qlora_sweep.search_spaces.presets import preset_space, starting_text

@@ -15,9 +15,10 @@ from typing import Any
 import pytest
 from typer.main import get_command
 
-from qlora_sweep.search_spaces.config import EIGHT_BIT, TrialConfig
+from qlora_sweep.search_spaces.config import TrialConfig
 from qlora_sweep.search_spaces.errors import EnvironmentFault, InputError
 from qlora_sweep.search_spaces.gpus import GIB, find_gpu
+from qlora_sweep.search_spaces.kinds import EIGHT_BIT
 from qlora_sweep.search_spaces.loading import load_space, with_fixed
 from qlora_sweep.search_spaces.models import ModelSpec, load_model_spec
 from qlora_sweep.storage.definition import StudySnapshot, Target

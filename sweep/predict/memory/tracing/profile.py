@@ -113,10 +113,10 @@ def _traced(spec: ModelSpec, structure: Structure) -> dict[str, Any]:
         raise InputError(f"it cannot be built: {line_of(error)}") from error
     # On completions, and by TRL, the head is called chunk by chunk, whatever the kernels.
     is_in_chunks = config.is_on_completions or config.has_head_of_trl
-    fuses_loss = config.kernels != "hf" and not is_in_chunks
+    fuses_loss = config.kernels_kind.fuses_loss and not is_in_chunks
     # The compiler recomputes what is elementwise, as Liger's kernels do; not quite, so the
     # prediction says that it is less certain.
-    fuses_layers = config.kernels == "liger" or config.compile
+    fuses_layers = config.kernels_kind.fuses_layers or config.compile
     if config.compile:
         # Casts are recomputed, as under ``torch.compile``.
         for module in filter(lambda m: isinstance(m, Linear4bit), base.model.modules()):

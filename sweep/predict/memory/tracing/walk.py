@@ -304,7 +304,7 @@ def walk(target: Traceable, symbols: Symbols, structure: Structure) -> Walk:
         # As accelerate runs it: under autocast, its 16-bit outputs then widened to fp32.
         tile = symbols.c, TRL_TILE[1]
         with cuda.region():
-            if config.method == "grpo":
+            if config.method_kind.generates:
                 output = _policy_loss(target.model, batch, tile=tile)
             elif config.has_head_of_trl:
                 output = _likelihood_in_trl(target.model, batch, tile=tile)
