@@ -90,11 +90,12 @@ profiles: $(READY) ## the memory profiles and surveys that ship, anew: everythin
 surveys: $(READY) ## the surveys that ship, anew, and what else plans of the presets ask of profiles
 	$(BIN)/python -m tests.sweep.predict.memory.shipping surveys
 
-lint: $(READY)   ## lint, format, types and import contracts
+lint: $(READY)   ## lint, format, types, import contracts and density
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/python -m tests.density
 
 format: $(READY) ## format and fix what can be fixed
 	$(BIN)/ruff check --fix .

@@ -88,31 +88,42 @@ VERDICT_MEANINGS: Mapping[Verdict, str] = {
 
 def names_of(objectives: Sequence[Objective]) -> str:
     """Return what a study is ranked by: ``speed``, ``speed and peak memory``."""
-    *first, last = [_NAMES[objective] for objective in objectives]
-    return f"{', '.join(first)} and {last}" if first else last
+    names = [_NAMES[objective] for objective in objectives]
+    last = names.pop()
+    if not names:
+        return last
+    return f"{', '.join(names)} and {last}"
 
 
 def best_by(objectives: Sequence[Objective], *, is_confirmed: bool) -> str:
     """Return what the best trial of a study is, as the beginning of a sentence."""
-    named, most = names_of(objectives), "lowest" if objectives[0] in LESS_IS_BETTER else "most"
+    names = names_of(objectives)
     if len(objectives) > 1:
-        best = f"The best compromise between {named} (the knee of the Pareto front)"
+        best = f"The best compromise between {names} (the knee of the Pareto front)"
     elif objectives[0] == "tokens_per_second":
         best = "The fastest configuration"
+    elif objectives[0] in LESS_IS_BETTER:
+        best = f"The configuration with the lowest {names}"
     else:
-        best = f"The configuration with the {most} {named}"
-    return f"{best} that fits" if is_confirmed else f"{best} measured so far"
+        best = f"The configuration with the most {names}"
+    if is_confirmed:
+        return f"{best} that fits"
+    return f"{best} measured so far"
 
 
 def value(objective: Objective, measured: Measurement) -> str:
     """Return what was measured of an objective, with what it is."""
-    known: Mapping[Objective, str] = {
-        "tokens_per_second": speed(measured),
-        "peak_memory": units.gib(measured.peak_allocated_bytes),
-        "trainable_parameters": f"{units.count(measured.trainable_parameters)} trainable",
-        "eval_loss": f"held-out loss {loss(measured)}",
-    }
-    return known[objective]
+    match objective:
+        case "tokens_per_second":
+            return speed(measured)
+        case "peak_memory":
+            return units.gib(measured.peak_allocated_bytes)
+        case "trainable_parameters":
+            return f"{units.count(measured.trainable_parameters)} trainable"
+        case "eval_loss":
+            return f"held-out loss {loss(measured)}"
+        case _:
+            assert_never(objective)
 
 
 def loss(measured: Measurement) -> str:
@@ -120,19 +131,25 @@ def loss(measured: Measurement) -> str:
     quality = measured.quality
     if quality is None:
         return units.DASH
-    ends = quality.eval_loss_ci95
-    within = "" if ends is None else f" ({ends[0]:.4g}–{ends[1]:.4g})"
-    return f"{quality.eval_loss:.4f}{within}"
+    if quality.eval_loss_ci95 is None:
+        return f"{quality.eval_loss:.4f}"
+    low, high = quality.eval_loss_ci95
+    return f"{quality.eval_loss:.4f} ({low:.4g}–{high:.4g})"
 
 
 def held_out(quality: QualityReport) -> str:
     """Return what a loss is of: ``120 held-out examples``."""
-    kind = "held-out examples" if quality.eval_wins is None else "held-out pairs"
-    return f"{quality.eval_rows:,} {kind}" if quality.eval_rows else kind
+    kind = "held-out pairs"
+    if quality.eval_wins is None:
+        kind = "held-out examples"
+    if not quality.eval_rows:
+        return kind
+    return f"{quality.eval_rows:,} {kind}"
 
 
 def reward_accuracy(wins: float | None, pairs: int) -> str:
-    """Return in what share of held-out pairs the chosen completion gained more; empty of texts."""
+    """Return in what share of held-out pairs the chosen completion gained more; empty of
+    examples."""
     if wins is None or not pairs:
         return ""
     low, high = map(units.percent, binomial_ci95(wins, pairs))
@@ -142,8 +159,9 @@ def reward_accuracy(wins: float | None, pairs: int) -> str:
 
 def interval(measured: Measurement) -> str:
     """Return the 95 % interval of the speed: ``16,700–16,900``; ``no interval`` without one."""
-    ends = measured.speed_interval
-    return "no interval" if ends is None else units.rate_interval(ends)
+    if measured.speed_interval is None:
+        return "no interval"
+    return units.rate_interval(measured.speed_interval)
 
 
 def interval_words(measured: Measurement) -> str:
@@ -160,37 +178,44 @@ def doubts(measured: Measurement) -> str:
 
 def flags_in_words(measured: Measurement) -> str:
     """Return what a measurement is marked with, in words, but for that another GPU stood in."""
-    known = [_FLAGS.get(flag, flag.replace("_", " ")) for flag in measured.flags]
-    return ", ".join(word for word in known if word)
+    words = [_FLAGS.get(flag, flag.replace("_", " ")) for flag in measured.flags]
+    return _joined(*words)
+
+
+def _joined(*parts: str) -> str:
+    """Return the parts that say something, with commas."""
+    return ", ".join(filter(None, parts))
 
 
 def speed(measured: Measurement) -> str:
     """Return a speed, of a noisy one with its interval: ``7,010 tokens/s (6,500–7,600, noisy)``."""
     rate = f"{units.rate(measured.tokens_per_second)} tokens/s"
-    within = interval(measured) if measured.is_noisy else ""
-    known = ", ".join(filter(None, (within, doubts(measured))))
-    is_told = measured.is_noisy or SPEED_REUSED in measured.flags
-    return f"{rate} ({known})" if is_told else rate
+    if measured.is_noisy:
+        return f"{rate} ({_joined(interval(measured), doubts(measured))})"
+    if SPEED_REUSED in measured.flags:
+        return f"{rate} ({doubts(measured)})"
+    return rate
 
 
 def gain(ratio: Ratio, over: str = "") -> str:
     """Return a gain with its interval, of measurements that of 95 %: ``2.1x the baseline
     (2.06–2.17x)``."""
-    factor_over, ends = f"{factor(ratio)} {over}".rstrip(), factor_interval(ratio)
+    factor_over = f"{factor(ratio)} {over}".rstrip()
+    ends = factor_interval(ratio)
     if not ends:
         return factor_over
     if ratio.is_predicted:
         return f"{factor_over} (predicted, {ends})"
-    single = "" if ratio.is_paired else ", by single runs"
-    return f"{factor_over} ({ends}{single})"
+    if ratio.is_paired:
+        return f"{factor_over} ({ends})"
+    return f"{factor_over} ({ends}, by single runs)"
 
 
 def times(ratio: Ratio) -> str:
     """Return a ratio that may be below 1, with its interval: ``1.47 times (0.92 to 2.37)``."""
-    said = f"{ratio.value:.2f} times"
     if ratio.low is None or ratio.high is None:
-        return said
-    return f"{said} ({ratio.low:.2f} to {ratio.high:.2f})"
+        return f"{ratio.value:.2f} times"
+    return f"{ratio.value:.2f} times ({ratio.low:.2f} to {ratio.high:.2f})"
 
 
 def factor(ratio: Ratio) -> str:
@@ -221,28 +246,32 @@ def _floor(low: float, decimals: int) -> str:
 
 
 def _is_wide(ratio: Ratio) -> bool:
-    low, high = ratio.low, ratio.high
-    return low is not None and high is not None and low >= 1 and high > WIDE * low
+    if ratio.low is None or ratio.high is None:
+        return False
+    return ratio.low >= 1 and ratio.high > WIDE * ratio.low
 
 
 def _decimals_of_ends(ratio: Ratio) -> int:
     if ratio.low is not None and _is_wide(ratio):
-        return 1 if ratio.low >= 1.1 else 2
+        if ratio.low < 1.1:
+            return 2
+        return 1
     return min(_decimals(ratio) + 1, 2)
 
 
 def _decimals(ratio: Ratio) -> int:
-    low, high = ratio.low, ratio.high
-    if low is None or high is None:
+    if ratio.low is None or ratio.high is None:
         return 1
-    half_width = (high - low) / 2
-    supported = 2 if half_width <= 0.01 else 1 if half_width <= 0.1 else 0
-    # A small factor keeps its first digit: 0x would say nothing.
-    leading = max(0, math.ceil(-math.log10(ratio.value))) if ratio.value < 1 else 0
-    least = max(supported, min(leading, 2))
-    # Nor may rounding take a factor out of its own interval: 2x between 2.1 and 2.6.
-    inside = (d for d in range(least, 2) if low <= round(ratio.value, d) <= high)
-    return next(inside, 2)
+    half_width = (ratio.high - ratio.low) / 2
+    for decimals in (0, 1):
+        supports_more = half_width <= 10.0 ** -(decimals + 1)
+        # A small factor keeps its first digit: 0x would say nothing.
+        has_digits = ratio.value >= 10.0**-decimals
+        # Nor may rounding take a factor out of its own interval: 2x between 2.1 and 2.6.
+        is_inside = ratio.low <= round(ratio.value, decimals) <= ratio.high
+        if has_digits and is_inside and not supports_more:
+            return decimals
+    return 2
 
 
 def capacity(config: TrialConfig) -> str:
@@ -253,38 +282,49 @@ def capacity(config: TrialConfig) -> str:
 
 def reference_of(ranking: Ranking, config: TrialConfig) -> str:
     """Return what its gain is over: ``the baseline``, or ``the baseline at rank 8 on q,v``."""
-    is_its_own = ranking.is_of_baselines_class(config)
-    return "the baseline" if is_its_own else f"the baseline at {capacity(config)}"
+    if ranking.is_of_baselines_class(config):
+        return "the baseline"
+    return f"the baseline at {capacity(config)}"
 
 
 def why_no_gain(reason: NoGain | None, over: str) -> str:
     """Return in a clause why no gain over what is named ``over`` is stated; empty with a gain."""
-    known: Mapping[NoGain | None, str] = {
-        None: "",
-        "no_winner": "nothing of the space was measured to fit",
-        "not_measured": f"{over} was not measured",
-        "did_not_fit": f"{over} did not fit",
-        "not_shown": f"statistically indistinguishable from {over}",
-    }
-    return known[reason]
+    match reason:
+        case None:
+            return ""
+        case "no_winner":
+            return "nothing of the space was measured to fit"
+        case "not_measured":
+            return f"{over} was not measured"
+        case "did_not_fit":
+            return f"{over} did not fit"
+        case "not_shown":
+            return f"statistically indistinguishable from {over}"
+        case _:
+            assert_never(reason)
 
 
-def need(known: Need, unit: units.MemoryUnit | None = None) -> str:
+def need(needed: Need, unit: units.MemoryUnit | None = None) -> str:
     """Return what a trial that did not fit needs: ``at least 23.00 GiB by prediction``."""
-    basis = " by prediction" if known.is_predicted else ""
-    bound = "at least " if known.is_lower_bound else ""
-    return f"{bound}{units.gib(known.allocated_bytes, unit)}{basis}"
+    size = units.gib(needed.allocated_bytes, unit)
+    if needed.is_lower_bound:
+        size = f"at least {size}"
+    if needed.is_predicted:
+        size = f"{size} by prediction"
+    return size
 
 
-def excess(known: Need, *, budget_bytes: int) -> str:
+def excess(needed: Need, *, budget_bytes: int) -> str:
     """Return by how much a trial missed the budget, in a clause."""
-    over = known.allocated_bytes - budget_bytes
+    over = needed.allocated_bytes - budget_bytes
     if over <= 0:
         return "it needs more than the budget, by how much is not known"
     more = f"{units.gib(over, units.memory_unit(min(over, budget_bytes)))} more than the budget"
-    if known.is_lower_bound:
-        return f"it needs at least {more}{' by prediction' if known.is_predicted else ''}"
-    return f"it is predicted to need {more}"
+    if not needed.is_lower_bound:
+        return f"it is predicted to need {more}"
+    if needed.is_predicted:
+        return f"it needs at least {more} by prediction"
+    return f"it needs at least {more}"
 
 
 def outcome_line(record: TrialRecord, *, budget_bytes: int) -> str:
@@ -292,21 +332,29 @@ def outcome_line(record: TrialRecord, *, budget_bytes: int) -> str:
 
     Where it trained for its held-out loss, that stands behind.
     """
-    measured, label = record.measurement, VERDICT_LABELS[record.verdict]
+    label = VERDICT_LABELS[record.verdict]
+    measured = record.measurement
     if measured is not None:
-        learned = "" if measured.quality is None else f", {value('eval_loss', measured)}"
-        return f"{label}, {speed(measured)}, {value('peak_memory', measured)}{learned}"
+        line = f"{label}, {speed(measured)}, {value('peak_memory', measured)}"
+        if measured.quality is not None:
+            line += f", {value('eval_loss', measured)}"
+        return line
     why = reason(record, budget_bytes=budget_bytes)
-    return f"{label} ({why})" if why else label
+    if not why:
+        return label
+    return f"{label} ({why})"
 
 
 def reason(record: TrialRecord, *, budget_bytes: int) -> str:
     """Return what is known of why a trial was not measured, in one line; empty for one that was."""
-    missing = need_of(record, budget_bytes=budget_bytes)
-    unit = units.memory_unit(budget_bytes)
-    known = (_cause(record), "" if missing is None else f"needs {need(missing, unit)}")
-    line = " ".join(", ".join(filter(None, known)).split())
-    return line if len(line) <= _REASON_CHARACTERS else f"{line[:_REASON_CHARACTERS]}..."
+    why = _cause(record)
+    needed = need_of(record, budget_bytes=budget_bytes)
+    if needed is not None:
+        why = _joined(why, f"needs {need(needed, units.memory_unit(budget_bytes))}")
+    line = " ".join(why.split())
+    if len(line) <= _REASON_CHARACTERS:
+        return line
+    return f"{line[:_REASON_CHARACTERS]}..."
 
 
 def _cause(record: TrialRecord) -> str:
@@ -324,7 +372,9 @@ def _cause(record: TrialRecord) -> str:
             | ended.TimedOut(phase=where, detail=detail)
             | ended.Crashed(phase=where, detail=detail)
         ):
-            return f"{where}: {detail}" if detail else where
+            if not detail:
+                return where
+            return f"{where}: {detail}"
         case ended.Lost(detail=detail):
             return detail
         case ended.Measured() | ended.PrunedSlow() | ended.PredictedOutOfMemory():
@@ -336,8 +386,10 @@ def _cause(record: TrialRecord) -> str:
 def fell(record: TrialRecord) -> str:
     """Return how a configuration lost in the run that ruled it out: ``ran out of memory in its
     soak``."""
-    where = "its soak" if record.purpose == "soak" else "a run that was to confirm it"
-    return f"{VERDICT_LABELS[record.verdict]} in {where}"
+    label = VERDICT_LABELS[record.verdict]
+    if record.purpose == "soak":
+        return f"{label} in its soak"
+    return f"{label} in a run that was to confirm it"
 
 
 def verdict_words(records: Iterable[TrialRecord]) -> str:
@@ -349,9 +401,11 @@ def verdict_words(records: Iterable[TrialRecord]) -> str:
     trials = without_repeated(records)
     counts = verdict_counts(trials)
     shown = (f"{counts[v]} {label}" for v, label in VERDICT_LABELS.items() if counts[v])
-    again = len(records) - len(trials)
-    after = f" (after {units.plural(again, 'failed attempt')})" if again else ""
-    return f"{', '.join(shown)}{after}"
+    line = ", ".join(shown)
+    repeated = len(records) - len(trials)
+    if repeated:
+        line += f" (after {units.plural(repeated, 'failed attempt')})"
+    return line
 
 
 def emulation_note(target: Target) -> str | None:
@@ -368,13 +422,15 @@ def emulation_note(target: Target) -> str | None:
 
 def cut_in_words(epoch: EpochRecord, config: TrialConfig) -> str:
     """Return what a length cuts off the dataset, in tokens and in rows or pairs."""
-    noun = "pair" if config.is_on_pairs else "row"
-    length, of = units.count(config.seq_len), epoch.rows + epoch.rows_left_out
-    parts = [f"length {length} cuts nothing off"]
+    noun = "row"
+    if config.is_on_pairs:
+        noun = "pair"
+    parts = [f"length {config.seq_len:,} cuts nothing off"]
     if epoch.rows_cut:
         tokens = units.share(epoch.tokens_cut)
-        rows = f"{epoch.rows_cut:,} of {of:,} training {noun}s"
-        parts = [f"length {length} cuts off {tokens} of the tokens ({rows})"]
+        total = epoch.rows + epoch.rows_left_out
+        rows = f"{epoch.rows_cut:,} of {total:,} training {noun}s"
+        parts = [f"length {config.seq_len:,} cuts off {tokens} of the tokens ({rows})"]
     if epoch.rows_left_out:
         rows = units.plural(epoch.rows_left_out, noun)
         tokens = f"{units.share(epoch.tokens_left_out)} of the tokens"
