@@ -26,13 +26,17 @@ NAMES = ("speed", "front", "texts", "cards", "memory")
 
 
 @pytest.fixture(scope="module")
-def home(tmp_path_factory: pytest.TempPathFactory, tracer: TracingChildren) -> Iterator[Path]:
+def home(
+    tmp_path_factory: pytest.TempPathFactory, tracing_child: TracingChildren
+) -> Iterator[Path]:
     """A directory of the studies, with a cache of their own: reports show what is traced there."""
     home = tmp_path_factory.mktemp("golden")
-    with pytest.MonkeyPatch.context() as patch, asked_of(tracer):
+    with pytest.MonkeyPatch.context() as patch, asked_of(tracing_child):
         patch.setenv("SWEEP_HOME", str(home))
         patch.setenv("XDG_CACHE_HOME", str(home / "cache"))
-        predictor = TracingPredictor(MODEL, cache_dir=cache_directory() / "memory", tracer=tracer)
+        predictor = TracingPredictor(
+            MODEL, cache_dir=cache_directory() / "memory", tracer=tracing_child
+        )
         for study in the_studies():
             predictor.predict_all([record.config for record in study.records])
             store(study, url=storage_url(None), home=runs_directory())
