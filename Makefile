@@ -74,7 +74,7 @@ test-suite: $(READY)  ## all tests without a GPU but those below: eight minutes 
 
 test-all: test-suite test-integration test-faults test-rented test-exports test-lowest  ## that and all below that needs no GPU, an hour or two
 
-test-integration: $(PRETRAINED)  ## several ranks, a Ray cluster, TRL, a pretrained model, each family's memory, the profiles that ship: a quarter of an hour
+test-integration: $(PRETRAINED)  ## several ranks, a Ray cluster, TRL, whole studies through ssh and SLURM, a pretrained model, each family's memory, what ships against what was measured: a quarter of an hour
 	model=$$($(BIN)/python -m tests.real_model) && export SWEEP_REAL_MODEL=$$model && $(call looked,-m integration)
 
 test-faults: $(READY)  ## every fault at every operation, minutes to an hour; some need root, some a PostgreSQL server

@@ -205,7 +205,12 @@ def test_one_that_does_not_fit_runs_out_of_memory_and_leaves_no_trace(
     assert measured(runner.run(fitting)).peak_allocated_bytes == before.peak_allocated_bytes
 
 
-@pytest.mark.parametrize("case", ["replay", "worker-on-cpu"], indirect=True)
+# What a trial does under such a budget is tested without a process (test_trial.py).
+@pytest.mark.parametrize(
+    "case",
+    ["replay", pytest.param("worker-on-cpu", marks=pytest.mark.integration)],
+    indirect=True,
+)
 def test_a_byte_less_than_the_peak_is_out_of_memory_and_the_peak_itself_fits(
     case: Case, runner: Runner, tmp_path: Path
 ) -> None:
@@ -274,7 +279,13 @@ def test_a_soak_evaluates_and_saves_and_says_so(case: Case, runner: Runner) -> N
 
 @pytest.mark.parametrize(
     ("case", "is_of_another_thread"),
-    [(name, other) for name in CASES for other in (True, False) if other or "ray" not in name],
+    [
+        ("replay", True),
+        ("replay", False),
+        ("worker-on-cpu", True),
+        ("worker-on-cpu", False),
+        pytest.param("worker-on-ray", True, marks=pytest.mark.integration),
+    ],
     indirect=["case"],
 )
 def test_a_start_ahead_returns_at_once_and_a_cancel_ends_that_trial_and_every_later_one(
