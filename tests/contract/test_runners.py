@@ -24,7 +24,6 @@ from qlora_sweep.storage.definition import Target
 from qlora_sweep.storage.records import (
     Lost,
     Measured,
-    Measurement,
     Outcome,
     OutOfMemory,
     PrunedSlow,
@@ -38,6 +37,7 @@ from qlora_sweep.sweep.running.supervisor import SupervisedRunner
 from qlora_sweep.sweep.running.wire import Progress, TrialRequest
 from tests.sweep.running.ray_cluster import LocalCluster
 from tests.sweep.simulated_device import BUDGET, a_measurement, train
+from tests.sweep.training.tiny import measured
 
 STEPS = StepBudget(warmup_max=3, measured_min=6, measured_max=8, seconds_max=5)
 SMALL = TrialConfig(micro_batch_size=2, seq_len=64, lora_rank=4, compute_dtype="fp32")
@@ -141,11 +141,6 @@ def case(request: pytest.FixtureRequest) -> Iterator[Case]:
 def runner(case: Case, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runner]:
     with case.start(tmp_path_factory.mktemp("runner"), case.budget_bytes) as runner:
         yield runner
-
-
-def measured(outcome: Outcome) -> Measurement:
-    assert isinstance(outcome, Measured), outcome
-    return outcome.measurement
 
 
 def is_interrupted(outcome: Outcome) -> bool:

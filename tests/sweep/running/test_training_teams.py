@@ -25,8 +25,8 @@ from qlora_sweep.storage.records import (
 from qlora_sweep.sweep.running.supervisor import SupervisedRunner
 from qlora_sweep.sweep.running.wire import Progress, QualityCommand, TextsSettings, TrialRequest
 from tests.sweep.data.prepared import prepared_settings
-from tests.sweep.running.teams import a_cpu_runner, measured, ranks
-from tests.sweep.training.tiny import TINY
+from tests.sweep.running.teams import a_cpu_runner, ranks
+from tests.sweep.training.tiny import TINY, measured
 from tests.sweep.training.two_processes import told_by_two
 
 pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("our_own_code")]
