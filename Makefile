@@ -21,10 +21,18 @@ WORKERS ?= logical
 ON_ALL := -n $(WORKERS) --maxprocesses 4
 PYTEST := -m pytest -m "not gpu and not faults and not exports and not integration" $(ON_ALL)
 
-.PHONY: demo test test-all test-integration test-exports test-rented test-faults test-lowest test-gpu lint format docs wheel profiles surveys clean help
+# What `make test-changed` takes as changed: all since this commit, and what is not committed.
+BASE ?= HEAD^
+# Of `make test-integration` and `make test-faults`, the folders and files to look in; all where none is named.
+TESTS ?=
+
+.PHONY: demo test test-changed test-all test-integration test-exports test-rented test-faults test-lowest test-gpu lint format docs wheel evidence profiles surveys clean help
 
 # Waits while another make holds a lock, which goes with the shell that took it. $(1): the lock; $(2): what the other does.
 waiting = exec 9>$(1); if command -v flock >/dev/null && ! flock -n 9; then echo "another make $(2): waiting for it" >&2; flock 9; fi
+
+# A few folders may have no test of a kind, which pytest ends with 5. $(1): what pytest is given.
+looked = $(BIN)/python -m pytest $(1) $(ON_ALL) $(TESTS); code=$$?; [ $$code = 5 ] && [ -n "$(TESTS)" ] || exit $$code
 
 help:            ## list the targets
 	@grep -E '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed 's/: .*##/:/'
@@ -56,16 +64,21 @@ demo: $(RUNS)    ## a study on this CPU, then one of a recorded GPU: a minute or
 	@$(call waiting,$(VENV)/.demo.lock,demo is running); \
 	exec $(BIN)/python -P -m qlora_sweep.sweep.terminal.demo tests/data/surfaces/mistral-7b-v0.3_h200.jsonl tests/bench/results/replay_a10.json
 
-test: $(READY)   ## the test suite without a GPU
+test: $(READY)   ## the test suite without a GPU: eight minutes on two cores
 	$(BIN)/python $(PYTEST)
+
+test-changed: $(READY)  ## of it what changed since BASE (HEAD^), what imports that, and the contracts: five minutes at most
+	@tests=$$($(BIN)/python -m tests.concerned $(BASE)) && \
+	echo "What changed since $(BASE) concerns $$tests (make test: all)." >&2 && \
+	$(BIN)/python $(PYTEST) $$tests
 
 test-all: test test-integration test-faults test-rented test-exports test-lowest  ## that and all below that needs no GPU, an hour or two
 
-test-integration: $(PRETRAINED)  ## several ranks, a Ray cluster, TRL, a pretrained model, each family's memory, the profiles that ship: a quarter of an hour
-	model=$$($(BIN)/python -m tests.real_model) && SWEEP_REAL_MODEL=$$model $(BIN)/python -m pytest -m integration $(ON_ALL)
+test-integration: $(PRETRAINED)  ## several ranks, a Ray cluster, TRL, whole studies through ssh and SLURM, a pretrained model, each family's memory, what ships against what was measured: a quarter of an hour
+	model=$$($(BIN)/python -m tests.real_model) && export SWEEP_REAL_MODEL=$$model && $(call looked,-m integration)
 
 test-faults: $(READY)  ## every fault at every operation, minutes to an hour; some need root, some a PostgreSQL server
-	$(BIN)/python -m pytest -m faults $(ON_ALL)
+	$(call looked,-m faults)
 
 test-exports: $(READY)  ## exported files in axolotl and LLaMA-Factory: environments of their own in build/exports, 8 GB and a quarter of an hour
 	tests/exports/environments $(PYTHON) build/exports

@@ -15,6 +15,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 if TYPE_CHECKING:
+    from qlora_sweep.sweep.predict.memory.profile_store import TracingChildren
     from tests.storage.postgres import Cluster
 
 # How fast examples come depends on what else the machine does.
@@ -108,6 +109,26 @@ def _schema_known() -> Iterator[None]:
 
     known = cache(alembic.util.load_python_file)
     with patch.object(alembic.script.base.util, "load_python_file", known):
+        yield
+
+
+@pytest.fixture(scope="session")
+def tracing_child() -> Iterator[TracingChildren]:
+    """Traces real models, started once for all tests, with the first that asks."""
+    # Imported here: most of the suite traces nothing.
+    from qlora_sweep.sweep.predict.memory.profile_store import TracingChildren
+
+    child = TracingChildren(1, outlive=True)
+    yield child
+    child.close()
+
+
+@pytest.fixture
+def shared_tracing(tracing_child: TracingChildren) -> Iterator[None]:
+    """Have what a test runs in this process ask that child, where it would start its own."""
+    from tests.sweep.shared_tracing import asked_of
+
+    with asked_of(tracing_child):
         yield
 
 

@@ -37,6 +37,7 @@ def trained(directory: Path, *runs: dict[str, Any]) -> list[dict[str, Any]]:
     return list(real_weights.trained(runs, model=str(directory), judge=judge))
 
 
+@pytest.mark.integration
 def test_a_run_learns_and_is_judged_in_both_computes(directory: Path) -> None:
     int8 = {**SETTINGS, "quantization": "int8", "compute_dtype": "int8"}
     before, after, in_16_bits = trained(

@@ -24,7 +24,6 @@ from qlora_sweep.storage.definition import Target
 from qlora_sweep.storage.records import (
     Lost,
     Measured,
-    Measurement,
     Outcome,
     OutOfMemory,
     PrunedSlow,
@@ -38,6 +37,7 @@ from qlora_sweep.sweep.running.supervisor import SupervisedRunner
 from qlora_sweep.sweep.running.wire import Progress, TrialRequest
 from tests.sweep.running.ray_cluster import LocalCluster
 from tests.sweep.simulated_device import BUDGET, a_measurement, train
+from tests.sweep.training.tiny import measured
 
 STEPS = StepBudget(warmup_max=3, measured_min=6, measured_max=8, seconds_max=5)
 SMALL = TrialConfig(micro_batch_size=2, seq_len=64, lora_rank=4, compute_dtype="fp32")
@@ -143,11 +143,6 @@ def runner(case: Case, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run
         yield runner
 
 
-def measured(outcome: Outcome) -> Measurement:
-    assert isinstance(outcome, Measured), outcome
-    return outcome.measurement
-
-
 def is_interrupted(outcome: Outcome) -> bool:
     return isinstance(outcome, Lost) and outcome.is_interrupted
 
@@ -205,7 +200,12 @@ def test_one_that_does_not_fit_runs_out_of_memory_and_leaves_no_trace(
     assert measured(runner.run(fitting)).peak_allocated_bytes == before.peak_allocated_bytes
 
 
-@pytest.mark.parametrize("case", ["replay", "worker-on-cpu"], indirect=True)
+# What a trial does under such a budget is tested without a process (test_trial.py).
+@pytest.mark.parametrize(
+    "case",
+    ["replay", pytest.param("worker-on-cpu", marks=pytest.mark.integration)],
+    indirect=True,
+)
 def test_a_byte_less_than_the_peak_is_out_of_memory_and_the_peak_itself_fits(
     case: Case, runner: Runner, tmp_path: Path
 ) -> None:
@@ -274,7 +274,13 @@ def test_a_soak_evaluates_and_saves_and_says_so(case: Case, runner: Runner) -> N
 
 @pytest.mark.parametrize(
     ("case", "is_of_another_thread"),
-    [(name, other) for name in CASES for other in (True, False) if other or "ray" not in name],
+    [
+        ("replay", True),
+        ("replay", False),
+        ("worker-on-cpu", True),
+        ("worker-on-cpu", False),
+        pytest.param("worker-on-ray", True, marks=pytest.mark.integration),
+    ],
     indirect=["case"],
 )
 def test_a_start_ahead_returns_at_once_and_a_cancel_ends_that_trial_and_every_later_one(

@@ -32,11 +32,9 @@ from qlora_sweep.search_spaces.prices import load_prices
 from qlora_sweep.sweep import cli
 from qlora_sweep.sweep.export.trainers import trainers
 from qlora_sweep.sweep.planning.question import Grpo
-from qlora_sweep.sweep.predict.memory.profile_store import TracingChildren
 from qlora_sweep.sweep.request import Where
 from qlora_sweep.sweep.terminal import options
 from tests.docs import settings_page
-from tests.sweep.shared_tracing import asked_of
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -150,14 +148,6 @@ def ran() -> set[str]:
     return set()
 
 
-@pytest.fixture(scope="module")
-def tracing() -> Iterator[TracingChildren]:
-    """Children that the commands of pages share."""
-    children = TracingChildren(outlive=True)
-    yield children
-    children.close()
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize(
@@ -169,7 +159,7 @@ def test_the_commands_of_a_page_run_one_after_another(
     page: Path,
     home: Path,
     ran: set[str],
-    tracing: TracingChildren,
+    shared_tracing: None,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -185,8 +175,7 @@ def test_the_commands_of_a_page_run_one_after_another(
             if program != "sweep" or (line in ran and not block.is_printed):
                 continue
             ran.add(line)
-            with asked_of(tracing):
-                code = cli.main(arguments)
+            code = cli.main(arguments)
             out, err = capsys.readouterr()
             assert code == 0, f"sweep {line}: {err}"
             assert out.strip() or "-o" in arguments
@@ -216,18 +205,17 @@ def test_every_example_is_what_it_is(block: Block, tmp_path: Path) -> None:
         assert parse_space(block.text, label=str(block)).dimensions
 
 
-@pytest.mark.slow
+@pytest.mark.integration
 @pytest.mark.filterwarnings("ignore:'demo' has no weights")
 def test_the_python_of_its_page_runs_from_top_to_bottom(
-    home: Path, tracing: TracingChildren, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    home: Path, shared_tracing: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SWEEP_HOME", str(home))
     monkeypatch.chdir(tmp_path)
     wanted = [b for b in blocks(DOCS / "python.md") if b.language == "python" and b.is_run]
     names: dict[str, Any] = {}
-    with asked_of(tracing):
-        for block in wanted:
-            exec(compile(block.text, str(block), "exec"), names)
+    for block in wanted:
+        exec(compile(block.text, str(block), "exec"), names)
     assert names["planned"].fits is True
     assert names["study"].trials["total"] == 3
     assert names["trainer"].state.global_step == 2

@@ -45,7 +45,7 @@ def swept(*sweeps: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
-@pytest.mark.slow
+@pytest.mark.faults
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("what", QUICK)
 def test_a_fault_at_one_operation_of_many_loses_nothing(what: str) -> None:

@@ -1,15 +1,13 @@
-"""What golden tests share: the comparison, and a tracing child."""
+"""What golden tests share: the comparison."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from qlora_sweep.sweep.predict.memory.profile_store import TracingChildren
 from tests.golden.frozen import Frozen
 from tests.golden.frozen import frozen as compared
 
@@ -35,11 +33,3 @@ def frozen(pytestconfig: pytest.Config, capsys: pytest.CaptureFixture[str]) -> F
             compared(name, value, is_regenerated=pytestconfig.getoption("--regenerate"))
 
     return compare
-
-
-@pytest.fixture(scope="session")
-def tracer() -> Iterator[TracingChildren]:
-    """A child that all golden tests ask."""
-    children = TracingChildren(1, outlive=True)
-    yield children
-    children.close()

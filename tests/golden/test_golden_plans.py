@@ -15,9 +15,7 @@ from qlora_sweep.search_spaces.config import SIZE_KEYS
 from qlora_sweep.search_spaces.loading import load_space
 from qlora_sweep.search_spaces.presets import preset_texts
 from qlora_sweep.sweep.cli import main
-from qlora_sweep.sweep.predict.memory.profile_store import TracingChildren
 from tests.golden.frozen import Frozen
-from tests.sweep.shared_tracing import asked_of
 
 pytestmark = pytest.mark.timeout(600)
 GPUS = {
@@ -79,9 +77,9 @@ def drawn() -> Iterator[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("name", ASKED)
+@pytest.mark.usefixtures("shared_tracing")
 def test_plans(
     name: str,
-    tracer: TracingChildren,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -92,8 +90,7 @@ def test_plans(
     Path("drawn.jsonl").write_text("\n".join(map(json.dumps, itertools.islice(drawn(), LINES))))
     for preset, text in preset_texts().items():
         Path(f"{preset}.yaml").write_text(text)
-    with asked_of(tracer):
-        code = main(["plan", *ASKED[name], "--json"])
+    code = main(["plan", *ASKED[name], "--json"])
     out, err = capsys.readouterr()
     lines = [json.loads(line) for line in out.splitlines()]
     # Beside what is wrong it says how far it is, which differs from machine to machine.

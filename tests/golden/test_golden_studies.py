@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -25,13 +26,17 @@ NAMES = ("speed", "front", "texts", "cards", "memory")
 
 
 @pytest.fixture(scope="module")
-def home(tmp_path_factory: pytest.TempPathFactory, tracer: TracingChildren) -> Iterator[Path]:
+def home(
+    tmp_path_factory: pytest.TempPathFactory, tracing_child: TracingChildren
+) -> Iterator[Path]:
     """A directory of the studies, with a cache of their own: reports show what is traced there."""
     home = tmp_path_factory.mktemp("golden")
-    with pytest.MonkeyPatch.context() as patch, asked_of(tracer):
+    with pytest.MonkeyPatch.context() as patch, asked_of(tracing_child):
         patch.setenv("SWEEP_HOME", str(home))
         patch.setenv("XDG_CACHE_HOME", str(home / "cache"))
-        predictor = TracingPredictor(MODEL, cache_dir=cache_directory() / "memory", tracer=tracer)
+        predictor = TracingPredictor(
+            MODEL, cache_dir=cache_directory() / "memory", tracer=tracing_child
+        )
         for study in the_studies():
             predictor.predict_all([record.config for record in study.records])
             store(study, url=storage_url(None), home=runs_directory())
@@ -59,8 +64,7 @@ def test_what_commands_say(said: Callable[..., Any], frozen: Frozen) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_reports(name: str, said: Callable[..., Any], frozen: Frozen) -> None:
     page = Page(said("report", name, "-o", "-")["out"])
-    text = "\n".join(line for part in page.text if (line := " ".join(part.split())))
-    frozen(f"report_{name}", {"data": json.loads(page.scripts[0]), "text": text})
+    frozen(f"report_{name}", {"data": json.loads(page.scripts[0]), "text": " ".join(page.text)})
 
 
 @pytest.mark.parametrize("name", ["texts", "cards"])
@@ -74,13 +78,15 @@ def test_exports(name: str, said: Callable[..., Any], tmp_path: Path, frozen: Fr
         return ended | {file.name: told(file) for file in to.parent.glob("exported*")}
 
     def told(file: Path) -> Any:
-        """Return values where a file has them, as floats of other sums differ in the last digit."""
+        """Return the values that a file has: how it is written has tests of its own."""
         text = file.read_text("utf-8")
         if file.suffix == ".json":
             return json.loads(text)
         if file.suffix == ".yaml":
-            comments = [line for line in text.splitlines() if line.startswith("#")]
-            return {"comments": comments, "values": yaml.safe_load(text)}
+            return yaml.safe_load(text)
+        if file.suffix == ".py":
+            nodes = ast.walk(ast.parse(text))
+            return [node.value for node in nodes if isinstance(node, ast.Constant)]
         return text
 
     frozen(f"exports_{name}", {format: exported(format) for format in (*format_names(), "surface")})

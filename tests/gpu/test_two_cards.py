@@ -20,9 +20,6 @@ from qlora_sweep.storage.definition import Target
 from qlora_sweep.storage.records import (
     INTERRUPTED,
     Crashed,
-    Measured,
-    Measurement,
-    Outcome,
     OutOfMemory,
 )
 from qlora_sweep.sweep.finetuning import checkpoints
@@ -35,7 +32,7 @@ from tests.gpu.rig import SMALL, small_config
 from tests.sweep.data.prepared import prepared_pairs, prepared_settings
 from tests.sweep.finetuning.trainings import job
 from tests.sweep.running.teams import ranks
-from tests.sweep.training.tiny import TINY
+from tests.sweep.training.tiny import TINY, measured
 from tests.sweep.training.two_processes import told_by_two
 
 pytestmark = [
@@ -81,11 +78,6 @@ def predictor(tmp_path_factory: pytest.TempPathFactory) -> TracingPredictor:
     return TracingPredictor(
         SMALL, cache_dir=tmp_path_factory.mktemp("structures"), compute_capability=capability
     )
-
-
-def measured(outcome: Outcome) -> Measurement:
-    assert isinstance(outcome, Measured), outcome
-    return outcome.measurement
 
 
 @pytest.mark.parametrize(

@@ -6,14 +6,10 @@ import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 
 from tests.sweep.typed import Said, Sweep
-
-if TYPE_CHECKING:
-    from qlora_sweep.sweep.predict.memory.profile_store import TracingChildren
 
 # As the supervisor does for a worker on the CPU; torch reads it when it is imported.
 os.environ["TORCHDYNAMO_DISABLE"] = "1"
@@ -37,7 +33,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def sweep(capsys: pytest.CaptureFixture[str]) -> Sweep:
+def sweep(capsys: pytest.CaptureFixture[str], shared_tracing: None) -> Sweep:
     """Runs a command in this process, as it is typed."""
     from qlora_sweep.sweep.cli import main
 
@@ -47,16 +43,6 @@ def sweep(capsys: pytest.CaptureFixture[str]) -> Sweep:
         return Said(code, *capsys.readouterr())
 
     return run
-
-
-@pytest.fixture(scope="session")
-def tracing_child() -> Iterator[TracingChildren]:
-    """Traces real models, started once for all tests."""
-    from qlora_sweep.sweep.predict.memory.profile_store import TracingChildren
-
-    child = TracingChildren(1, outlive=True)
-    yield child
-    child.close()
 
 
 @pytest.fixture(scope="session")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,12 +24,7 @@ def trace(children: TracingChildren, model: ModelSpec, structure: Structure) -> 
 @contextmanager
 def asked_of(children: TracingChildren) -> Iterator[None]:
     """Have commands in this process ask children that outlive them."""
-    kept = SimpleNamespace(trace_all=children.trace_all, close=lambda: None)
     with pytest.MonkeyPatch.context() as patch:
-        for asking in (
-            "qlora_sweep.sweep.predict.memory.predictor",
-            "qlora_sweep.sweep.terminal.exporting",
-            "qlora_sweep.sweep.terminal.plan",
-        ):
-            patch.setattr(f"{asking}.TracingChildren", lambda **_: kept)
+        ask = children.trace_all
+        patch.setattr(TracingChildren, "trace_all", lambda _, *question: ask(*question))
         yield

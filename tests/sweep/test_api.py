@@ -19,9 +19,7 @@ from qlora_sweep.search_spaces.errors import InputError, NothingFits
 from qlora_sweep.search_spaces.gpus import GIB
 from qlora_sweep.storage.records import Measured, Outcome, OutOfMemory
 from qlora_sweep.sweep.api import Study, best, plan, tune
-from qlora_sweep.sweep.predict.memory.profile_store import TracingChildren
 from qlora_sweep.sweep.processes import STOP_SIGNALS
-from tests.sweep.shared_tracing import asked_of
 from tests.sweep.simulated_device import a_measurement
 from tests.sweep.simulated_drive import driving_on
 from tests.sweep.typed import Sweep
@@ -156,16 +154,11 @@ def test_a_study_in_another_thread_leaves_signals_alone(
 def test_a_plan_is_what_the_command_prints(
     sweep: Sweep, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    children = TracingChildren(outlive=True)
-    try:
-        with asked_of(children):
-            planned = plan("a10", model="demo", exact=True, micro_batch_size=8)
-            other = plan("a10", gpu="l4", model="demo", exact=True)
-            assert capsys.readouterr() == ("", "")
-            typed = ("a10", "--model", "demo", "--exact", "--micro-batch-size", "8", "--json")
-            document = json.loads(sweep("plan", *typed).out)
-    finally:
-        children.close()
+    planned = plan("a10", model="demo", exact=True, micro_batch_size=8)
+    other = plan("a10", gpu="l4", model="demo", exact=True)
+    assert capsys.readouterr() == ("", "")
+    typed = ("a10", "--model", "demo", "--exact", "--micro-batch-size", "8", "--json")
+    document = json.loads(sweep("plan", *typed).out)
     assert planned.document() == document
     assert planned.config == TrialConfig(micro_batch_size=8)
     assert planned.fits is True

@@ -241,7 +241,7 @@ def test_a_stream_that_is_gone_or_takes_nothing_is_no_mistake_of_ours(
     assert "status" not in line or "study  a10  seven-billion" in done.stdout
 
 
-@pytest.mark.slow
+@pytest.mark.integration
 def test_too_few_file_descriptors_are_said_to_be_too_few() -> None:
     done = shell("ulimit -n 12; SWEEP run cpu-demo --trials 1 --no-confirm")
     assert done.returncode in (0, 3), done.stderr

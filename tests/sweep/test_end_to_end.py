@@ -57,7 +57,7 @@ def worker_of(process: subprocess.Popen[str]) -> psutil.Process:
     raise AssertionError("no worker was started")
 
 
-@pytest.mark.slow
+@pytest.mark.integration
 def test_a_time_budget_is_of_the_whole_command(tmp_path: Path) -> None:
     budget, began = 30.0, time.monotonic()
     process = start("run", "cpu-demo", "--time-budget", f"{budget:g}s", "--json", home=tmp_path)
@@ -78,7 +78,7 @@ def test_a_time_budget_that_is_too_short_is_refused_before_anything_begins(
     assert not (tmp_path / "runs").exists()
 
 
-@pytest.mark.slow
+@pytest.mark.integration
 def test_an_interrupted_study_goes_on_by_the_same_command_to_a_confirmed_winner_and_its_report(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -11,8 +11,7 @@ import os
 import re
 import shlex
 import shutil
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -25,9 +24,7 @@ from qlora_sweep.search_spaces.config import TrialConfig
 from qlora_sweep.search_spaces.presets import preset_texts
 from qlora_sweep.storage.records import Measured, Outcome
 from qlora_sweep.sweep.cli import CALLED, app, main
-from qlora_sweep.sweep.predict.memory.profile_store import TracingChildren
 from tests.sweep.predict.contributed import path_of
-from tests.sweep.shared_tracing import asked_of
 from tests.sweep.simulated_device import a_measurement
 from tests.sweep.simulated_drive import driving_on
 
@@ -76,14 +73,6 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return home
 
 
-@pytest.fixture(scope="module")
-def tracing() -> Iterator[Callable[[], AbstractContextManager[None]]]:
-    """Commands ask the same children inside of what this returns."""
-    children = TracingChildren(outlive=True)
-    yield lambda: asked_of(children)
-    children.close()
-
-
 def at_home(home: Path, patch: pytest.MonkeyPatch) -> None:
     patch.setenv("SWEEP_HOME", str(home))
     patch.setenv("CUDA_VISIBLE_DEVICES", "")
@@ -110,7 +99,7 @@ def test_an_example_does_what_its_command_says(
     name: str,
     line: str,
     prepared: Path,
-    tracing: Callable[[], AbstractContextManager[None]],
+    shared_tracing: None,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -127,8 +116,7 @@ def test_an_example_does_what_its_command_says(
     assert program == "sweep"
     assert arguments[0] == name
     before = set(os.listdir(home))
-    with tracing():
-        code = main(arguments)
+    code = main(arguments)
     out, err = capsys.readouterr()
     if _needs_a_card(arguments):
         assert code == REFUSED_WITHOUT_A_CARD

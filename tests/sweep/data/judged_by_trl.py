@@ -53,3 +53,10 @@ def labelled(ids: Sequence[int], mask: Sequence[int]) -> tuple[list[int], list[i
     """Return tokens with their labels, as the trainers have them."""
     labels = [token if carries else -100 for token, carries in zip(ids, mask, strict=True)]
     return list(ids), labels
+
+
+def template_named(name: str) -> str:
+    """Return a chat template that TRL ships."""
+    from trl import chat_template_utils
+
+    return str(getattr(chat_template_utils, f"{name}_chat_template"))

@@ -10,11 +10,15 @@ from typing import Any
 
 import pytest
 
-from qlora_sweep.search_spaces.models import load_model_spec
 from qlora_sweep.sweep.data.encoding import tokenized
 from qlora_sweep.sweep.data.files import RowsError, Source
 from qlora_sweep.sweep.data.kinds import Asked, Example, example_of, first_rows
-from tests.sweep.data.judged_by_trl import labelled, preference_rows, supervised_rows
+from tests.sweep.data.judged_by_trl import (
+    labelled,
+    preference_rows,
+    supervised_rows,
+    template_named,
+)
 
 CASES = Path(__file__).parents[2] / "data" / "cases"
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -22,26 +26,11 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 Labelled = list[tuple[list[int], list[int]]]
 
 
-@pytest.fixture(scope="module")
-def shipped() -> Any:
-    from qlora_sweep.sweep.data.preparing import load_tokenizer
-
-    directory = load_model_spec("demo").tokenizer_path
-    assert directory is not None
-    return load_tokenizer(directory, name="demo")
-
-
 @pytest.fixture
 def tokenizer(shipped: Any) -> Iterator[Any]:
     own = shipped.chat_template
     yield shipped
     shipped.chat_template = own
-
-
-def template_named(name: str) -> str:
-    from trl import chat_template_utils
-
-    return str(getattr(chat_template_utils, f"{name}_chat_template"))
 
 
 def written(directory: Path, rows: Sequence[Any]) -> Path:

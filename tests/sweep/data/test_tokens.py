@@ -8,13 +8,17 @@ from typing import Any
 import pytest
 
 from qlora_sweep.search_spaces.errors import InputError
-from qlora_sweep.search_spaces.models import load_model_spec
 from qlora_sweep.sweep.data import encoding
 from qlora_sweep.sweep.data.encoding import Encoder, Tokens, encoded
 from qlora_sweep.sweep.data.files import Broken, Place, RowsError
 from qlora_sweep.sweep.data.kinds import example_of, on_completions
 from qlora_sweep.sweep.data.marking import marked
-from tests.sweep.data.judged_by_trl import labelled, preference_rows, supervised_rows
+from tests.sweep.data.judged_by_trl import (
+    labelled,
+    preference_rows,
+    supervised_rows,
+    template_named,
+)
 from tests.sweep.data.layouts import layout_of
 
 TURNS = [
@@ -62,15 +66,6 @@ ENDING = (
     "{% endfor %}{% if add_generation_prompt %}<|assistant|>\n{% else %}{{ eos_token }}{% endif %}"
 )
 """Ends a chat once, as Phi-3's."""
-
-
-@pytest.fixture(scope="module")
-def shipped() -> Any:
-    from qlora_sweep.sweep.data.preparing import load_tokenizer
-
-    directory = load_model_spec("demo").tokenizer_path
-    assert directory is not None
-    return load_tokenizer(directory, name="demo")
 
 
 @pytest.fixture
@@ -132,12 +127,6 @@ def row_of(kind: str, index: int) -> dict[str, Any]:
             theirs = {"user": "human", "assistant": "gpt"}
             told = [{"from": theirs[t["role"]], "value": t["content"]} for t in turns[-2:]]
             return {"conversations": told}
-
-
-def template_named(name: str) -> str:
-    from trl import chat_template_utils
-
-    return str(getattr(chat_template_utils, f"{name}_chat_template"))
 
 
 TEMPLATES = ("qwen2_5", "qwen3", "qwen3_5_think", "qwen3_6", "gptoss", "llama3", "thinking")

@@ -25,11 +25,11 @@ from qlora_sweep.sweep.finetuning.training import (
 )
 from qlora_sweep.sweep.running.device_info import Card
 from tests.sweep.data.prepared import prepared, prepared_pairs
-from tests.sweep.finetuning.trainings import job, run
+from tests.sweep.finetuning.trainings import adapter, job, run
 from tests.sweep.running.teams import ranks
 
 if TYPE_CHECKING:
-    import torch
+    pass
 
 LENGTHS = [5, 40, 12, 30, 9, 22, 17, 3, 28, 14, 33, 8, 19, 25, 6, 11, 21, 7, 16, 23]
 """Sixteen examples are trained on and four held out."""
@@ -47,12 +47,6 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def pairs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return prepared_pairs(tmp_path_factory.mktemp("pairs"), count=20)
-
-
-def adapter(end: TrainingResult) -> dict[str, torch.Tensor]:
-    from safetensors.torch import load_file
-
-    return load_file(f"{end.checkpoint}/adapter_model.safetensors")
 
 
 @pytest.mark.parametrize(

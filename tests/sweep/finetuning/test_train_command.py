@@ -145,6 +145,7 @@ def leaves_all(output: Path) -> None:
     assert not list(output.glob("checkpoint-*"))
 
 
+@pytest.mark.integration
 @pytest.mark.timeout(400)
 def test_what_was_agreed_to_is_not_asked_again(
     home: Path, capsys: pytest.CaptureFixture[str]

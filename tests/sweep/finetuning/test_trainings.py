@@ -18,7 +18,7 @@ from qlora_sweep.storage.records import INTERRUPTED, Crashed, Diverged, Invalid,
 from qlora_sweep.sweep.finetuning import checkpoints
 from qlora_sweep.sweep.finetuning.protocol import Saved, Started, TrainingResult
 from tests.sweep.data.prepared import prepared, prepared_pairs
-from tests.sweep.finetuning.trainings import job, run
+from tests.sweep.finetuning.trainings import adapter, job, run
 from tests.sweep.training.tiny import TINY, saved_with_outliers
 
 if TYPE_CHECKING:
@@ -40,12 +40,6 @@ def trained(*args: Any, **changes: Any) -> TrainingResult:
     end, _ = run(job(*args, **changes))
     assert isinstance(end, TrainingResult), end
     return end
-
-
-def adapter(end: TrainingResult) -> dict[str, torch.Tensor]:
-    from safetensors.torch import load_file
-
-    return load_file(f"{end.checkpoint}/adapter_model.safetensors")
 
 
 def course(end: TrainingResult) -> dict[str, Any]:

@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel
 
 from qlora_sweep.search_spaces.config import TrialConfig
-from qlora_sweep.sweep.finetuning.protocol import Saved, TrainingJob, TrainingOutcome
+from qlora_sweep.sweep.finetuning.protocol import (
+    Saved,
+    TrainingJob,
+    TrainingOutcome,
+    TrainingResult,
+)
 from tests.sweep.training.tiny import TINY
+
+if TYPE_CHECKING:
+    import torch
 
 
 def job(output: Path, texts: Path | None, *, packing: str = "none", **changes: Any) -> TrainingJob:
@@ -62,3 +70,10 @@ def run(
     training = Training(job, send=send)
     training.prepare()
     return training.run(), said
+
+
+def adapter(end: TrainingResult) -> dict[str, torch.Tensor]:
+    """Return the tensors of what a training came to."""
+    from safetensors.torch import load_file
+
+    return load_file(f"{end.checkpoint}/adapter_model.safetensors")

@@ -330,7 +330,7 @@ def test_a_script_has_no_fault_that_shellcheck_knows(
     assert done.returncode == 0, done.stdout
 
 
-@pytest.mark.slow
+@pytest.mark.integration
 def test_a_study_goes_through_several_allocations_with_nothing_lost_or_doubled(
     queue: Queue, capsys: pytest.CaptureFixture[str]
 ) -> None:

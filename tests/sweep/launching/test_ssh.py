@@ -326,7 +326,7 @@ def test_a_file_that_is_too_large_is_named_and_the_database_is_always_fetched(
         assert database.execute("SELECT * FROM mine").fetchall() == []
 
 
-@pytest.mark.slow
+@pytest.mark.integration
 def test_a_study_is_installed_run_stopped_and_fetched(
     server: Server, home: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

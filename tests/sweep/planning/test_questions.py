@@ -65,7 +65,10 @@ def test_of_thirty_questions(
     is_right(asked, forecaster_of(asked, cache=profile_cache, tracer=tracing_child))
 
 
-@pytest.mark.parametrize("budget_gib", [5.6, 7, 11, 40])
+@pytest.mark.parametrize(
+    "budget_gib",
+    [5.6, 11, *(pytest.param(gib, marks=pytest.mark.integration) for gib in (7, 40))],
+)
 @pytest.mark.parametrize(
     "asked",
     [
@@ -83,7 +86,9 @@ def test_of_any_budget(asked: Asked, budget_gib: float) -> None:
         is_right(asked, imagining(asked, budget_gib=budget_gib))
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize(
+    "seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.integration) for seed in (2, 3))]
+)
 def test_of_a_dataset(seed: int) -> None:
     draw = np.random.default_rng(seed)
     rows = draw.lognormal(np.log(300), 0.7, 400).astype(np.int64) + 2

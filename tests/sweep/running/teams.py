@@ -9,7 +9,6 @@ from typing import Any
 from qlora_sweep.search_spaces.gpus import GIB
 from qlora_sweep.search_spaces.models import ModelSpec, load_model_spec
 from qlora_sweep.storage.definition import Target
-from qlora_sweep.storage.records import Measured, Measurement, Outcome
 from qlora_sweep.sweep.running.supervisor import SupervisedRunner
 
 
@@ -19,11 +18,6 @@ def a_cpu_runner(
     options.setdefault("target", Target(gpu="cpu", device="cpu", budget_bytes=budget_bytes))
     model = model or load_model_spec("demo")
     return SupervisedRunner(model, log_path=log, **options)
-
-
-def measured(outcome: Outcome) -> Measurement:
-    assert isinstance(outcome, Measured), outcome
-    return outcome.measurement
 
 
 def ranks(module: str = "qlora_sweep.sweep.running") -> list[tuple[int, int]]:

@@ -25,11 +25,11 @@ from qlora_sweep.storage.records import (
 from qlora_sweep.sweep.running.supervisor import SupervisedRunner
 from qlora_sweep.sweep.running.wire import Progress, QualityCommand, TextsSettings, TrialRequest
 from tests.sweep.data.prepared import prepared_settings
-from tests.sweep.running.teams import a_cpu_runner, measured, ranks
-from tests.sweep.training.tiny import TINY
+from tests.sweep.running.teams import a_cpu_runner, ranks
+from tests.sweep.training.tiny import TINY, measured
 from tests.sweep.training.two_processes import told_by_two
 
-pytestmark = pytest.mark.usefixtures("our_own_code")
+pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("our_own_code")]
 STEPS = StepBudget(warmup_min=1, warmup_max=2, measured_min=3, measured_max=3)
 DEEP = ModelSpec(
     name="deep",
@@ -122,7 +122,6 @@ def test_processes_that_train_together_stop_in_the_same_step_when_their_time_end
     assert measured(run(runner, TOGETHER)).cards == 2
 
 
-@pytest.mark.integration
 @pytest.mark.parametrize("config", [TOGETHER, SHARED, PAIRS], ids=["together", "shared", "pairs"])
 def test_a_soak_of_two_cards_evaluates_and_saves(
     runner: SupervisedRunner, config: TrialConfig
@@ -132,7 +131,6 @@ def test_a_soak_of_two_cards_evaluates_and_saves(
     assert soak.checkpoint_bytes > 0
 
 
-@pytest.mark.integration
 def test_two_cards_train_on_texts_and_learn_what_one_does(
     texts: TextsSettings, tmp_path: Path
 ) -> None:
@@ -158,7 +156,6 @@ def test_two_cards_train_on_texts_and_learn_what_one_does(
         assert next(both) == pytest.approx(next(both), rel=1e-3)
 
 
-@pytest.mark.integration
 def test_what_one_card_has_no_memory_for_does_not_fit_unless_two_hold_it_together(
     runner: SupervisedRunner, tmp_path: Path
 ) -> None:
@@ -178,7 +175,6 @@ def test_what_one_card_has_no_memory_for_does_not_fit_unless_two_hold_it_togethe
     assert outcome.measurement.peak_allocated_bytes <= budget
 
 
-@pytest.mark.integration
 def test_a_process_of_the_team_that_is_killed_is_the_trials_verdict_and_the_next_has_a_fresh_team(
     runner: SupervisedRunner,
 ) -> None:
@@ -198,7 +194,6 @@ def test_a_process_of_the_team_that_is_killed_is_the_trials_verdict_and_the_next
     assert killed[0] not in [number for _, number in ranks()]
 
 
-@pytest.mark.integration
 def test_a_rank_that_dies_idle_is_no_trials_verdict_and_replaced_alone_and_none_outlives_its_runner(
     tmp_path: Path,
 ) -> None:
@@ -224,7 +219,6 @@ def test_modules_that_the_model_has_not_are_refused_in_a_team_too(runner: Superv
     assert measured(run(runner, TOGETHER)).cards == 2
 
 
-@pytest.mark.integration
 def test_no_bit_of_a_4_bit_weight_is_lost_and_a_head_that_is_read_is_there_in_every_step(
     tmp_path: Path,
 ) -> None:
@@ -233,7 +227,6 @@ def test_no_bit_of_a_4_bit_weight_is_lost_and_a_head_that_is_read_is_there_in_ev
         assert told == ["True", "True", "True", "0.5", "True", "0.5"]
 
 
-@pytest.mark.integration
 def test_a_model_from_a_file_trains_sharded_and_compiled_as_it_does_whole(tmp_path: Path) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM
 

@@ -47,8 +47,9 @@ from qlora_sweep.sweep.running.wire import (
     worker_message_adapter,
 )
 from tests.sweep.data.prepared import prepared_settings
-from tests.sweep.running.teams import a_cpu_runner, measured
+from tests.sweep.running.teams import a_cpu_runner
 from tests.sweep.simulated_device import a_measurement
+from tests.sweep.training.tiny import measured
 
 CONFIG = TrialConfig(lora_rank=8)
 OUTCOME = Diverged(step=3)

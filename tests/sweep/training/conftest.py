@@ -28,3 +28,14 @@ def dynamo(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     # What dynamo keeps of its tracing is never trained on, and has no data to be counted.
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture
+def few_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compare 8-bit compute over a quarter of the micro-batches: of a tiny model most is overhead.
+
+    Tests with it take larger micro-batches, so that as many tokens are compared.
+    """
+    from qlora_sweep.sweep.training import faithfulness
+
+    monkeypatch.setattr(faithfulness, "MICRO_BATCHES", faithfulness.MICRO_BATCHES // 4)

@@ -20,14 +20,15 @@ from tests.sweep.training.tiny import (
     trial_on,
 )
 
+pytestmark = pytest.mark.usefixtures("few_compared")
 torch = lazily("torch")
 eight_bit = lazily("qlora_sweep.sweep.training.eight_bit")
-FP8 = {"compute_dtype": "fp8", "quantization": "fp8"}
-INT8 = {"compute_dtype": "int8", "quantization": "int8"}
+FP8 = {"compute_dtype": "fp8", "quantization": "fp8", "micro_batch_size": 8}
+INT8 = {"compute_dtype": "int8", "quantization": "int8", "micro_batch_size": 8}
 
 
 def outcome(**settings: Any) -> Any:
-    return outcome_of(tiny_config(**settings), steps=BRIEF)
+    return outcome_of(tiny_config(**{"micro_batch_size": 8, **settings}), steps=BRIEF)
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ from tests.sweep.training.tiny import (
     trial_on,
 )
 
+pytestmark = pytest.mark.usefixtures("few_compared")
 torch = lazily("torch")
 eight_bit = lazily("qlora_sweep.sweep.training.eight_bit")
 fitting = lazily("qlora_sweep.sweep.training.fitting")
@@ -32,7 +33,7 @@ def pretrained(tmp_path_factory: pytest.TempPathFactory) -> ModelSpec:
 
 
 def outcome(spec: ModelSpec, **settings: Any) -> Any:
-    config = tiny_config(upcast_fp32=False, **settings)
+    config = tiny_config(**{"upcast_fp32": False, "micro_batch_size": 8, **settings})
     with tiny_base(config, spec=spec, weights="pretrained") as base:
         return trial_on(base, config, steps=BRIEF).run()
 
@@ -129,7 +130,7 @@ def test_nothing_is_said_of_random_weights_or_16_bits(pretrained: ModelSpec) -> 
 def test_what_is_too_far_off_stays_in_16_bits(
     pretrained: ModelSpec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    int8 = {"compute_dtype": "int8", "quantization": "int8"}
+    int8 = {"compute_dtype": "int8", "quantization": "int8", "micro_batch_size": 8}
     usual = measured(outcome(pretrained, **int8)).eight_bit
     assert usual is not None
     worst = sorted(one.forward_worst for one in usual.errors)

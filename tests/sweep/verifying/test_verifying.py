@@ -70,14 +70,8 @@ def test_a_study_is_verified_by_a_training_of_its_winner(
     assert list(home.joinpath("runs").glob(".verify-*")) == []
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "run"),
-    [
-        ("one.py", "script"),
-        pytest.param("one-trl.yaml", "trl", marks=pytest.mark.integration),
-    ],
-)
+@pytest.mark.integration
+@pytest.mark.parametrize(("name", "run"), [("one.py", "script"), ("one-trl.yaml", "trl")])
 def test_an_export_is_run_as_it_is(
     name: str, run: str, home: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

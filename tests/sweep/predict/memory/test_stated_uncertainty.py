@@ -52,6 +52,7 @@ from tests.sweep.predict.rows import (
 )
 from tests.sweep.training.tiny import BRIEF, measured, outcome_of
 
+pytestmark = pytest.mark.integration
 ROUNDING = 0.005
 """Statements are made in half percents."""
 CAP_STEP, CAP_RANGE = 0.0025, 0.05

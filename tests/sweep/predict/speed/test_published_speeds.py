@@ -39,6 +39,7 @@ from tests.sweep.predict.speed.stated_speeds import (
     without_its_source,
 )
 
+pytestmark = pytest.mark.integration
 H200, MISTRAL = find_gpu("h200"), load_model_spec("mistral-7b-v0.3")
 STUDY = [(config_of(row), float(row["step_seconds"])) for row in STUDY_STEPS]
 PUBLISHED = rows_in("published_speeds.jsonl")

@@ -7,10 +7,13 @@ import math
 from collections import defaultdict
 
 import numpy as np
+import pytest
 
 from qlora_sweep.search_spaces.gpus import find_gpu
 from qlora_sweep.sweep.predict.speed.predictor import FACTORS, NINE_IN_TEN, StepTimes, ratio_spread
 from tests.sweep.predict.speed import stated_speeds
+
+pytestmark = pytest.mark.integration
 
 
 def test_ratios_of_published_steps_are_within_their_interval() -> None:
