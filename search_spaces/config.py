@@ -420,11 +420,7 @@ class TrialConfig(BaseModel):
         Knob(
             "kernels",
             in_words(KERNELS),
-            resolved=lambda config: (
-                "hf"
-                if config.is_on_completions and not config.kernels_kind.fuses_layers
-                else config.kernels
-            ),
+            resolved=lambda config: config.kernels_that_matter,
             lean_first=lean_first(KERNELS),
             shapes_base=True,
             traced=_same,
@@ -600,6 +596,13 @@ class TrialConfig(BaseModel):
     def is_on_completions(self) -> bool:
         """Whether its loss is of completions' log-probabilities, without logits as a whole."""
         return self.method_kind.is_on_completions
+
+    @property
+    def kernels_that_matter(self) -> Kernels:
+        """Its layer kernels; without a fused loss where no loss takes the logits as a whole."""
+        if self.is_on_completions and not self.kernels_kind.fuses_layers:
+            return "hf"
+        return self.kernels
 
     @property
     def is_in_trl(self) -> bool:
