@@ -88,7 +88,8 @@ def _graph() -> grimp.ImportGraph:
 
 
 def _modules_of(name: str) -> set[str]:
-    """Return the modules that a file of the package is, or is read by: those beside it."""
+    """Return the modules that a file of the package is, or that name it or its folder; where none
+    does, all beside it."""
     path = Path(name)
     if path.suffix == ".py":
         parts = path.with_suffix("").parts
@@ -98,9 +99,18 @@ def _modules_of(name: str) -> set[str]:
     while folder.parts:
         package = ".".join((PACKAGE, *folder.parts))
         if package in _graph().modules:
-            return {package, *_graph().find_children(package)}
+            beside = {package, *_graph().find_children(package)}
+            return {module for module in beside if _names(module, path)} or beside
         folder = folder.parent
     return set()
+
+
+def _names(module: str, path: Path) -> bool:
+    source = Path(*module.split(".")[1:])
+    files = (ROOT / source.with_suffix(".py"), ROOT / source / "__init__.py")
+    (text,) = [file.read_text(encoding="utf-8") for file in files if file.is_file()]
+    folder = path.parent.name
+    return f'{path.name}"' in text or f'"{folder}"' in text or f'"{folder}/' in text
 
 
 def _room_of_file(name: str) -> str:

@@ -19,7 +19,11 @@ from tests.concerned import CONTRACTS, ROOT, changed_files, concerned
             ["tests/storage", "tests/sweep/predict"],
         ),
         ("storage/lease.py", ["tests/storage", "tests/faults"], ["tests/sweep/training"]),
-        ("search_spaces/prices.yaml", ["tests/search_spaces", "tests/reports"], []),
+        (
+            "search_spaces/prices.yaml",
+            ["tests/search_spaces", "tests/reports"],
+            ["tests/sweep/training"],
+        ),
         ("search_spaces/config.py", ["tests/sweep/export", "tests/sweep/test_api.py"], []),
         ("sweep/cli.py", ["tests/docs", "tests/test_wheel.py"], ["tests/sweep/predict"]),
         ("sweep/data/encoding.py", ["tests/sweep/export"], ["tests/reports"]),
