@@ -23,7 +23,7 @@ def ranking_of(study: OpenStudy) -> Ranking:
     """Return the order of a study's trials as it stands, the same that every reader sees."""
     records = study.records()
     confirmations = study.confirmations()
-    speeds = target_speeds(study.definition, (*records, *confirmations))
+    speeds = target_speeds(study.definition, tuple(records) + tuple(confirmations))
     return rank(records, study.definition, confirmations, target_speeds=speeds)
 
 
@@ -62,7 +62,9 @@ class Confirmation(Source):
             return None
         is_first = lane is not self._lane
         if is_first:
-            self._since = next_number((*self._study.records(), *self._study.confirmations()))
+            trials = list(self._study.records())
+            trials.extend(self._study.confirmations())
+            self._since = next_number(trials)
             self._series = self._series_on(lane, self._budget)
         plan = self._plan(self._series, self._budget).within(self._driver.time.left_seconds)
         wanted = plan.next_run()
@@ -80,9 +82,15 @@ class Confirmation(Source):
         return wanted
 
     def _announce(self, plan: ConfirmationPlan) -> None:
-        numbers = tuple(c.number for c in plan.contenders if c.number is not None)
-        recipes = tuple(c.config for c in plan.contenders if c.number is None)
-        self._driver.on_event(ConfirmationStarted(self._series, numbers, recipes))
+        numbers = []
+        recipes = []
+        for contender in plan.contenders:
+            if contender.number is None:
+                recipes.append(contender.config)
+            else:
+                numbers.append(contender.number)
+        event = ConfirmationStarted(self._series, tuple(numbers), tuple(recipes))
+        self._driver.on_event(event)
 
     def _plan(self, series: int, budget: ConfirmBudget) -> ConfirmationPlan:
         tokens = tokens_of(self._study)

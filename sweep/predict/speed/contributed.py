@@ -61,7 +61,10 @@ def contributed_speed(gpu: str) -> Contributed | None:
     paths = sorted(directory().glob(f"{gpu}.*.jsonl"))
     if not paths:
         return None
-    return _fitted(tuple((path, path.stat().st_mtime_ns) for path in paths))
+    files = []
+    for path in paths:
+        files.append((path, path.stat().st_mtime_ns))
+    return _fitted(tuple(files))
 
 
 @lru_cache(maxsize=8)
