@@ -21,9 +21,9 @@ from scipy.special import stdtrit
 
 from qlora_sweep.reports import units
 from qlora_sweep.reports.figures import BLUE, PageFigure, Section, dashed, framed, whiskers
+from qlora_sweep.reports.view import StudyView
 from qlora_sweep.search_spaces.config import KNOBS, TrialConfig, canonical
 from qlora_sweep.search_spaces.space import SearchSpace
-from qlora_sweep.storage.definition import StudySnapshot
 from qlora_sweep.storage.records import Measurement
 
 DEGREES_ENOUGH = 3
@@ -140,14 +140,14 @@ class Fit:
         return Ratio(*(math.exp(end) for end in ends))
 
 
-def effects_of(snapshot: StudySnapshot) -> Section | None:
+def effects_of(view: StudyView) -> Section | None:
     """Return what a study tells of its settings, in the order of its space's dimensions; None where
     fewer than two trials were measured."""
-    space = snapshot.definition.space
+    space = view.space
     # Of one configuration its last trial counts.
     last = {
         canonical(record.config): (_settings(record.config), record.measurement)
-        for record in sorted(snapshot.records, key=lambda record: record.number)
+        for record in sorted(view.records, key=lambda record: record.number)
         if record.measurement is not None
     }
     measured = list(last.values())
@@ -160,7 +160,7 @@ def effects_of(snapshot: StudySnapshot) -> Section | None:
     of_speed, places = _fitted(settings, timed, lambda one: one.tokens_per_second)
     of_memory, _ = _fitted(settings, measured, lambda one: float(one.peak_allocated_bytes))
     owner = [""] + [one.key for one in settings for _ in places[one.key]]
-    usual, effects = _settings(space.baseline_config()), []
+    usual, effects = _settings(view.baseline_config), []
     for setting in settings[: len(space.dimensions)]:
         for label, weights in setting.changes(usual[setting.key]):
             contrast = np.zeros(len(owner))

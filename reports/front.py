@@ -46,18 +46,18 @@ _CAPTION = (
 
 def front_of(document: Document) -> Section | None:
     """Return the section of the front; None where nothing was tried."""
-    snapshot, columns = document.snapshot, document.columns
-    if not snapshot.records:
+    columns = document.columns
+    if not document.records:
         return None
-    slow = (r for r in document.ranking.of_space if r.verdict is Verdict.PRUNED_SLOW)
-    numbers = {record.number for record in (*fitting(document.ranking.of_space), *slow)}
+    slow = (r for r in document.view.ranking.of_space if r.verdict is Verdict.PRUNED_SLOW)
+    numbers = {record.number for record in (*fitting(document.view.ranking.of_space), *slow)}
     candidates = [row for number, row in document.rows.items() if number in numbers]
     y = next((key for key in AXES if key in columns), "tokens_per_second")
     names = columns["class"].values
     classes = sorted(set(names))
-    winner = document.ranking.winner
+    winner = document.view.ranking.winner
     chosen = ""
-    if winner is not None and document.ranking.is_for_speed_alone and len(classes) > 1:
+    if winner is not None and document.view.ranking.is_for_speed_alone and len(classes) > 1:
         chosen = names[document.rows[winner.number]]
     # The trials on the front of ``first axis|second|class``; the class is empty for all.
     views = {}
@@ -65,7 +65,7 @@ def front_of(document: Document) -> Section | None:
         for name in ("", *classes):
             own = [row for row in candidates if name in ("", names[row])]
             found = pareto(document, own, axes)
-            views["|".join((*axes, name))] = [snapshot.records[row].number for row in found]
+            views["|".join((*axes, name))] = [document.records[row].number for row in found]
     rows = [document.rows[number] for number in views.get(f"{y}|{MEMORY}|{chosen}", ())]
     first = None if winner is None else document.rows[winner.number]
     shown = [key for key in columns if key in ("number", "changes", *AXES)]
@@ -96,7 +96,7 @@ def pareto(document: Document, rows: Sequence[int], axes: tuple[str, str]) -> li
     columns = [document.columns[axis].values for axis in axes]
     known = (row for row in rows if all(of[row] is not None for of in columns))
     points = [(*(s * of[row] for s, of in zip(signs, columns, strict=True)), row) for row in known]
-    winner = document.ranking.winner
+    winner = document.view.ranking.winner
     kept = None
     if winner is not None and axes == (document.speed_key, MEMORY):
         kept = document.rows[winner.number]
@@ -111,8 +111,8 @@ def pareto(document: Document, rows: Sequence[int], axes: tuple[str, str]) -> li
 
 
 def _figure(document: Document, front: Sequence[int], y: str) -> go.Figure:
-    records, columns = document.snapshot.records, document.columns
-    budget = document.snapshot.definition.target.budget_bytes / document.unit.bytes
+    records, columns = document.records, document.columns
+    budget = document.view.gpu.budget_bytes / document.unit.bytes
     ended = {record.verdict for record in records if record.measurement is None}
     lanes = [verdict for verdict in Verdict if verdict in ended]
     below, tall = 40 * len(lanes), 360 if y in columns else 10
@@ -194,7 +194,7 @@ def _figure(document: Document, front: Sequence[int], y: str) -> go.Figure:
 
 def _need(document: Document, record: TrialRecord) -> tuple[float | None, bool]:
     """Return what a trial without a speed needs, and whether that is a lower bound."""
-    need = need_of(record, budget_bytes=document.snapshot.definition.target.budget_bytes)
+    need = need_of(record, budget_bytes=document.view.gpu.budget_bytes)
     if need is not None:
         return need.allocated_bytes / document.unit.bytes, need.is_lower_bound
     predicted = predicted_need(record)
@@ -204,8 +204,8 @@ def _need(document: Document, record: TrialRecord) -> tuple[float | None, bool]:
 def _intervals(document: Document, rows: Sequence[int]) -> dict[str, Any]:
     """Return the 95 % intervals of measured speeds as error bars; none where there are none."""
     # What was measured again has the speed and the interval of those runs.
-    effective = {record.number: record for record in document.ranking.records}
-    searched = (document.snapshot.records[row] for row in rows)
+    effective = {record.number: record for record in document.view.ranking.records}
+    searched = (document.records[row] for row in rows)
     measured = [measured_of(effective.get(record.number, record)) for record in searched]
     speeds = [one.tokens_per_second for one in measured]
     ends = [one.speed_interval or (one.tokens_per_second,) * 2 for one in measured]
@@ -224,8 +224,10 @@ def _apart(front: Sequence[int], across: Sequence[Any], up: Sequence[Any]) -> li
 
 def _measured(document: Document, front: Sequence[int], y: str) -> Iterator[go.Scatter]:
     """Yield what was measured: all of it faded, the front joined, winner and baseline marked."""
-    columns, records, rows = document.columns, document.snapshot.records, document.rows
-    ranking = document.ranking
+    columns = document.columns
+    records = document.records
+    rows = document.rows
+    ranking = document.view.ranking
     across, up = (columns[key].values for key in (MEMORY, y))
 
     def trace(name: str, chosen: Sequence[int], meta: str, **look: Any) -> go.Scatter:

@@ -36,13 +36,13 @@ _TICKS_MOST = 8
 def search_of(document: Document) -> Section | None:
     """Return how a search went, by the first of its objectives; None where fewer than two trials
     fitted."""
-    objective = document.snapshot.definition.space.objectives[0]
+    objective = document.view.objectives[0]
     known = {"peak_memory": "peak_allocated", "tokens_per_second": document.speed_key}
     key: str = known.get(objective, objective)
     column = document.columns.get(key)
     if column is None:
         return None
-    records, of_space = document.snapshot.records, {r.number for r in document.ranking.of_space}
+    records, of_space = document.records, {r.number for r in document.view.ranking.of_space}
     rows = [
         row
         for row, value in enumerate(column.values)
@@ -89,7 +89,7 @@ class _Axis:
 
 
 def _history(document: Document, key: str, rows: Sequence[int]) -> PageFigure:
-    column, records = document.columns[key], document.snapshot.records
+    column, records = document.columns[key], document.records
     figure = go.Figure(layout=framed(300))
     fitting = [row for row in rows if records[row].verdict is Verdict.FITS]
     better = max if AXES[key] else min
@@ -126,7 +126,7 @@ def _history(document: Document, key: str, rows: Sequence[int]) -> PageFigure:
 
 
 def _slices(document: Document, key: str, rows: Sequence[int], axes: Sequence[_Axis]) -> PageFigure:
-    column, records = document.columns[key], document.snapshot.records
+    column, records = document.columns[key], document.records
     down = -(-len(axes) // 4)
     figure = make_subplots(down, 4, shared_yaxes="all", vertical_spacing=0.5 / down / 1.5)
     numbers = [records[row].number for row in rows]
@@ -157,7 +157,7 @@ def _slices(document: Document, key: str, rows: Sequence[int], axes: Sequence[_A
 
 def quality_of(document: Document) -> Section | None:
     """Return the section on held-out losses; None of a study that has none."""
-    ranking = document.ranking
+    ranking = document.view.ranking
     judged = [r for r in ranking.ranked if measured_of(r).quality is not None]
     if "eval_loss" not in ranking.objectives or not judged:
         return None
