@@ -30,7 +30,8 @@ from qlora_sweep.reports.document import Document, document_of
 from qlora_sweep.reports.effects import effects_of
 from qlora_sweep.reports.figures import PageFigure, Section, themes
 from qlora_sweep.reports.front import front_of
-from qlora_sweep.reports.search import quality_of, search_of
+from qlora_sweep.reports.quality import quality_of
+from qlora_sweep.reports.search import search_of
 from qlora_sweep.reports.sections import next_steps_of, texts_of, trials_of
 from qlora_sweep.reports.trust import trust_of
 from qlora_sweep.reports.view import view_of
