@@ -86,7 +86,7 @@ class _Setting:
     def columns(self, values: Sequence[Any]) -> list[list[float]]:
         """Return one column for a slope, else one for each value but the first."""
         if self.is_slope:
-            return [[self.scale(value) for value in values]]
+            return [list(map(self.scale, values))]
         return [[float(value == level) for value in values] for level in self.levels[1:]]
 
     def changes(self, usual: Any) -> Iterator[tuple[str, list[float]]]:
@@ -142,7 +142,9 @@ class Fit:
     def aliases(self, contrast: Vector) -> list[int]:
         """Return the columns that the trials do not tell a contrast, (columns,), apart from."""
         outside = np.abs(contrast - contrast @ self._inverse @ self.matrix)  # (columns,)
-        return [int(at) for at in np.argsort(-outside, kind="stable") if outside[at] > _SAME]
+        order = np.argsort(-outside, kind="stable")
+        aliases: list[int] = order[outside[order] > _SAME].tolist()
+        return aliases
 
     def ratio(self, contrast: Vector) -> Ratio | None:
         """Return a change with Student's interval; None where the trials do not determine it."""
@@ -211,8 +213,10 @@ _Trial = tuple[Mapping[str, Any], Measurement]
 def _settings(config: TrialConfig) -> Mapping[str, Any]:
     """Return what a configuration sets, alike for two that train alike."""
     # What follows from another setting where it is not written out is no difference of its own.
-    written = {key: getattr(config, key) for key in ("lora_alpha", "effective_batch_size")}
-    return canonical(config).model_dump(mode="python") | written
+    settings = canonical(config).model_dump(mode="python")
+    settings["lora_alpha"] = config.lora_alpha
+    settings["effective_batch_size"] = config.effective_batch_size
+    return settings
 
 
 def _varied(space: SearchSpace, measured: Sequence[_Trial], *, trials: int) -> list[_Setting]:
@@ -317,7 +321,9 @@ def _figure(effects: Sequence[Effect]) -> PageFigure:
         }
         figure.update_layout({f"xaxis{axis}": layout})
         figure.add_shape(dashed(1.0) | {"xref": f"x{axis}"})
-    labels = [escape(effect.label).replace(" → ", "<br>→ ") for effect in effects]
+    labels = []
+    for effect in effects:
+        labels.append(escape(effect.label).replace(" → ", "<br>→ "))
     rows = {"tickvals": list(range(len(effects))), "ticktext": labels, "autorange": "reversed"}
     figure.update_layout(showlegend=False, yaxis=rows | {"zeroline": False})
     caption = (
