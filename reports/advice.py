@@ -24,7 +24,9 @@ def how_to_go_faster(view: StudyView) -> list[str]:
         advice = list(_why_nothing_fits(view))
     else:
         advice = list(_for_the_winner(view, view.winner))
-    failed = sum(record.verdict in records.RETRYABLE for record in view.snapshot.trials)
+    failed = 0
+    for record in view.snapshot.trials:
+        failed += record.verdict in records.RETRYABLE
     if failed:
         trials = units.plural(failed, "trial")
         advice.append(f"Unknown so far: {trials} crashed, timed out or got lost.")
@@ -43,7 +45,7 @@ def _for_the_winner(view: StudyView, winner: records.TrialRecord) -> Iterator[st
                 f"{', '.join(fixed)}."
             )
     size = space.size()
-    tried = len({canonical(record.config) for record in view.ranking.of_space})
+    tried = len({canonical(record.config) for record in view.of_space})
     if size is not None and tried < size:
         yield (
             f"More trials: {tried:,} of the {size:,} configurations of the space have been tried; "
@@ -107,7 +109,7 @@ def _edges(view: StudyView, winner: records.TrialRecord) -> Iterator[str]:
     of the dataset is as long."""
     space = view.space
     config = winner.config
-    limit = ModelSpec.from_json(view.snapshot.definition.model).max_positions
+    limit = ModelSpec.from_json(view.definition.model).max_positions
     is_uncut = winner.epoch is not None and winner.epoch.is_whole
     is_enough = {
         "micro_batch_size": space.fixed.get("effective_batch_size") == config.micro_batch_size,

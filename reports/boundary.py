@@ -67,7 +67,7 @@ def boundary_of(document: Document) -> Section | None:
     A baseline that the space does not hold is left out: it differs in what the space fixes.
     """
     view = document.view
-    records = view.ranking.of_space
+    records = view.of_space
     if not records:
         return None
     configs = [canonical(record.config) for record in records]
@@ -114,7 +114,7 @@ def boundary_of(document: Document) -> Section | None:
 def _nearest(document: Document) -> Iterator[tuple[str, ...]]:
     """Yield what came nearest to fitting: trial, changes, need, excess, predicted tokens/s."""
     view = document.view
-    for record in nearest_to_fitting(view.ranking.of_space)[:NEAREST_SHOWN]:
+    for record in nearest_to_fitting(view.of_space)[:NEAREST_SHOWN]:
         need = _need(view, record)
         yield (
             str(record.number),
@@ -140,7 +140,7 @@ class _Cells:
     @cached_property
     def fastest(self) -> float:
         """The speed that the others are shares of."""
-        return max(map(self._speed, self.document.view.ranking.of_space), default=0.0)
+        return max(map(self._speed, self.document.view.of_space), default=0.0)
 
     def _speed(self, record: TrialRecord) -> float:
         """Return the speed of a trial that decides; 0 of one that was not measured."""

@@ -73,10 +73,10 @@ def decision_of(view: StudyView, work: AskedWork | None = None) -> Decision:
         advice = how_to_go_faster(view)
     else:
         choice = _choice(view, view.winner, work or AskedWork())
-        if not view.ranking.is_settled:
+        if not view.is_settled:
             command = sentences.commands(view)[0]
-    if view.snapshot.offer is not None:
-        price_source = view.snapshot.offer.source
+    if view.offer is not None:
+        price_source = view.offer.source
     return Decision(
         headline=sentences.headline(view),
         command=command,

@@ -85,7 +85,7 @@ class Document:
     @property
     def speed_key(self) -> str:
         """The column of the speed that decides."""
-        if self.view.ranking.is_predicted:
+        if self.view.is_predicted:
             return "target_tokens_per_second"
         return "tokens_per_second"
 

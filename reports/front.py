@@ -84,7 +84,7 @@ def front_of(document: Document) -> Section | None:
 
 def _candidates(document: Document) -> list[int]:
     """Return the rows of what fits, each configuration once, and of what was stopped as slow."""
-    of_space = document.view.ranking.of_space
+    of_space = document.view.of_space
     rows = [document.rows[record.number] for record in fitting(of_space)]
     for record in of_space:
         if record.verdict is Verdict.PRUNED_SLOW:

@@ -20,7 +20,7 @@ def search_of(document: Document) -> Section | None:
     column = document.columns.get(key)
     if column is None:
         return None
-    of_space = {record.number for record in document.view.ranking.of_space}
+    of_space = {record.number for record in document.view.of_space}
     rows = []
     fitting = []
     for row, record in enumerate(document.records):

@@ -28,7 +28,7 @@ def next_steps_of(view: StudyView) -> Section | None:
 
 def texts_of(view: StudyView) -> Section | None:
     """Return what the report says of a study's dataset; None of a study without."""
-    texts = view.snapshot.definition.texts
+    texts = view.definition.texts
     if texts is None:
         return None
     counted = "loss on every token"
@@ -64,7 +64,7 @@ def _by_length(view: StudyView) -> Iterator[tuple[str, ...]]:
     """Yield the fastest of each length: length, trial, tokens/s, share of the tokens that it cuts
     off or leaves out, epoch."""
     fastest: dict[int, TrialRecord] = {}
-    for record in sorted(view.ranking.ranked, key=view.speed_of, reverse=True):
+    for record in sorted(view.ranked, key=view.speed_of, reverse=True):
         fastest.setdefault(record.config.seq_len, record)
     for length, record in sorted(fastest.items()):
         epoch = view.epoch_of(record)

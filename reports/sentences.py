@@ -49,7 +49,7 @@ def headline(view: StudyView) -> str:
     named = in_words(winner.config, view.baseline_config)
     if canonical(winner.config) == canonical(view.baseline_config):
         named = f"the baseline itself, {named}"
-    best = words.best_by(view.objectives, is_confirmed=view.ranking.is_settled)
+    best = words.best_by(view.objectives, is_confirmed=view.is_settled)
     return f"{best} is trial {winner.number}, {named}."
 
 
@@ -92,7 +92,7 @@ def facts(view: StudyView) -> Iterator[tuple[str, str]]:
     if view.records:
         trials += f": {words.verdict_words(view.records)}"
     yield "trials", trials
-    for warning in view.snapshot.warnings:
+    for warning in view.warnings:
         yield "warning", warning
 
 
@@ -137,7 +137,7 @@ def _loss(measured: Measurement, quality: QualityReport) -> str:
 
 def _cost(view: StudyView, cost: Cost) -> str:
     """Return what tokens cost as the winner trains, and the offer that says so."""
-    offer = view.snapshot.offer
+    offer = view.offer
     assert offer is not None, "what has a cost has an offer"
     basis = f"{offer.label} at ${offer.usd_per_hour:,.2f} an hour, as of {offer.date}"
     low = cost.usd_per_million_tokens_low
@@ -167,7 +167,7 @@ def speed_on_target(view: StudyView, record: TrialRecord) -> str:
             return f"{measured.samples_per_second:.3g} pairs/s, {rate} tokens/s ({sureness})"
         return f"{rate} tokens/s ({sureness})"
     host = f"measured on {view.gpu.emulated_on}"
-    if view.snapshot.definition.target.recorded is not None:
+    if view.definition.target.recorded is not None:
         host = f"recorded on {view.gpu.emulated_on}"
     speed = view.target_speed(record)
     if speed is None:
@@ -321,14 +321,14 @@ def _soak(measured: Measurement) -> str:
 def _tied(view: StudyView) -> str:
     """Return what is statistically indistinguishable from the winner, with the memory of each,
     those of the least first."""
-    tied = (record for record in view.ranking.ranked if record.number in view.tied)
+    tied = (record for record in view.ranked if record.number in view.tied)
     peaks = sorted((measured_of(record).peak_allocated_bytes, record.number) for record in tied)
     return ", ".join(f"trial {number} ({units.gib(peak)})" for peak, number in peaks)
 
 
 def notes(view: StudyView) -> Iterator[str]:
     """Yield what a reader must know before believing a number: emulation, progress, warnings."""
-    emulation = words.emulation_note(view.snapshot.definition.target)
+    emulation = words.emulation_note(view.definition.target)
     if emulation:
         yield emulation
     if view.snapshot.holder is not None:
@@ -338,7 +338,7 @@ def notes(view: StudyView) -> Iterator[str]:
             f"Speeds of trials that were not measured again are shown times "
             f"{view.ranking.scale:.2f}, so that they compare with those measured side by side."
         )
-    yield from view.snapshot.warnings
+    yield from view.warnings
 
 
 def stopped_words(snapshot: StudySnapshot) -> str:
@@ -357,7 +357,7 @@ def stopped_words(snapshot: StudySnapshot) -> str:
 def commands(view: StudyView) -> tuple[str, ...]:
     """Return what to type next, of a study that has an answer: to be surer, to train, to take it
     elsewhere, and for the whole configuration."""
-    is_surface = view.snapshot.definition.target.recorded is not None and not view.snapshot.identity
+    is_surface = view.definition.target.recorded is not None and not view.snapshot.identity
     if view.winner is None or is_surface:
         return ()
     name = shlex.quote(view.study)
@@ -372,7 +372,7 @@ def commands(view: StudyView) -> tuple[str, ...]:
     if view.winner.config.trainer == "sweep":
         export = f"sweep export {name} --format script"
     lines = (f"{train} --output adapter", export, f"sweep best {name} --json")
-    if view.ranking.is_settled:
+    if view.is_settled:
         return lines
     return (f"sweep confirm {name}",) + lines
 

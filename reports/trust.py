@@ -40,11 +40,11 @@ def trust_of(document: Document) -> Section:
     return Section(
         summary=", ".join(summary),
         accuracy=accuracies,
-        steps=[_steps(document, record) for record in view.ranking.ranked[:TOP_SHOWN]],
+        steps=[_steps(document, record) for record in view.ranked[:TOP_SHOWN]],
         spent=list(_spent(document)),
         memory=_memory(document),
         parts=list(_memory_parts(document)),
-        changes=view.snapshot.warnings,
+        changes=view.warnings,
         facts=environment_rows(view),
         figures=figures,
     )

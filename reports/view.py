@@ -14,9 +14,10 @@ from qlora_sweep.reports import units
 from qlora_sweep.search_spaces.config import TrialConfig
 from qlora_sweep.search_spaces.costs import usd_per_training_second
 from qlora_sweep.search_spaces.learning_rates import LearningRate, learning_rate_of
+from qlora_sweep.search_spaces.prices import Offer
 from qlora_sweep.search_spaces.quality import KnownQuality
 from qlora_sweep.search_spaces.space import Objective, SearchSpace
-from qlora_sweep.storage.definition import StudySnapshot, TargetSpeed
+from qlora_sweep.storage.definition import StudyDefinition, StudySnapshot, TargetSpeed
 from qlora_sweep.storage.ranking import (
     ClassBest,
     NoGain,
@@ -250,9 +251,44 @@ class StudyView(_Part):
         return self.snapshot.records
 
     @property
+    def of_space(self) -> tuple[TrialRecord, ...]:
+        """The trials whose configuration the space holds, by number."""
+        return self.ranking.of_space
+
+    @property
+    def ranked(self) -> tuple[TrialRecord, ...]:
+        """The trials of the space that fit, the recommended one first."""
+        return self.ranking.ranked
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether nothing is left to be measured again."""
+        return self.ranking.is_settled
+
+    @property
+    def is_predicted(self) -> bool:
+        """Whether what is predicted of the target decides, as another GPU stood in for it."""
+        return self.ranking.is_predicted
+
+    @property
+    def definition(self) -> StudyDefinition:
+        """What was asked: the space, the model, the target GPU, the dataset."""
+        return self.snapshot.definition
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """What a reader of the study must know."""
+        return self.snapshot.warnings
+
+    @property
+    def offer(self) -> Offer | None:
+        """The price of its GPU; None where none is known."""
+        return self.snapshot.offer
+
+    @property
     def space(self) -> SearchSpace:
         """What was searched."""
-        return self.ranking.definition.space
+        return self.definition.space
 
     @property
     def baseline_config(self) -> TrialConfig:

@@ -51,8 +51,8 @@ def best_text(snapshot: StudySnapshot, *, width: int | None = None) -> str:
     view = view_of(snapshot)
     host = ""
     if view.gpu.emulated_on is not None:
-        told = "predicted on" if view.ranking.is_predicted else "measured on"
-        name = view.gpu.name if view.ranking.is_predicted else view.gpu.emulated_on
+        told = "predicted on" if view.is_predicted else "measured on"
+        name = view.gpu.name if view.is_predicted else view.gpu.emulated_on
         host = f" ({told} {name})"
     others, fastest = list(sentences.runners_up(view)), list(sentences.classes(view))
     named = "Runners-up"
