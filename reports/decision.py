@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import yaml
 
-from qlora_sweep.reports import sentences, units, words
+from qlora_sweep.reports import answer, units, words
 from qlora_sweep.reports.advice import how_to_go_faster
 from qlora_sweep.reports.comparison import training_words
 from qlora_sweep.reports.view import StudyView
@@ -74,27 +74,27 @@ def decision_of(view: StudyView, work: AskedWork | None = None) -> Decision:
     else:
         choice = _choice(view, view.winner, work or AskedWork())
         if not view.is_settled:
-            command = sentences.commands(view)[0]
+            command = answer.commands(view)[0]
     if view.offer is not None:
         price_source = view.offer.source
     return Decision(
-        headline=sentences.headline(view),
+        headline=answer.headline(view),
         command=command,
         choice=choice,
         alternatives=tuple(_alternatives(view)),
         price_source=price_source,
-        notes=tuple(sentences.notes(view)),
+        notes=tuple(answer.notes(view)),
         advice=tuple(advice),
     )
 
 
 def _choice(view: StudyView, winner: TrialRecord, work: AskedWork) -> Choice:
     measured = measured_of(winner)
-    what = sentences.in_words(winner.config, view.baseline_config)
+    what = answer.in_words(winner.config, view.baseline_config)
     flags = words.flags_in_words(measured)
     if flags:
         what += f"; {flags}"
-    facts = list(sentences.winner_facts(view, winner))
+    facts = list(answer.winner_facts(view, winner))
     if not work.is_asked and winner.epoch is not None:
         work = AskedWork(tokens=winner.epoch.loss_tokens)
     training = training_words(view.snapshot, winner, work)
@@ -111,7 +111,7 @@ def _choice(view: StudyView, winner: TrialRecord, work: AskedWork) -> Choice:
 
 def _recipes(view: StudyView, record: TrialRecord) -> Iterator[tuple[str, str]]:
     """Yield what there is to copy: the command that writes a script of it, and its values."""
-    if sentences.commands(view):
+    if answer.commands(view):
         script = f"sweep export {shlex.quote(view.study)} --format script"
         yield "command", f"{script} --trial {record.number}"
     values = record.config.model_dump(mode="json")
@@ -131,10 +131,10 @@ def _alternatives(view: StudyView) -> Iterator[tuple[str, str]]:
             titles.setdefault(record.number, []).append(title)
     for number, record in answers.items():
         parts = (
-            sentences.speed_on_target(view, record),
+            answer.speed_on_target(view, record),
             units.gib(measured_of(record).peak_allocated_bytes),
-            f"gain {sentences.gain_clause(view, record)}",
-            sentences.in_words(record.config, view.baseline_config),
+            f"gain {answer.gain_clause(view, record)}",
+            answer.in_words(record.config, view.baseline_config),
         )
         yield "; ".join(titles[number]), f"trial {number}: {'; '.join(parts)}"
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from plotly.subplots import make_subplots
 
+from qlora_sweep.reports.answer import rank_claim
 from qlora_sweep.reports.document import Document
 from qlora_sweep.reports.figures import AMBER, BLUE, PageFigure, Section, digits, framed, whiskers
-from qlora_sweep.reports.sentences import rank_claim
 from qlora_sweep.reports.words import held_out
 from qlora_sweep.storage.ranking import measured_of
 from qlora_sweep.storage.records import QualityReport, TrialRecord

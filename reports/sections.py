@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from qlora_sweep.reports import sentences, units, words
+from qlora_sweep.reports import answer, units, words
 from qlora_sweep.reports.advice import how_to_go_faster
 from qlora_sweep.reports.figures import Section
 from qlora_sweep.reports.view import StudyView
@@ -19,10 +19,10 @@ def next_steps_of(view: StudyView) -> Section | None:
     if view.winner is None:
         return None
     return Section(
-        commands=sentences.commands(view),
+        commands=answer.commands(view),
         configuration=json.dumps(view.winner.config.model_dump(mode="json"), indent=2),
         advice=how_to_go_faster(view),
-        confirmations=list(sentences.confirmed_rows(view)),
+        confirmations=list(answer.confirmed_rows(view)),
     )
 
 

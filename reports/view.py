@@ -1,6 +1,6 @@
 """What is known of a study, in numbers: the document of ``sweep best STUDY --json``.
 
-The terminal and the page are words over it (`reports.sentences`).
+The terminal and the page are words over it (`reports.answer`).
 """
 
 from __future__ import annotations

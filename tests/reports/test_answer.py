@@ -14,15 +14,15 @@ import pytest
 import yaml
 
 from qlora_sweep.reports.advice import how_to_go_faster
-from qlora_sweep.reports.decision import Choice, decision_of
-from qlora_sweep.reports.page import render
-from qlora_sweep.reports.sections import texts_of
-from qlora_sweep.reports.sentences import (
+from qlora_sweep.reports.answer import (
     confirmed_rows,
     facts,
     headline,
     rank_claim,
 )
+from qlora_sweep.reports.decision import Choice, decision_of
+from qlora_sweep.reports.page import render
+from qlora_sweep.reports.sections import texts_of
 from qlora_sweep.reports.view import view_of
 from qlora_sweep.reports.words import cut_in_words
 from qlora_sweep.search_spaces.config import TrialConfig

@@ -8,9 +8,9 @@ from dataclasses import replace
 
 import pytest
 
+from qlora_sweep.reports.answer import headline, speed_on_target
 from qlora_sweep.reports.document import document_of
 from qlora_sweep.reports.front import MEMORY, front_of
-from qlora_sweep.reports.sentences import headline, speed_on_target
 from qlora_sweep.reports.view import view_of
 from qlora_sweep.search_spaces.config import TrialConfig
 from qlora_sweep.search_spaces.gpus import GIB, find_gpu
