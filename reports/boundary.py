@@ -7,14 +7,17 @@ and one that was not tried what is predicted of it where that is at hand.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from operator import attrgetter
 from typing import Literal
 
 from qlora_sweep.reports import units, words
 from qlora_sweep.reports.document import Document
 from qlora_sweep.reports.figures import Section
+from qlora_sweep.reports.view import StudyView
 from qlora_sweep.reports.words import VERDICT_LABELS
 from qlora_sweep.search_spaces.config import KNOBS, SIZE_KEYS, canonical
 from qlora_sweep.storage.ranking import fitting, measured_of
@@ -24,10 +27,11 @@ from qlora_sweep.storage.records import (
     TrialRecord,
     Verdict,
     nearest_to_fitting,
-    need_of,
 )
 
 PANEL_KEYS = ("checkpoint_fraction", "kernels")
+_OF_CELLS = SIZE_KEYS + ("lora_alpha", "effective_batch_size")
+"""What the place of a cell says, or follows from that."""
 NEAREST_SHOWN = 3
 _EXPECTED = {
     "yes": ("○", "predicted to fit"),
@@ -62,62 +66,67 @@ def boundary_of(document: Document) -> Section | None:
 
     A baseline that the space does not hold is left out: it differs in what the space fixes.
     """
-    budget, records = document.snapshot.definition.target.budget_bytes, document.ranking.of_space
+    view = document.view
+    records = view.of_space
     if not records:
         return None
-    varying = [key for key in KNOBS if len({_value(r, key) for r in records}) > 1]
-    keys = [key for key in PANEL_KEYS if key in varying]
-    groups: dict[tuple[object, ...], list[TrialRecord]] = {}
-    for record in sorted(records, key=lambda r: tuple(str(_value(r, key)) for key in keys)):
-        groups.setdefault(tuple(_value(record, key) for key in keys), []).append(record)
-    lengths = sorted({record.config.seq_len for record in records})
-    batches = sorted({record.config.micro_batch_size for record in records})
+    configs = [canonical(record.config) for record in records]
+    values_of = {key: set(map(attrgetter(key), configs)) for key in KNOBS}
+    varying = [key for key in KNOBS if len(values_of[key]) > 1]
+    panel_keys = [key for key in PANEL_KEYS if key in varying]
+    # A group: the trials of one panel, by the values of the panel's keys.
+    groups: dict[tuple[object, ...], list[TrialRecord]] = defaultdict(list)
+    for record, config in zip(records, configs, strict=True):
+        groups[tuple(getattr(config, key) for key in panel_keys)].append(record)
+    lengths = sorted(values_of["seq_len"])
+    batches = sorted(values_of["micro_batch_size"])
     cells = _Cells(document)
-    winner = document.ranking.winner
-    first = max(groups, key=lambda group: (winner in groups[group], len(groups[group])))
+    order = sorted(groups, key=lambda values: list(map(str, values)))
+    opened = max(order, key=lambda values: (view.winner in groups[values], len(groups[values])))
     panels = []
-    for values, group in groups.items():
-        named = map(units.phrase, keys, values)
+    for values in order:
+        phrases = map(units.phrase, panel_keys, values)
+        rows = []
+        for batch in batches:
+            rows.append((batch, list(cells.row(groups[values], batch, lengths))))
         panels.append(
             Section(
-                title=", ".join(map(units.short, named)) or "all trials",
-                trials=len(group),
-                rows=[(batch, list(cells.row(group, batch, lengths))) for batch in batches],
-                is_open=values == first,
+                title=", ".join(map(units.short, phrases)) or "all trials",
+                trials=len(groups[values]),
+                rows=rows,
+                is_open=values == opened,
             )
         )
-    of_cells = (*SIZE_KEYS, "lora_alpha", "effective_batch_size", *keys)
+    best_over = []
+    for key in varying:
+        if key not in _OF_CELLS and key not in panel_keys:
+            best_over.append(KNOBS[key].label)
     return Section(
         lengths=lengths,
         panels=panels,
-        # A cell is the best over these.
-        best_over=[KNOBS[key].label for key in varying if key not in of_cells],
-        nearest=[_nearest(document, r) for r in nearest_to_fitting(records)[:NEAREST_SHOWN]],
-        budget=units.gib(budget, document.unit),
+        best_over=best_over,
+        nearest=list(_nearest(document)),
+        budget=units.gib(view.gpu.budget_bytes, document.unit),
         unit=document.unit.name,
     )
 
 
-def _value(record: TrialRecord, key: str) -> object:
-    return getattr(canonical(record.config), key)
+def _nearest(document: Document) -> Iterator[tuple[str, ...]]:
+    """Yield what came nearest to fitting: trial, changes, need, excess, predicted tokens/s."""
+    view = document.view
+    for record in nearest_to_fitting(view.of_space)[:NEAREST_SHOWN]:
+        need = _need(view, record)
+        yield (
+            str(record.number),
+            view.changes(record),
+            words.need(need, document.unit),
+            words.excess(need, budget_bytes=view.gpu.budget_bytes),
+            units.rate(view.ranking.expected_speed(record)),
+        )
 
 
-def _nearest(document: Document, record: TrialRecord) -> tuple[str, ...]:
-    """Return what did not fit: trial, changes, need, excess, predicted tokens/s."""
-    definition, ranking = document.snapshot.definition, document.ranking
-    need = _need(record, definition.target.budget_bytes)
-    expected = ranking.expected_speed(record)
-    return (
-        str(record.number),
-        units.changes(record.config, baseline=definition.space.baseline_config()),
-        words.need(need, document.unit),
-        words.excess(need, budget_bytes=definition.target.budget_bytes),
-        units.rate(expected),
-    )
-
-
-def _need(record: TrialRecord, budget_bytes: int) -> Need:
-    need = need_of(record, budget_bytes=budget_bytes)
+def _need(view: StudyView, record: TrialRecord) -> Need:
+    need = view.need_of(record)
     assert need is not None, "what did not fit has a need"
     return need
 
@@ -131,11 +140,13 @@ class _Cells:
     @cached_property
     def fastest(self) -> float:
         """The speed that the others are shares of."""
-        return max(map(self._speed, self.document.ranking.of_space), default=0.0)
+        return max(map(self._speed, self.document.view.of_space), default=0.0)
 
     def _speed(self, record: TrialRecord) -> float:
         """Return the speed of a trial that decides; 0 of one that was not measured."""
-        return 0.0 if record.measurement is None else self.document.ranking.speed_of(record)
+        if record.measurement is None:
+            return 0.0
+        return self.document.view.speed_of(record)
 
     def row(
         self, group: Sequence[TrialRecord], batch: int, lengths: Iterable[int]
@@ -143,26 +154,37 @@ class _Cells:
         """Yield the cells of one micro-batch of a panel."""
         # What was not tried is as the panel's fastest at that size.
         model = max(group, key=self._speed)
-        of_batch = [record for record in group if record.config.micro_batch_size == batch]
+        by_length: dict[int, list[TrialRecord]] = defaultdict(list)
+        for record in group:
+            if record.config.micro_batch_size == batch:
+                by_length[record.config.seq_len].append(record)
         for length in lengths:
-            here = [record for record in of_batch if record.config.seq_len == length]
-            yield self._tried(here) if here else self._expected(model, batch, length)
+            if length in by_length:
+                yield self._tried(by_length[length])
+            else:
+                yield self._expected(model, batch, length)
 
     def _expected(self, model: TrialRecord, batch: int, length: int) -> Cell:
         if not model.config.takes_micro_batch(batch):
             return Cell("untried")
-        snapshot = self.document.snapshot
+        view = self.document.view
         config = model.config.changed(micro_batch_size=batch, seq_len=length)
-        forecast = snapshot.memory_forecasts.get(config)
-        if forecast is None or snapshot.definition.space.params_of(config) is None:
+        forecast = view.snapshot.memory_forecasts.get(config)
+        if forecast is None or view.space.params_of(config) is None:
             return Cell("untried")
-        (text, words), peak = _EXPECTED[forecast.fits], forecast.peak_allocated_bytes
+        mark, words = _EXPECTED[forecast.fits]
+        peak = forecast.peak_allocated_bytes
         need = f"{units.gib(peak, self.document.unit)} as trial {model.number} otherwise"
-        return Cell("expected", text, self._size(peak), f"not tried, {words}: {need}")
+        return Cell("expected", mark, self._size(peak), f"not tried, {words}: {need}")
 
     def _tried(self, records: Sequence[TrialRecord]) -> Cell:
-        unfit = [record for record in records if record.verdict in OUT_OF_MEMORY]
-        measured = [record for record in records if record.measurement is not None]
+        unfit = []
+        measured = []
+        for record in records:
+            if record.verdict in OUT_OF_MEMORY:
+                unfit.append(record)
+            elif record.measurement is not None:
+                measured.append(record)
         best = max(fitting(records) or measured, key=self._speed, default=None)
         if best is not None:
             return self._measured(best, len(records), len(unfit))
@@ -172,36 +194,43 @@ class _Cells:
         return Cell("unknown", "?", "", f"{VERDICT_LABELS[last.verdict]}: no speed", 0, last.number)
 
     def _measured(self, best: TrialRecord, tried: int, unfit: int) -> Cell:
-        is_whole, speed = best.verdict is Verdict.FITS, self._speed(best)
+        speed = self._speed(best)
         peak = measured_of(best).peak_allocated_bytes
-        part = "" if is_whole else " so far: it was stopped as too slow"
-        beside = f"; {unfit} of {units.plural(tried, 'trial')} here did not fit" if unfit else ""
-        return Cell(
-            "fits" if is_whole else "partial",
-            f"{'' if is_whole else '~'}{units.short_rate(speed)}{' ◩' if unfit else ''}",
-            self._size(peak),
-            f"trial {best.number}: {units.rate(speed)} tokens/s{part}, "
-            f"peak {units.gib(peak, self.document.unit)}, best of {tried}{beside}",
-            speed / self.fastest,
-            best.number,
-        )
+        kind: CellKind = "fits"
+        text = units.short_rate(speed)
+        rate = f"{units.rate(speed)} tokens/s"
+        if best.verdict is not Verdict.FITS:
+            kind = "partial"
+            text = f"~{text}"
+            rate += " so far: it was stopped as too slow"
+        size = units.gib(peak, self.document.unit)
+        words = f"trial {best.number}: {rate}, peak {size}, best of {tried}"
+        if unfit:
+            text += " ◩"
+            words += f"; {unfit} of {units.plural(tried, 'trial')} here did not fit"
+        return Cell(kind, text, self._size(peak), words, speed / self.fastest, best.number)
 
     def _unfit(self, records: Sequence[TrialRecord], tried: int) -> Cell:
         """Return the cell of what did not fit: where a trial ran out a fact, else as predicted."""
+        kind: CellKind = "refused"
+        mark = "△"
         real = [record for record in records if record.verdict is Verdict.OOM]
-        budget = self.document.snapshot.definition.target.budget_bytes
-        needs = [(_need(record, budget), record) for record in real or records]
-        need, nearest = min(needs, key=lambda pair: (pair[0].allocated_bytes, pair[1].number))
-        return Cell(
-            "oom" if real else "refused",
-            "✕" if real else "△",
-            f"{'≥ ' if need.is_lower_bound else ''}{self._size(need.allocated_bytes)}",
+        if real:
+            kind = "oom"
+            mark = "✕"
+            records = real
+        view = self.document.view
+        nearest = min(records, key=lambda r: (_need(view, r).allocated_bytes, r.number))
+        need = _need(view, nearest)
+        memory = self._size(need.allocated_bytes)
+        if need.is_lower_bound:
+            memory = f"≥ {memory}"
+        sentence = (
             f"trial {nearest.number}: {VERDICT_LABELS[nearest.verdict]}, needs "
-            f"{words.need(need, self.document.unit)}; {units.plural(tried, 'trial')} here",
-            0.0,
-            nearest.number,
+            f"{words.need(need, self.document.unit)}; {units.plural(tried, 'trial')} here"
         )
+        return Cell(kind, mark, memory, sentence, 0.0, nearest.number)
 
     def _size(self, count: int) -> str:
         """Return bytes for a cell, which has no room for the unit."""
-        return f"{count / self.document.unit.bytes:.1f}"
+        return f"{self.document.in_unit(count):.1f}"

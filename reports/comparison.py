@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import itertools
 import shlex
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from html import escape
 from operator import attrgetter
@@ -19,7 +20,7 @@ import plotly.graph_objects as go
 from qlora_sweep.reports import units
 from qlora_sweep.reports.figures import MARKS, PageFigure, Section, framed, whiskers
 from qlora_sweep.search_spaces import costs
-from qlora_sweep.search_spaces.config import TrialConfig, targets_in_words
+from qlora_sweep.search_spaces.config import TrialConfig, as_typed, targets_in_words
 from qlora_sweep.search_spaces.errors import InputError
 from qlora_sweep.search_spaces.kinds import Method
 from qlora_sweep.search_spaces.linears import CapacityClass
@@ -117,36 +118,43 @@ def of_study(snapshot: StudySnapshot) -> Candidate:
     Speeds are the target GPU's, predicted where another stood in, and which configuration stands
     for a GPU is the study's own answer.
     """
-    target, model = snapshot.definition.target, ModelSpec.from_json(snapshot.definition.model)
+    target = snapshot.definition.target
+    model = ModelSpec.from_json(snapshot.definition.model)
     options = []
     for record in rank_study(snapshot).ranked:
-        speed, measured = snapshot.target_speed(record), measured_of(record)
+        speed = snapshot.target_speed(record)
         if speed is None:
             continue
-        capacity, length = CapacityClass.of(record.config, model), record.config.seq_len
-        loss = measured.loss_tokens_per_step
+        config = record.config
+        measured = measured_of(record)
+        tokens_per_sample = None
+        if measured.loss_tokens_per_step is not None:
+            tokens_per_sample = measured.loss_tokens_per_step / config.samples_per_step
+        ground = Ground(
+            snapshot.definition.model_fingerprint,
+            model.name,
+            CapacityClass.of(config, model),
+            config.seq_len,
+            config.method,
+        )
         options.append(
             Option(
-                Ground(
-                    snapshot.definition.model_fingerprint,
-                    model.name,
-                    capacity,
-                    length,
-                    record.config.method,
-                ),
-                record.config,
+                ground,
+                config,
                 *_speed(speed.tokens_per_second, speed.low, speed.high),
                 speed.basis,
                 measured.peak_allocated_bytes,
                 record.number,
-                None if loss is None else loss / record.config.samples_per_step,
+                tokens_per_sample,
             )
         )
-    ran = f", run on {target.emulated_on}" if target.emulated_on else ""
+    source = f"study {snapshot.name}"
+    if target.emulated_on:
+        source += f", run on {target.emulated_on}"
     return Candidate(
         label=snapshot.name,
         gpu=target.gpu,
-        source=f"study {snapshot.name}{ran}",
+        source=source,
         budget_bytes=target.budget_bytes,
         offer=snapshot.offer,
         model_bytes=costs.checkpoint_bytes(model),
@@ -156,8 +164,10 @@ def of_study(snapshot: StudySnapshot) -> Candidate:
 
 def _speed(value: float, low: float | None, high: float | None) -> tuple[costs.Range, bool]:
     """Return a speed with its ends, and whether they are known: else they are far."""
-    ends = low or costs.SHORTEST_SHARE * value, high or value / costs.SHORTEST_SHARE
-    return costs.Range(value, *ends), bool(low and high)
+    has_interval = bool(low and high)
+    low = low or costs.SHORTEST_SHARE * value
+    high = high or value / costs.SHORTEST_SHARE
+    return costs.Range(value, low, high), has_interval
 
 
 def compare(candidates: Sequence[Candidate], *, work: costs.AskedWork) -> Comparison:
@@ -168,190 +178,264 @@ def compare(candidates: Sequence[Candidate], *, work: costs.AskedWork) -> Compar
     """
     if len(candidates) < 2:
         raise InputError("comparing takes at least two studies")
-    labels = [one.label for one in candidates]
-    named = tuple(
-        one
-        if labels.count(one.label) == 1
-        else replace(one, label=f"{one.label} {labels[: at + 1].count(one.label)}")
-        for at, one in enumerate(candidates)
-    )
-    grounds = dict.fromkeys(option.ground for one in named for option in one.options)
-    asked = work if work.is_asked else costs.AskedWork(tokens=JOB_TOKENS)
-    found = [(ground, _entries(named, ground, asked)) for ground in grounds]
+    named = _told_apart(candidates)
+    # What each GPU is recommended to run on a ground.
+    entries: dict[Ground, list[Entry]] = defaultdict(list)
+    for candidate in named:
+        for ground, option in _first_by_ground(candidate.options).items():
+            entries[ground].append(_entry(candidate, option, _priced(work)))
     groups = []
-    for ground, entries in found:
-        bills = [entry.bill for entry in entries if entry.bill is not None]
-        if len(entries) > 1:
-            offered = costs.compare_offers(bills) if len(bills) > 1 else None
-            groups.append(Group(ground, entries, offered))
+    alone = []
+    for ground, of_ground in entries.items():
+        if len(of_ground) == 1:
+            alone.append(of_ground[0])
+            continue
+        of_ground.sort(key=_cheapest_first)
+        bills = [entry.bill for entry in of_ground if entry.bill is not None]
+        offered = None
+        if len(bills) > 1:
+            offered = costs.compare_offers(bills)
+        groups.append(Group(ground, tuple(of_ground), offered))
     groups.sort(key=lambda group: -len(group.entries))
-    alone = tuple(entries[0] for _, entries in found if len(entries) == 1)
-    return Comparison(named, work, tuple(groups), alone)
+    return Comparison(named, work, tuple(groups), tuple(alone))
 
 
-def _entries(
-    candidates: Sequence[Candidate], ground: Ground, work: costs.AskedWork
-) -> tuple[Entry, ...]:
-    options = (
-        (one, next((o for o in one.options if o.ground == ground), None)) for one in candidates
-    )
-    entries = [_entry(one, option, work) for one, option in options if option is not None]
-    entries.sort(key=lambda e: (e.bill is None, e.bill.usd if e.bill else e.seconds.value))
-    return tuple(entries)
+def _told_apart(candidates: Sequence[Candidate]) -> tuple[Candidate, ...]:
+    """Return candidates of which no two are called alike: those of one label are numbered."""
+    totals = Counter(candidate.label for candidate in candidates)
+    counts: Counter[str] = Counter()
+    named = []
+    for candidate in candidates:
+        label = candidate.label
+        counts[label] += 1
+        if totals[label] > 1:
+            candidate = replace(candidate, label=f"{label} {counts[label]}")
+        named.append(candidate)
+    return tuple(named)
+
+
+def _first_by_ground(options: Iterable[Option]) -> dict[Ground, Option]:
+    first: dict[Ground, Option] = {}
+    for option in options:
+        first.setdefault(option.ground, option)
+    return first
+
+
+def _priced(work: costs.AskedWork) -> costs.AskedWork:
+    """Return the work that is priced: what is asked, else `JOB_TOKENS`."""
+    if work.is_asked:
+        return work
+    return costs.AskedWork(tokens=JOB_TOKENS)
+
+
+def _cheapest_first(entry: Entry) -> tuple[bool, float]:
+    """Return what sorts entries: by the bill, those without one last, by their time."""
+    if entry.bill is None:
+        return True, entry.seconds.value
+    return False, entry.bill.usd
 
 
 def _entry(candidate: Candidate, option: Option, work: costs.AskedWork) -> Entry:
-    config, speed, offer = option.config, option.speed, candidate.offer
     amount = work.workload(
-        config,
+        option.config,
         tokens_per_sample=option.tokens_per_sample,
         download_bytes=candidate.model_bytes,
     )
-    seconds = costs.Range(*(amount.tokens / rate for rate in (speed.value, speed.high, speed.low)))
-    step, *ends = (time / amount.steps for time in seconds)
-    gpus = config.data_parallel
-    bill = None if offer is None else costs.Bill(amount, offer, step, (ends[0], ends[1]), gpus=gpus)
+    # The high end of the speed is the low end of the time.
+    seconds = costs.Range(
+        amount.tokens / option.speed.value,
+        amount.tokens / option.speed.high,
+        amount.tokens / option.speed.low,
+    )
+    bill = None
+    if candidate.offer is not None:
+        bill = costs.Bill(
+            amount,
+            candidate.offer,
+            seconds.value / amount.steps,
+            (seconds.low / amount.steps, seconds.high / amount.steps),
+            gpus=option.config.data_parallel,
+        )
     return Entry(candidate, option, seconds, bill)
 
 
 def training_words(snapshot: StudySnapshot, record: TrialRecord, work: costs.AskedWork) -> str:
     """Return what a training as a trial ran takes and costs; empty where its speed is unknown."""
-    known = of_study(snapshot)
-    option = next((option for option in known.options if option.number == record.number), None)
+    candidate = of_study(snapshot)
+    options = {option.number: option for option in candidate.options}
+    option = options.get(record.number)
     if option is None:
         return ""
-    entry = _entry(known, option, work if work.is_asked else costs.AskedWork(tokens=JOB_TOKENS))
-    bill, took, cost = entry.bill, units.duration(entry.seconds.value), ""
+    entry = _entry(candidate, option, _priced(work))
+    seconds = units.duration(entry.seconds.value)
     if option.has_interval:
-        took = _range(entry.seconds, units.duration)
-    if bill is not None:
-        usd = bill.range_of(_usd)
-        cost = f", {_range(usd, units.usd) if option.has_interval else units.usd(usd.value)} in all"
-    return f"{_work(work)}: {took}{cost}"
+        seconds = _range(entry.seconds, units.duration)
+    if entry.bill is None:
+        return f"{_work(work)}: {seconds}"
+    usd = units.usd(entry.bill.usd)
+    if option.has_interval:
+        usd = _range(entry.bill.range_of(_usd), units.usd)
+    return f"{_work(work)}: {seconds}, {usd} in all"
 
 
 def comparison_words(comparison: Comparison) -> Section:
     """Return the words and figures of a comparison."""
-    gpus = [units.gpu_name(one.gpu) for one in comparison.candidates]
-    labels = [one.label for one in comparison.candidates]
-    names = gpus if len(set(gpus)) == len(gpus) else labels
-    first = comparison.groups[:1]
-    groups = [
-        Section(
-            title=f"{group.ground.name}, {_ground(group.entries[0].option)}",
-            verdicts=[*_verdicts(group), *_absent(group, comparison.candidates)],
-            rows=[_row(entry) for entry in group.entries],
+    candidates = comparison.candidates
+    names = [units.gpu_name(candidate.gpu) for candidate in candidates]
+    if len(set(names)) < len(names):
+        names = [candidate.label for candidate in candidates]
+    groups = []
+    figures = []
+    for group in comparison.groups:
+        groups.append(
+            Section(
+                title=f"{group.ground.name}, {_ground(group.entries[0].option)}",
+                verdicts=list(_verdicts(group)) + list(_absent(group, candidates)),
+                rows=list(map(_row, group.entries)),
+            )
         )
-        for group in comparison.groups
-    ]
+    if comparison.groups and any(map(attrgetter("bill"), comparison.groups[0].entries)):
+        figures.append(_prices(comparison.groups[0]))
     return Section(
         title=f"{', '.join(names[:-1])} or {names[-1]}?",
         work=_work(comparison.work),
         groups=groups,
         apart=list(_apart(comparison)),
-        figures=[_prices(g) for g in first if any(e.bill for e in g.entries)],
+        figures=figures,
     )
 
 
 def _work(work: costs.AskedWork) -> str:
-    times = f"{work.epochs:g} epochs of " if work.epochs not in (None, 1) else ""
+    amount = f"{work.tokens or JOB_TOKENS:,.0f} tokens"
     if work.dataset_samples is not None:
-        return f"{times}{work.dataset_samples:,.0f} sequences of full length"
-    return f"{times}{work.tokens or JOB_TOKENS:,.0f} tokens"
+        amount = f"{work.dataset_samples:,.0f} sequences of full length"
+    if work.epochs in (None, 1):
+        return amount
+    return f"{work.epochs:g} epochs of {amount}"
 
 
 def _ground(option: Option) -> str:
     """Return what configurations have in common: ``rank 16 on q,k,v,o, 512 tokens a sequence``."""
     targets = targets_in_words(option.config.target_modules)
     length = units.count(option.ground.seq_len)
-    method = ""
+    ground = f"rank {option.config.lora_rank} on {targets}, {length} tokens a sequence"
     if option.config.is_on_pairs:
-        method = f"{units.phrase('method', option.config.method)}, "
-    return f"{method}rank {option.config.lora_rank} on {targets}, {length} tokens a sequence"
+        return f"{units.phrase('method', option.config.method)}, {ground}"
+    return ground
 
 
 def _verdicts(group: Group) -> Iterator[str]:
     """Yield who is the cheapest and who the fastest, as far as that is sure, and break-evens."""
-    named = {id(entry.bill): entry.candidate.label for entry in group.entries}
-    if (offered := group.offered) is not None:
-        words = {named[id(b)]: _range(b.range_of(_usd), units.usd) for b in offered.bills}
-        dearer = [bill for bill in offered.bills if bill not in offered.perhaps_cheapest]
-        behind = [(named[id(bill)], costs.ratio(bill, offered.cheapest)) for bill in dearer]
-        yield _leader("Cheapest", words, behind)
-    if unpriced := [entry.candidate.label for entry in group.entries if entry.bill is None]:
+    labels: dict[int, str] = {}
+    unpriced = []
+    for entry in group.entries:
+        if entry.bill is None:
+            unpriced.append(entry.candidate.label)
+        else:
+            labels[id(entry.bill)] = entry.candidate.label
+    offered = group.offered
+    if offered is not None:
+        tied: dict[str, str] = {}
+        behind: dict[str, costs.Range] = {}
+        for bill in offered.bills:
+            label = labels[id(bill)]
+            if bill in offered.perhaps_cheapest:
+                tied[label] = _range(bill.range_of(_usd), units.usd)
+            else:
+                behind[label] = costs.ratio(bill, offered.cheapest)
+        yield _leader("Cheapest", tied, behind)
+    if unpriced:
         yield f"No price is known of {', '.join(unpriced)}: write one into runs/prices.yaml."
     ranked = sorted(group.entries, key=lambda entry: entry.seconds.value)
-    words = {e.candidate.label: _range(e.seconds, units.duration) for e in ranked}
-    tied = costs.ties(ranked, lambda one, other: one.seconds.over(other.seconds))
-    slower = [entry for entry in ranked if entry not in tied]
-    times = [(e.candidate.label, e.seconds.over(ranked[0].seconds)) for e in slower]
-    yield _leader("Fastest", words, times)
-    for point in offered.break_evens if offered else ():
-        amount, *ends = (units.count(round(float(f"{n:.2g}"))) for n in point.samples)
-        yield (
-            f"{named[id(point.below)]} is cheaper below about {amount} sequences (between "
-            f"{' and '.join(ends)}), {named[id(point.above)]} above."
-        )
+    as_fast = costs.ties(ranked, lambda entry, other: entry.seconds.over(other.seconds))
+    tied = {}
+    behind = {}
+    for entry in ranked:
+        if entry in as_fast:
+            tied[entry.candidate.label] = _range(entry.seconds, units.duration)
+        else:
+            behind[entry.candidate.label] = entry.seconds.over(ranked[0].seconds)
+    yield _leader("Fastest", tied, behind)
+    if offered is not None:
+        for point in offered.break_evens:
+            amount, low, high = map(_two_digits, point.samples)
+            yield (
+                f"{labels[id(point.below)]} is cheaper below about {amount} sequences (between "
+                f"{low} and {high}), {labels[id(point.above)]} above."
+            )
 
 
-def _leader(what: str, words: Mapping[str, str], behind: Sequence[tuple[str, costs.Range]]) -> str:
+def _two_digits(number: float) -> str:
+    return units.count(round(float(f"{number:.2g}")))
+
+
+def _leader(what: str, tied: Mapping[str, str], behind: Mapping[str, costs.Range]) -> str:
     """Return who leads, or that no one does for sure.
 
     Args:
         what: they are compared by.
-        words: each label's number, the likeliest leader first.
+        tied: the number of each label that may lead, the likeliest first.
         behind: those that surely take more, with how many times as much.
     """
-    tied = [f"{label} {known}" for label, known in words.items() if label not in dict(behind)]
-    if len(tied) > 1:
-        return f"{what}: statistically indistinguishable are {'; '.join(tied)}."
+    leaders = list(map(" ".join, tied.items()))
+    if len(leaders) > 1:
+        return f"{what}: statistically indistinguishable are {'; '.join(leaders)}."
     others = ", ".join(
         f"{label} takes {times.value:.1f}x as much ({times.low:.1f}–{times.high:.1f}x)"
-        for label, times in behind
+        for label, times in behind.items()
     )
-    return f"{what}: {tied[0]}; {others}."
+    return f"{what}: {leaders[0]}; {others}."
 
 
-def _range(known: costs.Range, words: Callable[[float], str]) -> str:
-    return f"{words(known.value)} ({words(known.low)} to {words(known.high)})"
+def _range(number: costs.Range, words: Callable[[float], str]) -> str:
+    return f"{words(number.value)} ({words(number.low)} to {words(number.high)})"
 
 
 def _absent(group: Group, candidates: Sequence[Candidate]) -> Iterator[str]:
     """Yield which GPUs are not in a comparison, and what would bring them in."""
     present = {entry.candidate.label for entry in group.entries}
     option = group.entries[0].option
-    targets = option.config.target_modules
-    typed = targets if isinstance(targets, str) else ",".join(targets)
-    for one in candidates:
-        if one.label not in present:
-            command = ["sweep", "run", one.gpu, "--model", option.ground.name]
-            command += ["--rank", str(option.config.lora_rank), "--target-modules", typed]
+    for candidate in candidates:
+        if candidate.label not in present:
+            command = ["sweep", "run", candidate.gpu, "--model", option.ground.name]
+            command += ["--rank", str(option.config.lora_rank)]
+            command += ["--target-modules", as_typed(option.config.target_modules)]
             command += ["--seq-len", str(option.ground.seq_len)]
             if option.config.is_on_pairs:
                 command += ["--method", option.config.method]
             why = f"it has nothing of {_ground(option)}"
-            yield f"{one.label} is not compared here: {why}. To compare: {shlex.join(command)}"
+            to_compare = f"To compare: {shlex.join(command)}"
+            yield f"{candidate.label} is not compared here: {why}. {to_compare}"
 
 
 def _row(entry: Entry) -> tuple[str, ...]:
     """Return GPU, tokens/s, dollars per million tokens, time, bill, price, peak memory and
     configuration."""
-    option, bill, one = entry.option, entry.bill, entry.candidate
-    tokens = cost = price = units.DASH
+    option = entry.option
+    candidate = entry.candidate
+    per_million = units.DASH
+    cost = units.DASH
+    price = units.DASH
+    bill = entry.bill
     if bill is not None:
-        per_million = bill.range_of(attrgetter("usd_per_million_tokens"))
-        tokens, cost = _range(per_million, units.usd), _range(bill.range_of(_usd), units.usd)
+        per_million = _range(bill.range_of(attrgetter("usd_per_million_tokens")), units.usd)
+        cost = _range(bill.range_of(_usd), units.usd)
         price = f"{units.usd(bill.usd_per_hour)} an hour, {bill.offer.label}, {bill.offer.date}"
-    ends = f"{units.rate(option.speed.low)}–{units.rate(option.speed.high)}"
-    speed = f"{units.rate(option.speed.value)} ({ends if option.has_interval else 'no interval'})"
-    share = option.peak_bytes / one.budget_bytes
+    ends = "no interval"
+    if option.has_interval:
+        ends = units.rate_interval((option.speed.low, option.speed.high))
+    share = option.peak_bytes / candidate.budget_bytes
     config = option.config
-    kept = ("micro_batch_size", "seq_len", "lora_rank", "target_modules")
-    standard = TrialConfig(**{key: getattr(config, key) for key in kept})
+    standard = TrialConfig(
+        micro_batch_size=config.micro_batch_size,
+        seq_len=config.seq_len,
+        lora_rank=config.lora_rank,
+        target_modules=config.target_modules,
+    )
     return (
-        f"{one.label} ({one.source})",
-        f"{speed}, {option.basis}",
-        tokens,
+        f"{candidate.label} ({candidate.source})",
+        f"{units.rate(option.speed.value)} ({ends}), {option.basis}",
+        per_million,
         _range(entry.seconds, units.duration),
         cost,
         price,
@@ -362,14 +446,15 @@ def _row(entry: Entry) -> tuple[str, ...]:
 
 def _apart(comparison: Comparison) -> Iterator[str]:
     """Yield what is not compared: nothing is left out silently."""
-    found = [option for one in comparison.candidates for option in one.options]
-    models = dict.fromkeys(option.ground.name for option in found)
+    models: dict[str, None] = {}
+    for candidate in comparison.candidates:
+        models |= dict.fromkeys(option.ground.name for option in candidate.options)
     if len(models) > 1:
         yield f"Different models are never compared: {', '.join(models)} each stand alone."
-    for one in comparison.candidates:
-        if not one.options:
-            yield f"{one.label} has nothing that fits."
-    if found and not comparison.groups:
+    for candidate in comparison.candidates:
+        if not candidate.options:
+            yield f"{candidate.label} has nothing that fits."
+    if models and not comparison.groups:
         yield (
             "No two of these have a configuration of the same model, rank, target modules and "
             "length: their speeds do not compare."
@@ -383,9 +468,10 @@ def _prices(group: Group) -> PageFigure:
     """Return what tokens cost on each GPU against its speed."""
     figure = go.Figure(layout=framed(420))
     for entry, mark in zip(group.entries, itertools.cycle(MARKS.values()), strict=False):
-        if (bill := entry.bill) is None:
+        if entry.bill is None:
             continue
-        usd, speed = bill.range_of(_usd), entry.option.speed
+        usd = entry.bill.range_of(_usd)
+        speed = entry.option.speed
         label = escape(entry.candidate.label)
         figure.add_scatter(
             name=label,

@@ -9,17 +9,16 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import yaml
 
-from qlora_sweep.reports import sentences, units, words
+from qlora_sweep.reports import answer, units, words
 from qlora_sweep.reports.advice import how_to_go_faster
 from qlora_sweep.reports.comparison import training_words
-from qlora_sweep.reports.view import StudyView, view_of
+from qlora_sweep.reports.view import StudyView
 from qlora_sweep.search_spaces.costs import AskedWork
-from qlora_sweep.storage.definition import StudySnapshot
 from qlora_sweep.storage.ranking import measured_of
 from qlora_sweep.storage.records import TrialRecord
 
@@ -28,7 +27,7 @@ SPEED_LOSS = 0.10
 
 
 @dataclass(frozen=True)
-class Card:
+class Choice:
     """The configuration to take, as text."""
 
     number: int
@@ -49,9 +48,9 @@ class Decision:
     headline: str
     command: str
     """What to type to be surer; empty where nothing would help."""
-    card: Card | None
+    choice: Choice | None
     """None where nothing fits."""
-    lines: tuple[tuple[str, str], ...]
+    alternatives: tuple[tuple[str, str], ...]
     """What to take instead: for what, and that."""
     price_source: str
     notes: tuple[str, ...]
@@ -59,46 +58,60 @@ class Decision:
     """What it would take to have an answer; empty where there is one."""
 
 
-def decision_of(snapshot: StudySnapshot, work: AskedWork | None = None) -> Decision:
+def decision_of(view: StudyView, work: AskedWork | None = None) -> Decision:
     """Return what a report is decided by.
 
     Args:
-        snapshot: the study.
+        view: the study.
         work: the training that is to be priced; an epoch of the dataset where nothing is asked.
     """
-    view = view_of(snapshot)
-    is_sure = view.winner is None or view.ranking.is_settled
+    command = ""
+    choice = None
+    advice = []
+    price_source = ""
+    if view.winner is None:
+        advice = how_to_go_faster(view)
+    else:
+        choice = _choice(view, view.winner, work or AskedWork())
+        if not view.is_settled:
+            command = answer.commands(view)[0]
+    if view.offer is not None:
+        price_source = view.offer.source
     return Decision(
-        headline=sentences.headline(view),
-        command="" if is_sure else sentences.commands(view)[0],
-        card=None if view.winner is None else _card(view, view.winner, work or AskedWork()),
-        lines=tuple(_instead(view)),
-        price_source="" if snapshot.offer is None else snapshot.offer.source,
-        notes=tuple(sentences.notes(view)),
-        advice=() if view.winner else tuple(how_to_go_faster(view)),
+        headline=answer.headline(view),
+        command=command,
+        choice=choice,
+        alternatives=tuple(_alternatives(view)),
+        price_source=price_source,
+        notes=tuple(answer.notes(view)),
+        advice=tuple(advice),
     )
 
 
-def _card(view: StudyView, record: TrialRecord, work: AskedWork) -> Card:
-    measured, baseline = measured_of(record), view.ranking.definition.space.baseline_config()
-    configuration = sentences.in_words(record.config, baseline)
-    facts = [fact for fact in sentences.facts(view) if fact[0] not in ("trials", "warning")]
-    if not work.is_asked and record.epoch is not None:
-        work = AskedWork(tokens=record.epoch.loss_tokens)
-    if told := training_words(view.snapshot, record, work):
-        facts.append(("training", told))
-    return Card(
-        number=record.number,
-        what="; ".join(filter(None, (configuration, words.flags_in_words(measured)))),
+def _choice(view: StudyView, winner: TrialRecord, work: AskedWork) -> Choice:
+    measured = measured_of(winner)
+    what = answer.in_words(winner.config, view.baseline_config)
+    flags = words.flags_in_words(measured)
+    if flags:
+        what += f"; {flags}"
+    facts = list(answer.winner_facts(view, winner))
+    if not work.is_asked and winner.epoch is not None:
+        work = AskedWork(tokens=winner.epoch.loss_tokens)
+    training = training_words(view.snapshot, winner, work)
+    if training:
+        facts.append(("training", training))
+    return Choice(
+        number=winner.number,
+        what=what,
         facts=tuple(facts),
         memory_share=min(1.0, measured.peak_allocated_bytes / view.gpu.budget_bytes),
-        recipes=tuple(_recipes(view, record)),
+        recipes=tuple(_recipes(view, winner)),
     )
 
 
 def _recipes(view: StudyView, record: TrialRecord) -> Iterator[tuple[str, str]]:
     """Yield what there is to copy: the command that writes a script of it, and its values."""
-    if sentences.commands(view):
+    if answer.commands(view):
         script = f"sweep export {shlex.quote(view.study)} --format script"
         yield "command", f"{script} --trial {record.number}"
     values = record.config.model_dump(mode="json")
@@ -106,39 +119,60 @@ def _recipes(view: StudyView, record: TrialRecord) -> Iterator[tuple[str, str]]:
     yield "YAML", yaml.safe_dump(values, sort_keys=False)
 
 
-def _instead(view: StudyView) -> Iterator[tuple[str, str]]:
+def _alternatives(view: StudyView) -> Iterator[tuple[str, str]]:
     """Yield what answers another question than the study's, where that is another trial."""
-    ranking, snapshot = view.ranking, view.snapshot
-    known = {record.number for record in ranking.ranked}
-    fastest = [record for record in ranking.by_speed if record.number in known]
     if view.winner is None:
         return
-    is_told_apart = not ranking.ratio(fastest[0], view.winner).is_open
-    own = ranking.fastest_of_baselines_class or ranking.baseline
-    alike = [r for r in fastest if not ranking.is_for_speed_alone or ranking.is_asked(r.config)]
-    limit = (1.0 - SPEED_LOSS) * max(ranking.speed_of(record) for record in alike)
-    usd = {r.number: ends for r in (view.winner, *fastest) if (ends := snapshot.usd_interval(r))}
-    least, _ = usd.get(view.winner.number, (0.0, 0.0))
-    cheaper = [record for record in fastest if usd.get(record.number, (least, least))[1] < least]
-    baseline = ranking.definition.space.baseline_config()
-    questions = {
-        "Fastest": fastest[0] if is_told_apart else None,
-        f"Fastest at {words.capacity(baseline)}, as the baseline": own,
-        "Cheapest per token": min(cheaper, key=lambda r: sum(usd[r.number]), default=None),
-        f"Most memory left, at most {units.percent(SPEED_LOSS)} slower than the fastest": min(
-            (record for record in alike if ranking.speed_of(record) >= limit),
-            key=lambda record: measured_of(record).peak_allocated_bytes,
-        ),
-    }
-    answers: dict[int, tuple[TrialRecord, list[str]]] = {}
-    for title, found in questions.items():
-        if found is not None and found.number != view.winner.number:
-            answers.setdefault(found.number, (found, []))[1].append(title)
-    for record, titles in answers.values():
-        said = (
-            sentences.speed_on_target(snapshot, record),
+    titles: dict[int, list[str]] = {}
+    answers: dict[int, TrialRecord] = {}
+    for title, record in _other_questions(view, view.winner):
+        if record is not None and record.number != view.winner.number:
+            answers[record.number] = record
+            titles.setdefault(record.number, []).append(title)
+    for number, record in answers.items():
+        parts = (
+            answer.speed_on_target(view, record),
             units.gib(measured_of(record).peak_allocated_bytes),
-            f"gain {sentences.gain_clause(view, record)}",
-            sentences.in_words(record.config, baseline),
+            f"gain {answer.gain_clause(view, record)}",
+            answer.in_words(record.config, view.baseline_config),
         )
-        yield "; ".join(titles), f"trial {record.number}: {'; '.join(said)}"
+        yield "; ".join(titles[number]), f"trial {number}: {'; '.join(parts)}"
+
+
+def _other_questions(
+    view: StudyView, winner: TrialRecord
+) -> Iterator[tuple[str, TrialRecord | None]]:
+    """Yield what else may be asked of what fits, with the trial that answers it; None for none."""
+    ranking = view.ranking
+    numbers = {record.number for record in ranking.ranked}
+    fitting = [record for record in ranking.by_speed if record.number in numbers]
+    if not ranking.ratio(fitting[0], winner).is_open:
+        yield "Fastest", fitting[0]
+    of_class = ranking.fastest_of_baselines_class or ranking.baseline
+    yield f"Fastest at {words.capacity(view.baseline_config)}, as the baseline", of_class
+    yield "Cheapest per token", _surely_cheapest(view, winner, fitting)
+    if ranking.is_for_speed_alone:
+        fitting = [record for record in fitting if ranking.is_asked(record.config)]
+    least = (1.0 - SPEED_LOSS) * max(map(view.speed_of, fitting))
+    fast = (record for record in fitting if view.speed_of(record) >= least)
+    yield (
+        f"Most memory left, at most {units.percent(SPEED_LOSS)} slower than the fastest",
+        min(fast, key=lambda record: measured_of(record).peak_allocated_bytes),
+    )
+
+
+def _surely_cheapest(
+    view: StudyView, winner: TrialRecord, fitting: Iterable[TrialRecord]
+) -> TrialRecord | None:
+    """Return the cheapest trial of those that surely cost less than the winner; None for none."""
+    winners = view.snapshot.usd_interval(winner)
+    if winners is None:
+        return None
+    costs = {}
+    cheaper = []
+    for record in fitting:
+        ends = view.snapshot.usd_interval(record)
+        if ends is not None and ends[1] < winners[0]:
+            costs[record.number] = sum(ends)
+            cheaper.append(record)
+    return min(cheaper, key=lambda record: costs[record.number], default=None)

@@ -16,7 +16,10 @@ import plotly.graph_objects as go
 
 from qlora_sweep.storage.records import Verdict
 
-BLUE, GREEN, ORANGE, AMBER = "#0072B2", "#008F68", "#CC5500", "#B07800"
+BLUE = "#0072B2"
+GREEN = "#008F68"
+ORANGE = "#CC5500"
+AMBER = "#B07800"
 FADED = "#8192A6"
 """What stands back still has three times the lightness of the page, or a third of it."""
 

@@ -31,7 +31,7 @@ from qlora_sweep.reports.figures import (
 )
 from qlora_sweep.reports.words import VERDICT_LABELS
 from qlora_sweep.storage.ranking import fitting, measured_of
-from qlora_sweep.storage.records import TrialRecord, Verdict, need_of, predicted_need
+from qlora_sweep.storage.records import TrialRecord, Verdict, predicted_need
 
 MEMORY = "peak_allocated"
 _MEASURED = (Verdict.FITS, Verdict.PRUNED_SLOW)
@@ -46,44 +46,72 @@ _CAPTION = (
 
 def front_of(document: Document) -> Section | None:
     """Return the section of the front; None where nothing was tried."""
-    snapshot, columns = document.snapshot, document.columns
-    if not snapshot.records:
+    view = document.view
+    columns = document.columns
+    if not document.records:
         return None
-    slow = (r for r in document.ranking.of_space if r.verdict is Verdict.PRUNED_SLOW)
-    numbers = {record.number for record in (*fitting(document.ranking.of_space), *slow)}
-    candidates = [row for number, row in document.rows.items() if number in numbers]
-    y = next((key for key in AXES if key in columns), "tokens_per_second")
+    candidates = _candidates(document)
+    y = next(filter(columns.__contains__, AXES), "tokens_per_second")
     names = columns["class"].values
     classes = sorted(set(names))
-    winner = document.ranking.winner
     chosen = ""
-    if winner is not None and document.ranking.is_for_speed_alone and len(classes) > 1:
-        chosen = names[document.rows[winner.number]]
+    if view.winner is not None and view.ranking.is_for_speed_alone and len(classes) > 1:
+        chosen = names[document.rows[view.winner.number]]
     # The trials on the front of ``first axis|second|class``; the class is empty for all.
     views = {}
+    front: list[int] = []
     for axes in itertools.combinations(document.axes, 2):
-        for name in ("", *classes):
-            own = [row for row in candidates if name in ("", names[row])]
-            found = pareto(document, own, axes)
-            views["|".join((*axes, name))] = [snapshot.records[row].number for row in found]
-    rows = [document.rows[number] for number in views.get(f"{y}|{MEMORY}|{chosen}", ())]
-    first = None if winner is None else document.rows[winner.number]
-    shown = [key for key in columns if key in ("number", "changes", *AXES)]
-    figure = PageFigure(
+        for name in [""] + classes:
+            of_class = [row for row in candidates if name in ("", names[row])]
+            rows = pareto(document, of_class, axes)
+            views["|".join(axes + (name,))] = [document.records[row].number for row in rows]
+            if axes == (y, MEMORY) and name == chosen:
+                front = rows
+    title = "How far is each from fitting?"
+    if candidates:
+        title = "What do I give up for less memory, money or rank?"
+    return Section(
+        title=title,
+        figures=[_page_figure(document, front, y)],
+        chosen=chosen,
+        axes=document.axes,
+        classes=classes,
+        x=MEMORY,
+        y=y,
+        views=views,
+    )
+
+
+def _candidates(document: Document) -> list[int]:
+    """Return the rows of what fits, each configuration once, and of what was stopped as slow."""
+    of_space = document.view.of_space
+    rows = [document.rows[record.number] for record in fitting(of_space)]
+    for record in of_space:
+        if record.verdict is Verdict.PRUNED_SLOW:
+            rows.append(document.rows[record.number])
+    return rows
+
+
+def _page_figure(document: Document, front: Sequence[int], y: str) -> PageFigure:
+    """Return the drawing and its table, which begins with the winner."""
+    columns = []
+    heads = []
+    for key, column in document.columns.items():
+        if key in ("number", "changes") or key in AXES:
+            columns.append(column)
+            heads.append(column.label)
+    rows = list(front)
+    winner = document.view.winner
+    if winner is not None:
+        rows.sort(key=lambda row: row != document.rows[winner.number])
+    return PageFigure(
         "front",
         "Speed, memory, money, capacity",
         _CAPTION,
-        _figure(document, rows[::-1], y),
-        heads=tuple(columns[key].label for key in shown),
-        rows=tuple(
-            tuple(columns[key].pairs[row][1] for key in shown)
-            for row in sorted(rows, key=lambda row: row != first)
-        ),
+        _figure(document, front[::-1], y),
+        heads=tuple(heads),
+        rows=tuple(tuple(column.pairs[row][1] for column in columns) for row in rows),
     )
-    title = "What do I give up for less memory, money or rank?"
-    title = title if candidates else "How far is each from fitting?"
-    drawn = {"axes": document.axes, "classes": classes, "x": MEMORY, "y": y, "views": views}
-    return Section(title=title, figures=[figure], chosen=chosen, **drawn)
 
 
 def pareto(document: Document, rows: Sequence[int], axes: tuple[str, str]) -> list[int]:
@@ -92,76 +120,87 @@ def pareto(document: Document, rows: Sequence[int], axes: tuple[str, str]) -> li
     The winner is among them in speed and memory: what beats it there is as good but for a tie, and
     less plain, or was not measured again.
     """
-    signs = [-1 if AXES[axis] else 1 for axis in axes]
-    columns = [document.columns[axis].values for axis in axes]
-    known = (row for row in rows if all(of[row] is not None for of in columns))
-    points = [(*(s * of[row] for s, of in zip(signs, columns, strict=True)), row) for row in known]
-    winner = document.ranking.winner
+    first = document.columns[axes[0]].values
+    second = document.columns[axes[1]].values
+    points = []
+    for row in rows:
+        if first[row] is not None and second[row] is not None:
+            points.append((_cost(axes[0], first[row]), _cost(axes[1], second[row]), row))
+    winner = document.view.winner
     kept = None
     if winner is not None and axes == (document.speed_key, MEMORY):
         kept = document.rows[winner.number]
-    found, newest, least = list[int](), None, math.inf
+    front: list[int] = []
+    newest = None
+    least = math.inf
     for x, y, row in sorted(points):
         # What is better in the second column than all that are better in the first, and its equals.
         if y < least:
-            newest, least = (x, y), y
+            newest = (x, y)
+            least = y
         if (x, y) == newest or row == kept:
-            found.append(row)
-    return found
+            front.append(row)
+    return front
+
+
+def _cost(axis: str, value: float) -> float:
+    """Return a value turned so that less is better."""
+    if AXES[axis]:
+        return -value
+    return value
 
 
 def _figure(document: Document, front: Sequence[int], y: str) -> go.Figure:
-    records, columns = document.snapshot.records, document.columns
-    budget = document.snapshot.definition.target.budget_bytes / document.unit.bytes
-    ended = {record.verdict for record in records if record.measurement is None}
-    lanes = [verdict for verdict in Verdict if verdict in ended]
-    below, tall = 40 * len(lanes), 360 if y in columns else 10
+    columns = document.columns
+    unit = document.unit.name
+    budget = document.in_unit(document.view.gpu.budget_bytes)
+    unmeasured: dict[Verdict, list[TrialRecord]] = {}
+    for verdict in Verdict:
+        of_verdict = [r for r in document.records if r.verdict is verdict and not r.measurement]
+        if of_verdict:
+            unmeasured[verdict] = of_verdict
+    tall = 10
+    if y in columns:
+        tall = 360
+    below = 40 * len(unmeasured)
     figure = go.Figure(layout=framed(tall + below + 110))
     if y in columns:
         figure.add_traces(list(_measured(document, front, y)))
-    peaks = [size for size in columns[MEMORY].values if size] if MEMORY in columns else []
-    needs = {r.number: _need(document, r) for r in records if r.measurement is None}
-    known = [*peaks, *(size for size, _ in needs.values() if size), budget]
-    left = 0.85 * min(known)
-    for lane, verdict in enumerate(lanes):
-        here = [r for r in records if r.verdict is verdict and r.measurement is None]
-        sizes = [needs[record.number] for record in here]
-        # Side by side where they need the same.
-        spread = (((n * 0.618034) % 1 - 0.5) * 0.62 for n in range(len(here)))
-        figure.add_scatter(
-            x=digits(1.03 * left if size is None else size for size, _ in sizes),
-            y=digits(lane + (offset if len(here) > 1 else 0) for offset in spread),
-            yaxis="y2",
-            name=VERDICT_LABELS[verdict],
-            customdata=[record.number for record in here],
-            meta="lane",
-            mode="markers+text",
-            text=["?" if size is None else "→" if bound else "" for size, bound in sizes],
-            textposition="middle right",
-            marker={"color": MARKS[verdict].colour, "symbol": MARKS[verdict].symbol, "size": 9},
-            hovertext=[
-                "what it needs is not known"
-                if size is None
-                else f"needs {'at least ' if bound else ''}{size:.4g} {document.unit.name}"
-                for size, bound in sizes
-            ],
-            hovertemplate="trial %{customdata}: %{hovertext}<extra>%{fullData.name}</extra>",
-            showlegend=False,
-        )
+    sizes = [budget]
+    if MEMORY in columns:
+        sizes += filter(None, columns[MEMORY].values)
+    for records in unmeasured.values():
+        for record in records:
+            size, _ = _need(document, record)
+            if size:
+                sizes.append(size)
+    left = 0.85 * min(sizes)
+    right = 1.08 * max(sizes)
+    for lane, (verdict, records) in enumerate(unmeasured.items()):
+        figure.add_trace(_lane(document, lane, verdict, records, left))
     share = below / (below + tall)
-    is_right = math.log(budget / left) > 0.7 * math.log(1.08 * max(known) / left)
-    up = {"text": escape(columns[y].label)} if y in columns else {}
+    bottom = share
+    anchor = "y"
+    if unmeasured:
+        bottom = share + 0.04
+        anchor = "y2"
+    label = {"xanchor": "left", "xshift": 4}
+    if math.log(budget / left) > 0.7 * math.log(right / left):
+        label = {"xanchor": "right", "xshift": -4}
+    up = {}
+    if y in columns:
+        up = {"text": escape(columns[y].label)}
     figure.update_layout(
         # In ratios, so that what is far beyond the budget stays apart.
         xaxis={
             "type": "log",
-            "title": {"text": f"peak allocated memory ({document.unit.name})"},
-            "range": [math.log10(left), math.log10(1.08 * max(known))],
+            "title": {"text": f"peak allocated memory ({unit})"},
+            "range": [math.log10(left), math.log10(right)],
             "tickvals": [n * 10.0**power for power in range(-3, 7) for n in (1, 2, 5)],
-            "anchor": "y2" if lanes else "y",
+            "anchor": anchor,
         },
         yaxis={
-            "domain": [share + (0.04 if lanes else 0), 1],
+            "domain": [bottom, 1],
             "rangemode": "tozero",
             "tickformat": ",~r",
             "title": up,
@@ -173,42 +212,108 @@ def _figure(document: Document, front: Sequence[int], y: str) -> go.Figure:
             {
                 "x": math.log10(budget),
                 # Where speeds are nothing no mark is.
-                "y": share + (0.04 if lanes else 0),
+                "y": bottom,
                 "yref": "paper",
                 "yanchor": "bottom",
-                "xanchor": "right" if is_right else "left",
-                "xshift": -4 if is_right else 4,
-                "text": f"budget {budget:.2f} {document.unit.name}",
+                "text": f"budget {budget:.2f} {unit}",
                 "showarrow": False,
             }
+            | label
         ],
     )
-    if lanes:
-        counts = [sum(r.verdict is v and r.measurement is None for r in records) for v in lanes]
-        ticks = [f"{VERDICT_LABELS[v]}: {n:,}" for v, n in zip(lanes, counts, strict=True)]
-        rows = {"tickvals": list(range(len(lanes))), "ticktext": ticks, "zeroline": False}
-        rows |= {"range": [len(lanes) - 0.5, -0.5], "domain": [0, share], "fixedrange": True}
-        figure.update_layout(yaxis2=rows)
+    if unmeasured:
+        ticks = [f"{VERDICT_LABELS[v]}: {len(of):,}" for v, of in unmeasured.items()]
+        figure.update_layout(
+            yaxis2={
+                "tickvals": list(range(len(ticks))),
+                "ticktext": ticks,
+                "zeroline": False,
+                "range": [len(ticks) - 0.5, -0.5],
+                "domain": [0, share],
+                "fixedrange": True,
+            }
+        )
     return figure
+
+
+def _lane(
+    document: Document, lane: int, verdict: Verdict, records: Sequence[TrialRecord], left: float
+) -> go.Scatter:
+    """Return the marks of what ended in one way without a measurement, by what it needs.
+
+    Args:
+        document: the trials.
+        lane: its place from above.
+        verdict: how they ended.
+        records: those trials.
+        left: the left edge of the figure, in its unit: at it is what is not known.
+    """
+    numbers = []
+    needs = []
+    heights = []
+    marks = []
+    hovers = []
+    for place, record in enumerate(records):
+        size, is_lower_bound = _need(document, record)
+        if size is None:
+            size = 1.03 * left
+            mark = "?"
+            hover = "what it needs is not known"
+        elif is_lower_bound:
+            mark = "→"
+            hover = f"needs at least {size:.4g} {document.unit.name}"
+        else:
+            mark = ""
+            hover = f"needs {size:.4g} {document.unit.name}"
+        offset = 0.0
+        if len(records) > 1:
+            # Side by side where they need the same.
+            offset = ((place * 0.618034) % 1 - 0.5) * 0.62
+        numbers.append(record.number)
+        needs.append(size)
+        heights.append(lane + offset)
+        marks.append(mark)
+        hovers.append(hover)
+    return go.Scatter(
+        x=digits(needs),
+        y=digits(heights),
+        yaxis="y2",
+        name=VERDICT_LABELS[verdict],
+        customdata=numbers,
+        meta="lane",
+        mode="markers+text",
+        text=marks,
+        textposition="middle right",
+        marker={"color": MARKS[verdict].colour, "symbol": MARKS[verdict].symbol, "size": 9},
+        hovertext=hovers,
+        hovertemplate="trial %{customdata}: %{hovertext}<extra>%{fullData.name}</extra>",
+        showlegend=False,
+    )
 
 
 def _need(document: Document, record: TrialRecord) -> tuple[float | None, bool]:
     """Return what a trial without a speed needs, and whether that is a lower bound."""
-    need = need_of(record, budget_bytes=document.snapshot.definition.target.budget_bytes)
+    need = document.view.need_of(record)
     if need is not None:
-        return need.allocated_bytes / document.unit.bytes, need.is_lower_bound
+        return document.in_unit(need.allocated_bytes), need.is_lower_bound
     predicted = predicted_need(record)
-    return None if predicted is None else predicted / document.unit.bytes, False
+    if predicted is not None:
+        return document.in_unit(predicted), False
+    return None, False
 
 
 def _intervals(document: Document, rows: Sequence[int]) -> dict[str, Any]:
     """Return the 95 % intervals of measured speeds as error bars; none where there are none."""
     # What was measured again has the speed and the interval of those runs.
-    effective = {record.number: record for record in document.ranking.records}
-    searched = (document.snapshot.records[row] for row in rows)
-    measured = [measured_of(effective.get(record.number, record)) for record in searched]
-    speeds = [one.tokens_per_second for one in measured]
-    ends = [one.speed_interval or (one.tokens_per_second,) * 2 for one in measured]
+    decisive = {record.number: record for record in document.view.ranking.records}
+    speeds = []
+    ends = []
+    for row in rows:
+        record = document.records[row]
+        measured = measured_of(decisive.get(record.number, record))
+        speed = measured.tokens_per_second
+        speeds.append(speed)
+        ends.append(measured.speed_interval or (speed, speed))
     return whiskers(speeds, ends)
 
 
@@ -216,24 +321,35 @@ def _apart(front: Sequence[int], across: Sequence[Any], up: Sequence[Any]) -> li
     """Return the rows whose numbers have room beside each other, the fastest first."""
     named: list[int] = []
     for row in reversed(front):
-        near = (other for other in named if abs(math.log(across[row] / across[other])) < 0.2)
-        if all(abs(up[row] - up[other]) > 0.08 * max(up[row], up[other]) for other in near):
+        for other in named:
+            is_near = abs(math.log(across[row] / across[other])) < 0.2
+            if is_near and abs(up[row] - up[other]) <= 0.08 * max(up[row], up[other]):
+                break
+        else:
             named.append(row)
     return named
 
 
 def _measured(document: Document, front: Sequence[int], y: str) -> Iterator[go.Scatter]:
     """Yield what was measured: all of it faded, the front joined, winner and baseline marked."""
-    columns, records, rows = document.columns, document.snapshot.records, document.rows
-    ranking = document.ranking
-    across, up = (columns[key].values for key in (MEMORY, y))
+    records = document.records
+    ranking = document.view.ranking
+    across = document.columns[MEMORY].values
+    up = document.columns[y].values
 
-    def trace(name: str, chosen: Sequence[int], meta: str, **look: Any) -> go.Scatter:
-        chosen = [row for row in chosen if across[row] is not None and up[row] is not None]
+    def trace(name: str, rows: Sequence[int], meta: str, **look: Any) -> go.Scatter:
+        x = []
+        y = []
+        numbers = []
+        for row in rows:
+            if across[row] is not None and up[row] is not None:
+                x.append(across[row])
+                y.append(up[row])
+                numbers.append(records[row].number)
         return go.Scatter(
-            x=[across[row] for row in chosen],
-            y=[up[row] for row in chosen],
-            customdata=[records[row].number for row in chosen],
+            x=x,
+            y=y,
+            customdata=numbers,
             name=name,
             meta=meta,
             hovertemplate="trial %{customdata}<br>%{y:,.4~r} at %{x:,.4~r}<extra></extra>",
@@ -241,12 +357,22 @@ def _measured(document: Document, front: Sequence[int], y: str) -> Iterator[go.S
         )
 
     for verdict in _MEASURED:
-        chosen = [row for row, record in enumerate(records) if record.verdict is verdict]
+        rows = [row for row, record in enumerate(records) if record.verdict is verdict]
         marker = {"color": FADED, "symbol": MARKS[verdict].symbol, "size": 7}
-        if chosen:
-            yield trace(VERDICT_LABELS[verdict], chosen, "others", marker=marker)
-    symbols = [MARKS[records[row].verdict].symbol for row in front]
+        if rows:
+            yield trace(VERDICT_LABELS[verdict], rows, "others", marker=marker)
     named = _apart(front, across, up)
+    symbols = []
+    numbers = []
+    for row in front:
+        symbols.append(MARKS[records[row].verdict].symbol)
+        number = ""
+        if row in named:
+            number = str(records[row].number)
+        numbers.append(number)
+    intervals = None
+    if y == "tokens_per_second":
+        intervals = _intervals(document, front)
     yield trace(
         "front: none is better in both",
         front,
@@ -254,9 +380,9 @@ def _measured(document: Document, front: Sequence[int], y: str) -> Iterator[go.S
         mode="lines+markers+text",
         line={"color": GREEN, "width": 2, "shape": "hv"},
         marker={"color": BLUE, "size": 10, "symbol": symbols},
-        text=[str(records[row].number) if row in named else "" for row in front],
+        text=numbers,
         textposition="top left",
-        error_y=_intervals(document, front) if y == "tokens_per_second" else None,
+        error_y=intervals,
     )
     looks = (
         ("winner", ranking.winner, {"symbol": "star", "size": 17, "color": AMBER}),
@@ -264,4 +390,4 @@ def _measured(document: Document, front: Sequence[int], y: str) -> Iterator[go.S
     )
     for name, record, marker in looks:
         if record is not None:
-            yield trace(name, [rows[record.number]], "others", marker=marker)
+            yield trace(name, [document.rows[record.number]], "others", marker=marker)

@@ -14,6 +14,7 @@ import plotly.graph_objects as go
 from qlora_sweep.reports.document import document_of
 from qlora_sweep.reports.figures import themes
 from qlora_sweep.reports.page import figures_of, sections, title_of
+from qlora_sweep.reports.view import view_of
 from qlora_sweep.search_spaces.costs import AskedWork
 from qlora_sweep.search_spaces.errors import EnvironmentFault, InputError, install_extra, listed
 from qlora_sweep.storage.definition import StudySnapshot
@@ -44,8 +45,11 @@ def write_image(snapshot: StudySnapshot, path: Path, *, figure: str | None = Non
             "It draws with the Chrome or Chromium that is installed."
         )
     suffix = path.suffix.lower()
+    scale = 1
+    if suffix == ".png":
+        scale = 2
     try:
-        data = drawn.to_image(format=suffix[1:], scale=2 if suffix == ".png" else 1)
+        data = drawn.to_image(format=suffix[1:], scale=scale)
     except (RuntimeError, ValueError, OSError) as error:
         raise EnvironmentFault(f"plotly's image engine failed: {error}") from error
     # It says who wrote it, so that it may be replaced.
@@ -64,16 +68,20 @@ def picture_of(snapshot: StudySnapshot, name: str) -> go.Figure:
     Raises:
         InputError: there is none of that name.
     """
-    known = {one.id: one for one in figures_of(sections(document_of(snapshot), AskedWork()))}
-    if name not in known:
-        names = listed(list(known)) if known else "none"
+    made = sections(document_of(view_of(snapshot)), AskedWork())
+    figures = {figure.id: figure for figure in figures_of(made)}
+    if name not in figures:
+        names = "none"
+        if figures:
+            names = listed(list(figures))
         raise InputError(f"figure '{name}' is not in this study's report; there are: {names}")
-    title = wrap(title_of(snapshot), 90)
-    about = wrap(f"{known[name].title} · study {snapshot.name}", 120)
-    lines = [*map(escape, title), *(f"<sup>{escape(line)}</sup>" for line in about)]
+    lines = list(map(escape, wrap(title_of(snapshot), 90)))
+    for line in wrap(f"{figures[name].title} · study {snapshot.name}", 120):
+        lines.append(f"<sup>{escape(line)}</sup>")
     above = 24 * len(lines) + 30
-    picture = go.Figure(known[name].figure)
-    top, height = picture.layout.margin.t, picture.layout.height + above
+    picture = go.Figure(figures[name].figure)
+    top = picture.layout.margin.t
+    height = picture.layout.height + above
     return picture.update_layout(
         template=themes()["light"],
         title={

@@ -58,6 +58,10 @@ def loss_page(
 def _curve(values: Sequence[float]) -> dict[str, list[float]]:
     """Return steps and means of stretches of steps, as many as can be seen."""
     length = -(-len(values) // POINTS_MAX) or 1
-    parts = [values[at : at + length] for at in range(0, len(values), length)]
-    ends = [float(min(at + length, len(values))) for at in range(0, len(values), length)]
-    return {"x": ends, "y": digits(sum(part) / len(part) for part in parts)}
+    ends = []
+    means = []
+    for start in range(0, len(values), length):
+        stretch = values[start : start + length]
+        ends.append(float(start + len(stretch)))
+        means.append(sum(stretch) / len(stretch))
+    return {"x": ends, "y": digits(means)}

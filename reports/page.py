@@ -30,9 +30,11 @@ from qlora_sweep.reports.document import Document, document_of
 from qlora_sweep.reports.effects import effects_of
 from qlora_sweep.reports.figures import PageFigure, Section, themes
 from qlora_sweep.reports.front import front_of
-from qlora_sweep.reports.search import quality_of, search_of
+from qlora_sweep.reports.quality import quality_of
+from qlora_sweep.reports.search import search_of
 from qlora_sweep.reports.sections import next_steps_of, texts_of, trials_of
 from qlora_sweep.reports.trust import trust_of
+from qlora_sweep.reports.view import view_of
 from qlora_sweep.search_spaces.costs import AskedWork
 from qlora_sweep.search_spaces.redaction import redacted, shown
 from qlora_sweep.storage.definition import StudySnapshot
@@ -52,17 +54,17 @@ def title_of(snapshot: StudySnapshot) -> str:
 
 def sections(document: Document, work: AskedWork) -> dict[str, Any]:
     """Return the value of each section of a study's report; None where it has nothing to say."""
-    snapshot = document.snapshot
+    view = document.view
     return {
-        "decision": decision_of(snapshot, work),
-        "texts": texts_of(snapshot),
+        "decision": decision_of(view, work),
+        "texts": texts_of(view),
         "front": front_of(document),
         "quality": quality_of(document),
         "boundary": boundary_of(document),
-        "effects": effects_of(snapshot),
+        "effects": effects_of(view),
         "search": search_of(document),
-        "next": next_steps_of(snapshot),
-        "trials": trials_of(snapshot),
+        "next": next_steps_of(view),
+        "trials": trials_of(view),
         "trust": trust_of(document),
     }
 
@@ -79,13 +81,13 @@ def render(snapshot: StudySnapshot, *, work: AskedWork | None = None) -> str:
         snapshot: the study.
         work: the training that is to be priced.
     """
-    document = document_of(snapshot)
+    document = document_of(view_of(snapshot))
     made = sections(document, work or AskedWork())
     front = made["front"]
     controls = None
     if front is not None:
         controls = {"x": front.x, "y": front.y, "class": front.chosen, "views": front.views}
-    data = {**document.to_json(), "front": controls}
+    data = document.to_json() | {"front": controls}
     return _page("study.html.j2", title_of(snapshot), made, data, snapshot=snapshot)
 
 
@@ -119,17 +121,20 @@ def _page(
     *,
     snapshot: StudySnapshot | None = None,
 ) -> str:
-    scripts = [plotly_script(), *(_source(name) for name in _SCRIPTS)]
-    values = {"title": title, "snapshot": snapshot, "styles": Markup(_source("report.css"))}
+    scripts = [plotly_script()]
+    for name in _SCRIPTS:
+        scripts.append(_source(name))
     return (
         _environment()
         .get_template(template)
         .render(
-            **values,
-            **made,
+            made,
+            title=title,
+            snapshot=snapshot,
+            styles=Markup(_source("report.css")),
             page_data=Markup(_page_data(data, figures_of(made))),
-            scripts=[Markup(script) for script in scripts],
-            script_hashes=[script_hash(script) for script in scripts],
+            scripts=list(map(Markup, scripts)),
+            script_hashes=list(map(script_hash, scripts)),
         )
     )
 
@@ -141,8 +146,8 @@ def _page_data(data: Mapping[str, Any], figures: Iterable[PageFigure]) -> str:
         # The reader's theme takes the place of plotly's own.
         figure["layout"].pop("template", None)
     # The same words come again and again in the trials of a study.
-    known = redacted({**data, "figures": drawn, "themes": themes()}, clean=cache(shown))
-    return str(to_json_plotly(known))
+    page_data = dict(data, figures=drawn, themes=themes())
+    return str(to_json_plotly(redacted(page_data, clean=cache(shown))))
 
 
 def _finalized(value: Any) -> Any:

@@ -5,52 +5,57 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
-from qlora_sweep.reports import sentences, units, words
+from qlora_sweep.reports import answer, units, words
 from qlora_sweep.reports.advice import how_to_go_faster
 from qlora_sweep.reports.figures import Section
-from qlora_sweep.reports.view import StudyView, epoch_of, view_of
-from qlora_sweep.storage.definition import StudySnapshot
-from qlora_sweep.storage.ranking import verdict_counts
+from qlora_sweep.reports.view import StudyView
 from qlora_sweep.storage.records import TrialRecord
 
 
-def next_steps_of(snapshot: StudySnapshot) -> Section | None:
+def next_steps_of(view: StudyView) -> Section | None:
     """Return what is to be done with a winner; None without one, as the decision says it then."""
-    view = view_of(snapshot)
     if view.winner is None:
         return None
     return Section(
-        commands=sentences.commands(view),
+        commands=answer.commands(view),
         configuration=json.dumps(view.winner.config.model_dump(mode="json"), indent=2),
         advice=how_to_go_faster(view),
-        confirmations=list(sentences.confirmed_rows(view)),
+        confirmations=list(answer.confirmed_rows(view)),
     )
 
 
-def texts_of(snapshot: StudySnapshot) -> Section | None:
+def texts_of(view: StudyView) -> Section | None:
     """Return what the report says of a study's dataset; None of a study without."""
-    view, texts = view_of(snapshot), snapshot.definition.texts
+    texts = view.definition.texts
     if texts is None:
         return None
-    choice, q = snapshot.definition.space.data, texts.quantiles
-    counted = "loss on completions alone" if texts.completions_only else "loss on every token"
-    broken = f", and {texts.broken:,} that cannot be trained on" if texts.broken else ""
-    held_out = units.share(choice.eval_fraction if choice else 0.0)
-    noun = "pairs" if texts.are_pairs else "rows"
+    counted = "loss on every token"
+    if texts.completions_only:
+        counted = "loss on completions alone"
+    noun = "rows"
+    if texts.are_pairs:
+        noun = "pairs"
+    rows = f"{texts.rows:,}"
+    if texts.broken:
+        rows += f", and {texts.broken:,} that cannot be trained on"
+    held_out = 0.0
+    if view.space.data:
+        held_out = view.space.data.eval_fraction
+    lengths = texts.quantiles
     facts = {
         "dataset": f"{texts.source}: {texts.kind}, {counted}",
-        noun: f"{texts.rows:,}{broken}",
+        noun: rows,
         "tokens": f"{texts.tokens:,}, of which {texts.loss_tokens:,} are supervised",
-        "lengths": f"half of the rows up to {q.p50:,} tokens, 95 % up to {q.p95:,}, 99 % up to "
-        f"{q.p99:,}, the longest {q.max:,}",
-        "held out": f"{held_out} of the {noun}; none of them is part of an epoch",
+        "lengths": f"half of the rows up to {lengths.p50:,} tokens, 95 % up to {lengths.p95:,}, "
+        f"99 % up to {lengths.p99:,}, the longest {lengths.max:,}",
+        "held out": f"{units.share(held_out)} of the {noun}; none of them is part of an epoch",
         "tokenizer": texts.tokenizer,
         "fingerprint": texts.fingerprint,
     }
     if view.winner is not None and view.winner.epoch is not None:
-        cut = words.cut_in_words(view.winner.epoch, view.winner.config)
-        facts["cut by the winner"] = cut
+        facts["cut by the winner"] = words.cut_in_words(view.winner.epoch, view.winner.config)
     title = f"Dataset: {Path(texts.source).name}"
     return Section(title=title, facts=facts.items(), cuts=list(_by_length(view)))
 
@@ -59,44 +64,56 @@ def _by_length(view: StudyView) -> Iterator[tuple[str, ...]]:
     """Yield the fastest of each length: length, trial, tokens/s, share of the tokens that it cuts
     off or leaves out, epoch."""
     fastest: dict[int, TrialRecord] = {}
-    for record in sorted(view.ranking.ranked, key=lambda r: -view.ranking.speed_of(r)):
+    for record in sorted(view.ranked, key=view.speed_of, reverse=True):
         fastest.setdefault(record.config.seq_len, record)
     for length, record in sorted(fastest.items()):
-        epoch, rate = epoch_of(view.snapshot, record), view.ranking.speed_of(record)
+        epoch = view.epoch_of(record)
         if epoch is None:
             continue
-        money = "" if epoch.dollars is None else f", {units.usd(epoch.dollars)}"
-        lost = units.share(epoch.tokens_cut + epoch.tokens_left_out)
-        took = units.DASH if epoch.seconds is None else f"{units.duration(epoch.seconds)}{money}"
-        yield units.count(length), str(record.number), units.rate(rate), lost, took
+        epoch_words = units.duration(epoch.seconds)
+        if epoch.dollars is not None:
+            epoch_words += f", {units.usd(epoch.dollars)}"
+        yield (
+            units.count(length),
+            str(record.number),
+            units.rate(view.speed_of(record)),
+            units.share(epoch.tokens_cut + epoch.tokens_left_out),
+            epoch_words,
+        )
 
 
-def trials_of(snapshot: StudySnapshot) -> Section | None:
+def trials_of(view: StudyView) -> Section | None:
     """Return what the table of all trials may be filtered by; None where there are none."""
-    counts = verdict_counts(snapshot.records)
-    ended = [verdict for verdict in words.VERDICT_LABELS if counts[verdict]]
-    if not ended:
+    if not view.records:
         return None
-    return Section(
-        total=len(snapshot.records),
-        verdicts={str(v): f"{words.VERDICT_LABELS[v]} ({counts[v]:,})" for v in ended},
-        meanings={words.VERDICT_LABELS[v]: words.VERDICT_MEANINGS[v] for v in ended},
-    )
+    verdicts = {}
+    meanings = {}
+    for verdict, label in words.VERDICT_LABELS.items():
+        count = view.trials[verdict]
+        if count:
+            verdicts[str(verdict)] = f"{label} ({count:,})"
+            meanings[label] = words.VERDICT_MEANINGS[verdict]
+    return Section(total=len(view.records), verdicts=verdicts, meanings=meanings)
 
 
-def environment_rows(snapshot: StudySnapshot) -> list[tuple[str, str]]:
+def environment_rows(view: StudyView) -> list[tuple[str, str]]:
     """Return what the study ran on and with: the target first, then the stored fingerprint."""
-    target, space = snapshot.definition.target, snapshot.definition.space
-    known = {
-        "model": str(snapshot.definition.model.get("name", units.DASH)),
+    space = view.space
+    rows = {
+        "model": view.model or units.DASH,
         "weights": space.weights,
-        "target GPU": target.gpu,
-        "memory budget": units.gib(target.budget_bytes),
-        "measured on": target.emulated_on or target.gpu,
+        "target GPU": view.gpu.name,
+        "memory budget": units.gib(view.gpu.budget_bytes),
+        "measured on": view.gpu.emulated_on or view.gpu.name,
         "search space": f"{space.name} (sampler {space.sampler}, seed {space.seed})",
-        "driver time": units.duration(snapshot.wall_seconds),
+        "driver time": units.duration(view.seconds["wall"]),
     }
-    for key, value in snapshot.environment.items():
-        of_key = value if isinstance(value, Mapping) else {key.replace("_", " "): value}
-        known |= {name: units.DASH if its is None else str(its) for name, its in of_key.items()}
-    return list(known.items())
+    for key, value in view.snapshot.environment.items():
+        named: Mapping[str, Any] = {key.replace("_", " "): value}
+        if isinstance(value, Mapping):
+            named = value
+        for name, entry in named.items():
+            rows[name] = units.DASH
+            if entry is not None:
+                rows[name] = str(entry)
+    return list(rows.items())

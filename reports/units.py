@@ -226,3 +226,12 @@ def changes(config: TrialConfig, *, baseline: TrialConfig) -> str:
     places = {key: place for place, key in enumerate(_SHAPE_KEYS)}
     keys = sorted(differences, key=lambda key: places.get(key, len(places)))
     return ", ".join(phrase(key, differences[key]) for key in keys)
+
+
+def lean_order(key: str, value: Any) -> tuple[float, str]:
+    """Return what sorts values of a setting that are words: the lean first, then by spelling."""
+    lean = KNOBS[key].lean_first
+    place = len(lean)
+    if value in lean:
+        place = lean.index(value)
+    return float(place), str(value)

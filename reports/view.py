@@ -1,21 +1,23 @@
 """What is known of a study, in numbers: the document of ``sweep best STUDY --json``.
 
-The terminal and the page are words over it (`reports.sentences`).
+The terminal and the page are words over it (`reports.answer`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, InstanceOf
 
+from qlora_sweep.reports import units
 from qlora_sweep.search_spaces.config import TrialConfig
 from qlora_sweep.search_spaces.costs import usd_per_training_second
 from qlora_sweep.search_spaces.learning_rates import LearningRate, learning_rate_of
+from qlora_sweep.search_spaces.prices import Offer
 from qlora_sweep.search_spaces.quality import KnownQuality
-from qlora_sweep.search_spaces.space import Objective
-from qlora_sweep.storage.definition import StudySnapshot, TargetSpeed
+from qlora_sweep.search_spaces.space import Objective, SearchSpace
+from qlora_sweep.storage.definition import StudyDefinition, StudySnapshot, TargetSpeed
 from qlora_sweep.storage.ranking import (
     ClassBest,
     NoGain,
@@ -25,13 +27,31 @@ from qlora_sweep.storage.ranking import (
     rank_study,
     verdict_counts,
 )
-from qlora_sweep.storage.records import NOT_SHOWN, EpochRecord, TrialRecord
+from qlora_sweep.storage.records import (
+    NOT_SHOWN,
+    EpochRecord,
+    Measurement,
+    Need,
+    TrialRecord,
+    need_of,
+)
 
 _NOT_RECORDED = (
-    *("steps_measured", "steps_warmup", "final_loss", "setup_seconds"),
-    *("measured_seconds", "allocator_retries"),
+    "steps_measured",
+    "steps_warmup",
+    "final_loss",
+    "setup_seconds",
+    "measured_seconds",
+    "allocator_retries",
 )
 """Of a measurement, what a surface says nothing of."""
+_SOAK_SHOWN = {
+    "allocator_retries",
+    "peak_allocated_bytes",
+    "peak_reserved_bytes",
+    "tokens_per_second",
+}
+"""Of the measurement of a soak, what is in the document."""
 
 
 class _Part(BaseModel):
@@ -72,14 +92,14 @@ class Epoch(EpochRecord):
     """One pass over the rows of the dataset that are not held out; start-up, evaluation and
     checkpoints come on top."""
 
-    seconds: float | None
+    seconds: float | None = None
     """None where the speed on the target GPU is not known."""
-    seconds_low: float | None
-    seconds_high: float | None
-    dollars: float | None
+    seconds_low: float | None = None
+    seconds_high: float | None = None
+    dollars: float | None = None
     """At the study's offer; None without a price or a speed."""
-    dollars_low: float | None
-    dollars_high: float | None
+    dollars_low: float | None = None
+    dollars_high: float | None = None
 
 
 class Sureness(_Part):
@@ -213,21 +233,105 @@ class StudyView(_Part):
 
     def document(self) -> dict[str, Any]:
         """Return what ``sweep best STUDY --json`` prints."""
-        of_texts = set() if self.texts else {"texts", "epoch"}
-        return self.model_dump(mode="json", by_alias=True, exclude=of_texts)
+        excluded: set[str] = set()
+        if not self.texts:
+            excluded = {"texts", "epoch"}
+        return self.model_dump(mode="json", by_alias=True, exclude=excluded)
+
+    # What words and figures read of a study besides.
 
     @property
     def winner(self) -> TrialRecord | None:
         """The winner as it is ranked."""
         return self.ranking.winner
 
+    @property
+    def records(self) -> tuple[TrialRecord, ...]:
+        """The trials as the search measured them, by number."""
+        return self.snapshot.records
+
+    @property
+    def of_space(self) -> tuple[TrialRecord, ...]:
+        """The trials whose configuration the space holds, by number."""
+        return self.ranking.of_space
+
+    @property
+    def ranked(self) -> tuple[TrialRecord, ...]:
+        """The trials of the space that fit, the recommended one first."""
+        return self.ranking.ranked
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether nothing is left to be measured again."""
+        return self.ranking.is_settled
+
+    @property
+    def is_predicted(self) -> bool:
+        """Whether what is predicted of the target decides, as another GPU stood in for it."""
+        return self.ranking.is_predicted
+
+    @property
+    def definition(self) -> StudyDefinition:
+        """What was asked: the space, the model, the target GPU, the dataset."""
+        return self.snapshot.definition
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """What a reader of the study must know."""
+        return self.snapshot.warnings
+
+    @property
+    def offer(self) -> Offer | None:
+        """The price of its GPU; None where none is known."""
+        return self.snapshot.offer
+
+    @property
+    def space(self) -> SearchSpace:
+        """What was searched."""
+        return self.definition.space
+
+    @property
+    def baseline_config(self) -> TrialConfig:
+        """The baseline's configuration, measured or not."""
+        return self.ranking.baseline_config
+
+    def changes(self, record: TrialRecord) -> str:
+        """Return in words where a trial differs from the baseline."""
+        return units.changes(record.config, baseline=self.baseline_config)
+
+    def target_speed(self, record: TrialRecord) -> TargetSpeed | None:
+        """Return how fast a trial is on the GPU that the study is for; None where unknown."""
+        return self.snapshot.target_speed(record)
+
+    def speed_of(self, record: TrialRecord) -> float:
+        """Return the tokens/s of a trial that decide."""
+        return self.ranking.speed_of(record)
+
+    def need_of(self, record: TrialRecord) -> Need | None:
+        """Return the memory that a trial needs which did not fit; None where nothing is known."""
+        return need_of(record, budget_bytes=self.gpu.budget_bytes)
+
+    def epoch_of(self, record: TrialRecord) -> Epoch | None:
+        """Return what an epoch of the study's dataset takes as a trial trains; None without one."""
+        return _epoch(self.snapshot, record)
+
 
 def view_of(snapshot: StudySnapshot) -> StudyView:
     """Return what is known of a study as it stands."""
-    ranking, target = rank_study(snapshot), snapshot.definition.target
-    records, texts, winner = snapshot.records, snapshot.definition.texts, ranking.winner
-    speed = None if winner is None else snapshot.target_speed(winner)
-    gain, over = ranking.gain, ranking.gain.over
+    ranking = rank_study(snapshot)
+    target = snapshot.definition.target
+    texts = snapshot.definition.texts
+    winner = ranking.winner
+    speed = None
+    best = None
+    knee = None
+    numerics_choice = None
+    if winner is not None:
+        speed = snapshot.target_speed(winner)
+        best = _winner(snapshot, winner, speed)
+        numerics_choice = ranking.numerics_choice
+        if len(ranking.objectives) > 1:
+            knee = winner.number
     return StudyView(
         snapshot=snapshot,
         ranking=ranking,
@@ -238,76 +342,90 @@ def view_of(snapshot: StudySnapshot) -> StudyView:
         objectives=ranking.objectives,
         seconds={
             "wall": snapshot.wall_seconds,
-            "device": sum(r.device_seconds for r in (*records, *snapshot.confirmations)),
+            "device": _device_seconds(snapshot.records + snapshot.confirmations),
         },
-        trials={"total": len(records), **verdict_counts(records)},
+        trials={"total": len(snapshot.records)} | verdict_counts(snapshot.records),
         ended=snapshot.ended,
-        best=None if winner is None else _winner(snapshot, winner, speed),
-        cost=None if winner is None else _cost(snapshot, winner),
-        texts=None if texts is None else texts.model_dump(mode="json"),
-        epoch=None if winner is None else epoch_of(snapshot, winner),
+        best=best,
+        cost=_cost(snapshot, winner),
+        texts=texts and texts.model_dump(mode="json"),
+        epoch=_epoch(snapshot, winner),
         target_tokens_per_second=speed,
-        gain=None
-        if gain.ratio is None or over is None
-        else Gain(
-            over=Reference(
-                baseline=ranking.baseline is not None and over.number == ranking.baseline.number,
-                config=over.config,
-                tokens_per_second=measured_of(over).tokens_per_second,
-                target_tokens_per_second=snapshot.target_speed(over),
-                **_sureness(over),
-            ),
-            basis="predicted" if gain.ratio.is_predicted else "measured",
-            measured=gain.measured,
-            **vars(gain.ratio),
-        ),
-        no_gain=gain.reason,
-        front=tuple(
-            OnFront(
-                number=record.number,
-                values={o: objective_value(o, measured_of(record)) for o in ranking.objectives},
-                config=record.config,
-            )
-            for record in ranking.front
-        ),
-        knee=winner.number if winner is not None and len(ranking.objectives) > 1 else None,
+        gain=_gain(snapshot, ranking),
+        no_gain=ranking.gain.reason,
+        front=tuple(_on_front(record, ranking.objectives) for record in ranking.front),
+        knee=knee,
         baseline=_baseline(ranking),
         tied=ranking.tied,
         confirmed=ranking.is_confirmed,
         confirmation=_confirmation(ranking),
-        numerics_choice=None if winner is None else ranking.numerics_choice,
+        numerics_choice=numerics_choice,
         fastest_by_class=ranking.fastest_by_class,
     )
 
 
-def epoch_of(snapshot: StudySnapshot, record: TrialRecord) -> Epoch | None:
-    """Return what an epoch of the study's dataset takes as a trial trains; None without one."""
-    epoch, speed = record.epoch, snapshot.target_speed(record)
-    if epoch is None:
+def _device_seconds(records: Iterable[TrialRecord]) -> float:
+    return sum(record.device_seconds for record in records)
+
+
+def _epoch(snapshot: StudySnapshot, record: TrialRecord | None) -> Epoch | None:
+    if record is None or record.epoch is None:
         return None
-    rates = (None,) * 3 if speed is None else (speed.tokens_per_second, speed.high, speed.low)
-    gpus, offer = record.config.data_parallel, snapshot.offer
-    price = None if offer is None else usd_per_training_second(offer, gpus)
-    seconds = [epoch.loss_tokens / rate if rate else None for rate in rates]
-    dollars = [None if s is None or price is None else s * price for s in seconds]
-    ends = ("", "_low", "_high")
-    return Epoch(
-        **epoch.model_dump(),
-        **{f"seconds{end}": value for end, value in zip(ends, seconds, strict=True)},
-        **{f"dollars{end}": value for end, value in zip(ends, dollars, strict=True)},
+    figures: dict[str, float] = {}
+    speed = snapshot.target_speed(record)
+    if speed is not None:
+        # The high end of the speed is the low end of the time.
+        rates = {"": speed.tokens_per_second, "_low": speed.high, "_high": speed.low}
+        for end, rate in rates.items():
+            if not rate:
+                continue
+            seconds = record.epoch.loss_tokens / rate
+            figures[f"seconds{end}"] = seconds
+            if snapshot.offer is not None:
+                price = usd_per_training_second(snapshot.offer, record.config.data_parallel)
+                figures[f"dollars{end}"] = seconds * price
+    return Epoch(**record.epoch.model_dump(), **figures)
+
+
+def _gain(snapshot: StudySnapshot, ranking: Ranking) -> Gain | None:
+    gain = ranking.gain
+    over = gain.over
+    if gain.ratio is None or over is None:
+        return None
+    basis: Literal["measured", "predicted"] = "measured"
+    if gain.ratio.is_predicted:
+        basis = "predicted"
+    return Gain(
+        over=Reference(
+            baseline=ranking.baseline is not None and over.number == ranking.baseline.number,
+            config=over.config,
+            tokens_per_second=measured_of(over).tokens_per_second,
+            target_tokens_per_second=snapshot.target_speed(over),
+            **_sureness(over),
+        ),
+        basis=basis,
+        measured=gain.measured,
+        **vars(gain.ratio),
     )
+
+
+def _on_front(record: TrialRecord, objectives: Iterable[Objective]) -> OnFront:
+    measured = measured_of(record)
+    values = {objective: objective_value(objective, measured) for objective in objectives}
+    return OnFront(number=record.number, values=values, config=record.config)
 
 
 def _winner(snapshot: StudySnapshot, record: TrialRecord, speed: TargetSpeed | None) -> Trial:
     measurement = measured_of(record).model_dump(mode="json", exclude=NOT_SHOWN)
-    is_recorded = bool(snapshot.definition.target.recorded)
+    if snapshot.definition.target.recorded:
+        measurement |= dict.fromkeys(_NOT_RECORDED)
     model = snapshot.definition.model.get("config", {})
     return Trial(
         number=record.number,
         config=record.config,
         learning_rate=learning_rate_of(record.config, model),
         quality=KnownQuality.of(record.config),
-        measurement=measurement | (dict.fromkeys(_NOT_RECORDED) if is_recorded else {}),
+        measurement=measurement,
         target_tokens_per_second=speed,
         **_sureness(record),
     )
@@ -318,9 +436,12 @@ def _sureness(record: TrialRecord) -> dict[str, Any]:
     return {"tokens_per_second_ci95": measured.speed_interval, "noisy": measured.is_noisy}
 
 
-def _cost(snapshot: StudySnapshot, winner: TrialRecord) -> Cost | None:
-    dollars, offer = snapshot.usd_per_million_tokens(winner), snapshot.offer
-    if dollars is None or offer is None:
+def _cost(snapshot: StudySnapshot, winner: TrialRecord | None) -> Cost | None:
+    offer = snapshot.offer
+    if winner is None or offer is None:
+        return None
+    dollars = snapshot.usd_per_million_tokens(winner)
+    if dollars is None:
         return None
     low, high = snapshot.usd_interval(winner) or (None, None)
     return Cost(
@@ -332,43 +453,51 @@ def _cost(snapshot: StudySnapshot, winner: TrialRecord) -> Cost | None:
 
 
 def _of_class(record: TrialRecord) -> dict[str, Any]:
-    speed = measured_of(record).tokens_per_second
-    known = {"number": record.number, "capacity": record.config.capacity()}
-    return {**known, "tokens_per_second": speed, **_sureness(record)}
+    return {
+        "number": record.number,
+        "capacity": record.config.capacity(),
+        "tokens_per_second": measured_of(record).tokens_per_second,
+        **_sureness(record),
+    }
 
 
 def _baseline(ranking: Ranking) -> Baseline | None:
-    base, winner, fastest = ranking.baseline, ranking.winner, ranking.fastest_of_baselines_class
-    if base is None:
+    baseline = ranking.baseline
+    if baseline is None:
         return None
-    is_of_class = winner is None or ranking.is_of_baselines_class(winner.config)
-    of_class = None
-    if fastest is not None and not is_of_class:
-        of_class = ClassGain(**_of_class(fastest), gain=ranking.gain_of(fastest).ratio)
-    is_in_space = ranking.is_baseline_in_space
+    class_gain = None
+    winner = ranking.winner
+    if winner is not None and not ranking.is_of_baselines_class(winner.config):
+        fastest = ranking.fastest_of_baselines_class
+        if fastest is not None:
+            class_gain = ClassGain(**_of_class(fastest), gain=ranking.gain_of(fastest).ratio)
     return Baseline(
-        config=base.config, in_space=is_in_space, class_gain=of_class, **_of_class(base)
+        config=baseline.config,
+        in_space=ranking.is_baseline_in_space,
+        class_gain=class_gain,
+        **_of_class(baseline),
     )
 
 
 def _confirmation(ranking: Ranking) -> Confirmed | None:
     """Return what measuring the winner again came to; None where it was not done."""
-    winner, known = ranking.winner, ranking.confirmations
+    winner = ranking.winner
     if winner is None or not ranking.is_measured_again(winner):
         return None
-    soak = None if ranking.soak is None else measured_of(ranking.soak)
-    kept = {"allocator_retries", "peak_allocated_bytes", "peak_reserved_bytes", "tokens_per_second"}
+    confirmations = ranking.confirmations
+    runs = (run for run in confirmations.records if run.series == confirmations.series)
     return Confirmed(
         runs=ranking.runs,
-        seconds=sum(r.device_seconds for r in known.records if r.series == known.series),
+        seconds=_device_seconds(runs),
         fallen=tuple(ranking.fallen),
         searched_tokens_per_second=ranking.searched[winner.number].tokens_per_second,
-        soak=None
-        if soak is None
-        else {
-            "steps": soak.steps_measured,
-            "seconds": soak.measured_seconds,
-            **soak.model_dump(mode="json", include=kept),
-            **({} if soak.soak is None else soak.soak.model_dump(mode="json")),
-        },
+        soak=ranking.soak and _soak(measured_of(ranking.soak)),
     )
+
+
+def _soak(measured: Measurement) -> dict[str, Any]:
+    soak = {"steps": measured.steps_measured, "seconds": measured.measured_seconds}
+    soak |= measured.model_dump(mode="json", include=_SOAK_SHOWN)
+    if measured.soak is not None:
+        soak |= measured.soak.model_dump(mode="json")
+    return soak

@@ -535,10 +535,11 @@ class Ranking:
         """The last trial of the baseline that was measured to the end, where none was what the
         confirmation measured of it; None where neither did."""
         measured = [r for r in self.records if r.is_baseline and r.verdict is Verdict.FITS]
-        return measured[-1] if measured else self._confirmed(self._recipe)
+        return measured[-1] if measured else self._confirmed(self.baseline_config)
 
     @cached_property
-    def _recipe(self) -> TrialConfig:
+    def baseline_config(self) -> TrialConfig:
+        """The baseline's configuration, measured or not."""
         return self.definition.space.baseline_config()
 
     @property
@@ -548,7 +549,7 @@ class Ranking:
 
     def is_of_baselines_class(self, config: TrialConfig) -> bool:
         """Whether a configuration can learn as much as the baseline, be that measured or not."""
-        return self.capacity_class(config) == self.capacity_class(self._recipe)
+        return self.capacity_class(config) == self.capacity_class(self.baseline_config)
 
     @cached_property
     def fastest_of_baselines_class(self) -> TrialRecord | None:
@@ -559,8 +560,8 @@ class Ranking:
         """Return the baseline in the capacity class of ``config``: itself in its own, however that
         spells its modules."""
         if self.is_of_baselines_class(config):
-            return self._recipe
-        return self._recipe.changed(
+            return self.baseline_config
+        return self.baseline_config.changed(
             lora_rank=config.lora_rank, target_modules=config.target_modules
         )
 

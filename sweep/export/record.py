@@ -25,7 +25,7 @@ from pydantic import (
 )
 
 from qlora_sweep.reports import units, words
-from qlora_sweep.reports.sentences import status_words
+from qlora_sweep.reports.answer import status_words
 from qlora_sweep.search_spaces.config import KNOBS, TrialConfig, canonical
 from qlora_sweep.search_spaces.documents import home_expanded, is_directory, parse_object, read_text
 from qlora_sweep.search_spaces.errors import InputError, NothingFits, in_percent, quote

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from qlora_sweep.reports import units
-from qlora_sweep.reports.sentences import facts, headline
+from qlora_sweep.reports.answer import facts, headline
 from qlora_sweep.reports.view import StudyView, view_of
 from qlora_sweep.reports.words import verdict_words
 from qlora_sweep.search_spaces.documents import parse_object, read_text

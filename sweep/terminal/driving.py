@@ -12,8 +12,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from qlora_sweep.reports import units
+from qlora_sweep.reports.answer import stopped_words
 from qlora_sweep.reports.page import render, write_page
-from qlora_sweep.reports.sentences import stopped_words
 from qlora_sweep.reports.view import view_of
 from qlora_sweep.reports.words import emulation_note
 from qlora_sweep.search_spaces.documents import home_expanded

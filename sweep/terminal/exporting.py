@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import closing
 
 from qlora_sweep.reports import units
-from qlora_sweep.reports.sentences import status_words
+from qlora_sweep.reports.answer import status_words
 from qlora_sweep.search_spaces.config import TrainerName
 from qlora_sweep.search_spaces.errors import EnvironmentFault, InputError, NothingFits, did_you_mean
 from qlora_sweep.search_spaces.gpus import match_product

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from qlora_sweep.reports import sentences, units, words
+from qlora_sweep.reports import answer, units, words
 from qlora_sweep.reports.advice import how_to_go_faster
 from qlora_sweep.reports.view import StudyView, view_of
 from qlora_sweep.search_spaces import redaction
@@ -51,16 +51,16 @@ def best_text(snapshot: StudySnapshot, *, width: int | None = None) -> str:
     view = view_of(snapshot)
     host = ""
     if view.gpu.emulated_on is not None:
-        told = "predicted on" if view.ranking.is_predicted else "measured on"
-        name = view.gpu.name if view.ranking.is_predicted else view.gpu.emulated_on
+        told = "predicted on" if view.is_predicted else "measured on"
+        name = view.gpu.name if view.is_predicted else view.gpu.emulated_on
         host = f" ({told} {name})"
-    others, fastest = list(sentences.runners_up(view)), list(sentences.classes(view))
+    others, fastest = list(answer.runners_up(view)), list(answer.classes(view))
     named = "Runners-up"
     if view.front[1:]:
         named = f"The Pareto front ({len(view.front)}) of {words.names_of(view.objectives)}"
     if len(fastest) > _CLASSES_SHOWN:
         fastest[_CLASSES_SHOWN:] = [f"and {len(fastest) - _CLASSES_SHOWN} more in --json"]
-    if len(view.fastest_by_class) < 2 and not any(sentences.unmeasured_classes(view)):
+    if len(view.fastest_by_class) < 2 and not any(answer.unmeasured_classes(view)):
         # That is the winner.
         fastest = []
     lines = [
@@ -88,15 +88,15 @@ def status_text(snapshot: StudySnapshot, *, width: int | None = None) -> str:
 
 def _answer(view: StudyView, width: int | None) -> list[str]:
     """Return the answer in a sentence, and below it each fact behind its name."""
-    about = f"{view.study} ({view.model} on {view.gpu.name}): {sentences.headline(view)}"
-    facts = (folded(f"  {name:<7} {fact}", width, indent=8) for name, fact in sentences.facts(view))
+    about = f"{view.study} ({view.model} on {view.gpu.name}): {answer.headline(view)}"
+    facts = (folded(f"  {name:<7} {fact}", width, indent=8) for name, fact in answer.facts(view))
     return [about, *facts]
 
 
 def _next(
     view: StudyView, *, storage_option: str = "", report: Path | None = None
 ) -> Iterator[str]:
-    commands = [f"{command}{storage_option}" for command in sentences.commands(view)]
+    commands = [f"{command}{storage_option}" for command in answer.commands(view)]
     if report is not None:
         commands.append(f"report: {report}")
     if view.winner is None:

@@ -14,14 +14,14 @@ import pytest
 import yaml
 
 from qlora_sweep.reports.advice import how_to_go_faster
-from qlora_sweep.reports.decision import Card, decision_of
-from qlora_sweep.reports.page import render
-from qlora_sweep.reports.sections import texts_of
-from qlora_sweep.reports.sentences import (
+from qlora_sweep.reports.answer import (
     confirmed_rows,
     facts,
     headline,
 )
+from qlora_sweep.reports.decision import Choice, decision_of
+from qlora_sweep.reports.page import render
+from qlora_sweep.reports.sections import texts_of
 from qlora_sweep.reports.view import view_of
 from qlora_sweep.reports.words import cut_in_words
 from qlora_sweep.search_spaces.config import TrialConfig
@@ -175,15 +175,15 @@ def study(
     return snapshot(records, definition=about, **({"offer": OFFER} | values))
 
 
-def the_card(known: StudySnapshot, **work: float) -> Card:
-    card = decision_of(known, AskedWork(**work)).card  # type: ignore[arg-type]
+def the_card(known: StudySnapshot, **work: float) -> Choice:
+    card = decision_of(view_of(known), AskedWork(**work)).choice  # type: ignore[arg-type]
     assert card is not None
     return card
 
 
 def instead(known: StudySnapshot) -> dict[str, str]:
     """Return what else may be taken, by why."""
-    lines = decision_of(known).lines
+    lines = decision_of(view_of(known)).alternatives
     return {title: text for titles, text in lines for title in titles.split("; ")}
 
 
@@ -396,7 +396,7 @@ def test_the_fastest_of_each_length_is_shown_with_what_it_leaves_out() -> None:
         trained(1, 8_000.0, SHORT.model_copy(update={"lora_rank": 8})),
         trained(2, 7_000.0, SHORT.model_copy(update={"lora_rank": 64})),
     )
-    section = texts_of(known)
+    section = texts_of(view_of(known))
     assert section is not None
     assert section.cuts == [
         ("512", "1", "8,000", "4.3 %", "6 min 0 s"),

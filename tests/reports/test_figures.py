@@ -13,12 +13,14 @@ from typing import Any
 import plotly.graph_objects as go
 import pytest
 
+from qlora_sweep.reports.accuracy import accuracy_of
 from qlora_sweep.reports.boundary import boundary_of
 from qlora_sweep.reports.document import document_of
 from qlora_sweep.reports.figures import MARKS, PageFigure, Section
 from qlora_sweep.reports.front import front_of
 from qlora_sweep.reports.search import search_of
-from qlora_sweep.reports.trust import accuracy_of, trust_of
+from qlora_sweep.reports.trust import trust_of
+from qlora_sweep.reports.view import view_of
 from qlora_sweep.reports.words import VERDICT_LABELS
 from qlora_sweep.search_spaces.config import TrialConfig
 from qlora_sweep.search_spaces.gpus import GIB
@@ -60,7 +62,7 @@ ON_TARGET = {0: TargetSpeed(2_400.0, 2_000.0, 2_900.0, "predicted")}
 
 def of(study: StudySnapshot, key: str) -> tuple[tuple[Any, str], ...]:
     """Return each trial's value and words."""
-    return document_of(study).columns[key].pairs
+    return document_of(view_of(study)).columns[key].pairs
 
 
 def test_every_trial_is_there_once_with_what_it_needs() -> None:
@@ -75,21 +77,22 @@ def test_every_trial_is_there_once_with_what_it_needs() -> None:
 
 def test_values_that_repeat_are_sent_once_and_true_is_not_one() -> None:
     study = snapshot([fits(n, 8_000.0 + n % 2) for n in range(6)])
-    sent = document_of(study).columns["tokens_per_second"].to_json()
+    sent = document_of(view_of(study)).columns["tokens_per_second"].to_json()
     assert sent["at"] == [0, 1, 0, 1, 0, 1]
     assert [value for value, _ in sent["pairs"]] == [8_000.0, 8_001.0]
-    column = replace(document_of(study).columns["number"], pairs=((True, "1"), (1, "1")))
+    column = replace(document_of(view_of(study)).columns["number"], pairs=((True, "1"), (1, "1")))
     assert column.to_json()["pairs"] == [(True, "1"), (1, "1")]
 
 
 def test_a_column_is_there_where_it_says_something() -> None:
-    assert not document_of(snapshot([record(0, Lost())])).columns.keys() & {
+    assert not document_of(view_of(snapshot([record(0, Lost())]))).columns.keys() & {
         "tokens_per_second",
         "peak_allocated",
         "final_loss",
     }
     trained = definition(space={"weights": "pretrained"})
-    assert "final_loss" in document_of(snapshot([fits(0, 8_000.0)], definition=trained)).columns
+    view = view_of(snapshot([fits(0, 8_000.0)], definition=trained))
+    assert "final_loss" in document_of(view).columns
 
 
 def test_a_class_has_one_name_and_what_another_study_measured_is_marked() -> None:
@@ -106,7 +109,7 @@ def test_a_class_has_one_name_and_what_another_study_measured_is_marked() -> Non
 
 
 def _front(study: StudySnapshot) -> Section:
-    section = front_of(document_of(study))
+    section = front_of(document_of(view_of(study)))
     assert section is not None
     return section
 
@@ -146,7 +149,7 @@ def test_every_trial_has_a_mark_of_how_it_ended_and_only_what_ran_has_a_speed(
 def test_the_front_is_what_nothing_measured_beats_in_both(seed: int) -> None:
     study = plausible_study(seed)
     (front,) = _traces(study, "front")
-    columns = document_of(study).columns
+    columns = document_of(view_of(study)).columns
     known = zip(columns["peak_allocated"].values, columns["tokens_per_second"].values, strict=True)
     measured = [(memory, speed) for memory, speed in known if speed is not None]
     expected = [
@@ -173,7 +176,7 @@ def test_what_was_stopped_is_hollow_and_a_baseline_outside_the_space_is_on_no_fr
     assert 90_000.0 not in line.y
     drawn = [trace.y for one in _searched(study).values() for trace in one.figure.data]
     assert not any(90_000.0 in speeds for speeds in drawn)
-    assert boundary_of(document_of(snapshot([outside]))) is None
+    assert boundary_of(document_of(view_of(snapshot([outside])))) is None
 
 
 def test_a_lower_bound_has_an_arrow_and_what_nothing_is_known_of_a_question_mark() -> None:
@@ -215,7 +218,7 @@ def test_the_targets_speed_is_drawn_where_another_gpu_stood_in_and_without_whisk
 
 
 def test_an_empty_study_has_no_figures() -> None:
-    empty = document_of(snapshot())
+    empty = document_of(view_of(snapshot()))
     assert front_of(empty) is boundary_of(empty) is search_of(empty) is None
 
 
@@ -223,7 +226,7 @@ def test_an_empty_study_has_no_figures() -> None:
 
 
 def _boundary(study: StudySnapshot) -> Section:
-    boundary = boundary_of(document_of(study))
+    boundary = boundary_of(document_of(view_of(study)))
     assert boundary is not None
     return boundary
 
@@ -312,7 +315,7 @@ def test_a_size_that_does_not_go_into_the_effective_batch_is_untried() -> None:
 
 
 def _trust(study: StudySnapshot) -> Section:
-    return trust_of(document_of(study))
+    return trust_of(document_of(view_of(study)))
 
 
 def _trial(number: int, gib: float, speed: float | None = None) -> TrialRecord:
@@ -335,7 +338,7 @@ def test_errors_are_of_trials_that_fit_with_their_median_and_their_worst() -> No
     assert "10 % too slow" in str(speed)
     shown, _, _ = _trust(study).figures
     assert list(shown.figure.data[0].customdata) == [0, 1, 2]
-    assert accuracy_of(snapshot([fits(0, 9_000.0)]), "memory") is None
+    assert accuracy_of(document_of(view_of(snapshot([fits(0, 9_000.0)]))), "memory") is None
 
 
 @pytest.mark.parametrize("trials", [0, 1, 60])
@@ -362,7 +365,7 @@ def test_a_pause_is_cut_out_and_a_start_that_is_no_time_breaks_nothing() -> None
 
 
 def _searched(study: StudySnapshot) -> dict[str, PageFigure]:
-    section = search_of(document_of(study))
+    section = search_of(document_of(view_of(study)))
     assert section is not None
     return {figure.id: figure for figure in section.figures}
 
@@ -384,5 +387,5 @@ def test_the_best_so_far_only_rises_and_falls_where_less_is_asked_for() -> None:
 
 
 def test_nothing_is_drawn_of_fewer_than_two_trials_that_fitted_or_of_settings_that_stay() -> None:
-    assert search_of(document_of(snapshot(one_of_each()))) is None
+    assert search_of(document_of(view_of(snapshot(one_of_each())))) is None
     assert set(_searched(snapshot([fits(0, 8_000.0), fits(1, 8_100.0)]))) == {"history"}

@@ -8,9 +8,9 @@ from dataclasses import replace
 
 import pytest
 
+from qlora_sweep.reports.answer import headline, speed_on_target
 from qlora_sweep.reports.document import document_of
 from qlora_sweep.reports.front import MEMORY, front_of
-from qlora_sweep.reports.sentences import headline, speed_on_target
 from qlora_sweep.reports.view import view_of
 from qlora_sweep.search_spaces.config import TrialConfig
 from qlora_sweep.search_spaces.gpus import GIB, find_gpu
@@ -58,7 +58,7 @@ def a_study(*records: TrialRecord, emulated_on: str | None = "NVIDIA H200") -> S
 
 def is_told_alike(study: StudySnapshot) -> None:
     """Hold every place that names a winner or its speed against the others."""
-    view, document = view_of(study), document_of(study)
+    view, document = view_of(study), document_of(view_of(study))
     winner, columns = view.winner, document.columns
     assert winner is not None
     told = json.loads(json.dumps(view.document()))
@@ -66,7 +66,7 @@ def is_told_alike(study: StudySnapshot) -> None:
     assert told["best"]["number"] == winner.number == record_of(study).number
     assert told["best"]["target_tokens_per_second"] == speed
     assert f"is trial {winner.number}, " in headline(view)
-    assert f"{speed['value']:,.0f} tokens/s" in speed_on_target(study, winner)
+    assert f"{speed['value']:,.0f} tokens/s" in speed_on_target(view, winner)
 
     row = document.rows[winner.number]
     assert columns[document.speed_key].values[row] == pytest.approx(speed["value"], rel=1e-5)

@@ -13,8 +13,8 @@ import pytest
 from rich.console import Console
 
 from qlora_sweep.reports import units
+from qlora_sweep.reports.answer import facts
 from qlora_sweep.reports.comparison import compare, comparison_words, of_study
-from qlora_sweep.reports.sentences import facts
 from qlora_sweep.reports.view import view_of
 from qlora_sweep.search_spaces.config import TrialConfig
 from qlora_sweep.search_spaces.costs import AskedWork
