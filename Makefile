@@ -26,7 +26,7 @@ BASE ?= HEAD^
 # Of `make test-integration` and `make test-faults`, the folders and files to look in; all where none is named.
 TESTS ?=
 
-.PHONY: demo test test-changed test-all test-integration test-exports test-rented test-faults test-lowest test-gpu lint format docs wheel evidence profiles surveys clean help
+.PHONY: demo test test-changed test-all test-integration test-exports test-rented test-faults test-lowest test-gpu lint format docs wheel profiles surveys clean help
 
 # Waits while another make holds a lock, which goes with the shell that took it. $(1): the lock; $(2): what the other does.
 waiting = exec 9>$(1); if command -v flock >/dev/null && ! flock -n 9; then echo "another make $(2): waiting for it" >&2; flock 9; fi

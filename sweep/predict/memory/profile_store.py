@@ -42,6 +42,7 @@ from qlora_sweep.sweep.subprocess_jobs import last_words
 _LIBRARIES = ("torch", "transformers", "peft", "bitsandbytes")
 TRACED_BY = (
     *(f"search_spaces/{name}.py" for name in ("config", "documents", "linears", "models")),
+    "search_spaces/kinds.py",
     "search_spaces/quantized.py",
     *(f"sweep/predict/memory/{name}" for name in ("allocator.py", "profiles.py", "tracing")),
     *(f"sweep/training/{name}.py" for name in ("adapters", "eight_bit", "model", "preference")),
