@@ -21,8 +21,8 @@ from numpy.typing import NDArray
 from scipy.special import stdtrit
 
 from qlora_sweep.reports import units
+from qlora_sweep.reports.document import Document
 from qlora_sweep.reports.figures import BLUE, PageFigure, Section, dashed, framed, whiskers
-from qlora_sweep.reports.view import StudyView
 from qlora_sweep.search_spaces.config import KNOBS, TrialConfig, canonical
 from qlora_sweep.search_spaces.space import SearchSpace
 from qlora_sweep.storage.records import Measurement
@@ -157,13 +157,14 @@ class Fit:
         return Ratio(*map(math.exp, logs))
 
 
-def effects_of(view: StudyView) -> Section | None:
+def effects_of(document: Document) -> Section | None:
     """Return what a study tells of its settings, in the order of its space's dimensions; None where
     fewer than two trials were measured."""
+    view = document.view
     space = view.space
     # Of one configuration its last trial counts.
     last: dict[TrialConfig, _Trial] = {}
-    for record in sorted(view.records, key=lambda record: record.number):
+    for record in sorted(document.records, key=lambda record: record.number):
         if record.measurement is not None:
             trial = (_settings(record.config), record.measurement)
             last[canonical(record.config)] = trial

@@ -61,10 +61,10 @@ def sections(document: Document, work: AskedWork) -> dict[str, Any]:
         "front": front_of(document),
         "quality": quality_of(document),
         "boundary": boundary_of(document),
-        "effects": effects_of(view),
+        "effects": effects_of(document),
         "search": search_of(document),
         "next": next_steps_of(view),
-        "trials": trials_of(view),
+        "trials": trials_of(document),
         "trust": trust_of(document),
     }
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from qlora_sweep.reports import answer, units, words
 from qlora_sweep.reports.advice import how_to_go_faster
+from qlora_sweep.reports.document import Document
 from qlora_sweep.reports.figures import Section
 from qlora_sweep.reports.view import StudyView
 from qlora_sweep.storage.records import TrialRecord
@@ -82,18 +84,19 @@ def _by_length(view: StudyView) -> Iterator[tuple[str, ...]]:
         )
 
 
-def trials_of(view: StudyView) -> Section | None:
+def trials_of(document: Document) -> Section | None:
     """Return what the table of all trials may be filtered by; None where there are none."""
-    if not view.records:
+    if not document.records:
         return None
+    counts = Counter(record.verdict for record in document.records)
     verdicts = {}
     meanings = {}
     for verdict, label in words.VERDICT_LABELS.items():
-        count = view.trials[verdict]
+        count = counts[verdict]
         if count:
             verdicts[str(verdict)] = f"{label} ({count:,})"
             meanings[label] = words.VERDICT_MEANINGS[verdict]
-    return Section(total=len(view.records), verdicts=verdicts, meanings=meanings)
+    return Section(total=len(document.records), verdicts=verdicts, meanings=meanings)
 
 
 def environment_rows(view: StudyView) -> list[tuple[str, str]]:

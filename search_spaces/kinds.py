@@ -1,8 +1,8 @@
 """What is known of each value of a setting that is one of a few words: each is declared here, once.
 
 A value is a word of a ``Literal`` and a record in the table of its kind; everything else looks up
-what the record says. `tests/search_spaces/test_declared_kinds.py` refuses a word without a record. A table
-has what needs least memory first.
+what the record says. `tests/search_spaces/test_declared_kinds.py` refuses a word without a record.
+A table has what needs least memory first.
 """
 
 from __future__ import annotations

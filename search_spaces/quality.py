@@ -44,7 +44,7 @@ class KnownQuality(BaseModel):
 
     @property
     def words(self) -> str:
-        """Return base, compute and loss: ``nf4 with int8 compute +0.075``."""
+        """Return base, compute and loss: ``nf4 with int8 compute +0.050``."""
         base: str = self.quantization
         if QUANTIZATIONS[self.quantization].bits == 16:
             base = "a 16-bit base"

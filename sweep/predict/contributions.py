@@ -19,7 +19,7 @@ from qlora_sweep.search_spaces.config import canonical
 from qlora_sweep.search_spaces.errors import InputError, SweepError
 from qlora_sweep.storage.contributions import Contribution, read_contribution
 from qlora_sweep.storage.files import replace, writing
-from qlora_sweep.storage.soundness import contradicted_tokens
+from qlora_sweep.storage.soundness import contradicted_tokens, frozen_linear_weights
 from qlora_sweep.storage.surfaces import SurfaceRow
 from qlora_sweep.sweep.predict.speed.contributed import (
     DEVICE_SESSION,
@@ -168,10 +168,7 @@ def check(contribution: Contribution) -> float:
     """
     label = contribution.surface.name
     for row in contribution.measured:
-        speed, seconds = row.tokens_per_second or 0.0, row.step_seconds or 0.0
-        fault = contradicted_tokens(
-            row.config, tokens_per_second=speed, step_seconds=seconds, loss_tokens=None
-        )
+        fault = _impossible(row, contribution)
         if fault is not None:
             raise InputError(f"{label}: {fault}")
     sessions = sessions_of([contribution])
@@ -181,3 +178,48 @@ def check(contribution: Contribution) -> float:
     if weights.mean() < AGREEING_LEAST:
         raise InputError(f"{label}: its trials contradict each other: no one GPU measured them")
     return sessions[0].times_predicted
+
+
+def _impossible(row: SurfaceRow, contribution: Contribution) -> str | None:
+    """Return why one GPU cannot have measured a trial; None where it may have."""
+    config = row.config
+    gpu = contribution.surface.card
+    seconds = row.step_seconds or 0.0
+    contradiction = contradicted_tokens(
+        config,
+        tokens_per_second=row.tokens_per_second or 0.0,
+        step_seconds=seconds,
+        loss_tokens=None,
+    )
+    if contradiction is not None:
+        return contradiction
+    if config.data_parallel > 1:
+        return "several GPUs took a trial, and a contribution is of one"
+    low, high = row.step_seconds_ci95 or (seconds, seconds)
+    if not low <= seconds <= high:
+        return f"step_seconds {seconds:g} is outside its own interval, {low:g} to {high:g}"
+    peak = row.peak_allocated_bytes or 0
+    reserved = row.peak_reserved_bytes or peak
+    if not peak <= reserved <= gpu.memory_bytes:
+        return (
+            f"peaks of {peak:,} allocated and {reserved:,} reserved bytes do not go together on a "
+            f"GPU of {gpu.memory_bytes:,}"
+        )
+    least = _least_seconds(row, contribution)
+    if seconds < least:
+        return (
+            f"{seconds:g} s a step is less than the {least:.3g} s that the {gpu.name}'s peak "
+            f"FLOP/s and bandwidth allow {contribution.surface.model.name}"
+        )
+    return None
+
+
+def _least_seconds(row: SurfaceRow, contribution: Contribution) -> float:
+    """Return the seconds of a step at the data sheet's peak, with the frozen weights read twice."""
+    surface = contribution.surface
+    config = row.config
+    phases = StepTimes([config], model=surface.model, gpu=surface.card, evidence=None).phases
+    computing = float(np.nan_to_num(phases.model_flops[0] / phases.peak_flops[0]))
+    weights = frozen_linear_weights(surface.model)
+    read_bytes = 2 * config.accumulation_steps * weights * config.weight_bits / 8
+    return max(computing, read_bytes / surface.card.bandwidth_bytes_per_second)

@@ -136,11 +136,7 @@ class Search(Source):
             elif not retries:
                 return None
         config = decision
-        if (
-            work.lacks_baseline
-            and not self._is_left_to_confirm
-            and not self._is_predicted_fastest()
-        ):
+        if self._wants_baseline(work):
             config = driver.baseline
         elif retries:
             config = retries[0]

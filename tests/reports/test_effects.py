@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from qlora_sweep.reports.document import document_of
 from qlora_sweep.reports.effects import Effect, Ratio, effects_of
 from qlora_sweep.reports.view import view_of
 from qlora_sweep.search_spaces.config import TrialConfig
@@ -78,7 +79,7 @@ def _guided(rng: random.Random) -> list[TrialConfig]:
 
 
 def _by_key(study: StudySnapshot, key: str) -> Effect:
-    effects = effects_of(view_of(study))
+    effects = effects_of(document_of(view_of(study)))
     assert effects is not None
     return next(effect for effect in effects.effects if effect.key == key)
 
@@ -147,7 +148,7 @@ def test_on_trials_that_really_ran_a_fit_of_50_holds_what_all_200_say() -> None:
 @pytest.mark.parametrize("name", ["mistral-7b-v0.3_h200", "tinyllama-1.1b_h200"])
 def test_recorded_trials_tell_of_speed_without_an_interval_of_their_own(name: str) -> None:
     study = surface_study(str(SURFACES / f"{name}.jsonl"))
-    effects = effects_of(view_of(study))
+    effects = effects_of(document_of(view_of(study)))
     assert effects is not None
     assert effects.trials == sum(record.measurement is not None for record in study.records)
     assert all(effect.speed is not None for effect in effects.effects)
@@ -157,7 +158,7 @@ def test_recorded_trials_tell_of_speed_without_an_interval_of_their_own(name: st
 
 
 def _told(study: StudySnapshot) -> list[Effect]:
-    effects = effects_of(view_of(study))
+    effects = effects_of(document_of(view_of(study)))
     assert effects is not None
     return [effect for effect in effects.effects if effect.speed is not None]
 

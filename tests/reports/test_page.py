@@ -17,6 +17,8 @@ import pytest
 from plotly.offline import get_plotlyjs_version
 
 from qlora_sweep.reports import figures
+from qlora_sweep.reports.document import document_of
+from qlora_sweep.reports.effects import effects_of
 from qlora_sweep.reports.page import render, write_page
 from qlora_sweep.reports.view import view_of
 from qlora_sweep.search_spaces.config import TrialConfig, canonical
@@ -133,6 +135,11 @@ def test_a_baseline_that_the_confirmation_alone_measured_is_drawn_beside_the_tri
     page = Page(render(snapshot([won], confirmations=runs)))
     assert "2.1x" in page.visible
     assert '"baseline"' in page.scripts[0]
+    # It counts in the table's filters and in what the settings do, too.
+    assert "fits (2)" in page.visible
+    study = snapshot([won], confirmations=runs)
+    effects = effects_of(document_of(view_of(study)))
+    assert effects is not None
 
 
 def test_the_answer_comes_first_and_warnings_before_it() -> None:

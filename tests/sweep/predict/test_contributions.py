@@ -1,4 +1,4 @@
-"""Files of others: which are refused or outvoted, and what the rest teach of a GPU's speed."""
+"""Files of others: which are refused, and what the rest teach of a GPU's speed."""
 
 from __future__ import annotations
 
@@ -98,6 +98,18 @@ DOCTORED: dict[str, tuple[Callable[[Lines], object], str]] = {
     "two GPUs": (lambda f: f[0].update(gpu="h200"), "two GPUs"),
     "edited seconds": (lambda f: f[1].update(step_seconds=0.9), "tokens, and a step has 2,048"),
     "edited tokens": (lambda f: f[1].update(tokens_per_second=9e3), "tokens, and a step has"),
+    "a thousand times too fast": (
+        lambda f: [slower(row, 1e-3) for row in f[1:]],
+        "is less than the",
+    ),
+    "an interval the wrong way round": (
+        lambda f: f[1].update(step_seconds_ci95=f[1]["step_seconds_ci95"][::-1]),
+        "outside its own interval",
+    ),
+    "more memory than there is": (
+        lambda f: f[1].update(peak_allocated_bytes=10**15),
+        "do not go together",
+    ),
     "contradicting": (
         lambda f: [slower(row, times) for row, times in zip(f[1:], (1, 4) * 4, strict=True)],
         "contradict each other",
