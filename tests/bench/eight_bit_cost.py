@@ -21,7 +21,7 @@ from pathlib import Path
 from scipy.stats import t as student
 
 from qlora_sweep.search_spaces.learning_rates import in_words
-from tests.bench.harness import ROOT, Row
+from tests.bench.harness import ROOT, Row, with_part
 
 RESULTS = ROOT / "tests" / "bench" / "results" / "real_weights_h200.jsonl"
 PAGE = ROOT / "docs" / "lab" / "eight_bits.md"
@@ -224,9 +224,7 @@ def _others(results: Results) -> Iterator[str]:
 
 def page(text: str, part: str) -> str:
     """Return the page with other tables."""
-    before, _, rest = text.partition(BEGIN)
-    _, _, after = rest.partition(END)
-    return f"{before}{BEGIN}\n\n{part}\n\n{END}{after}"
+    return with_part(text, f"\n\n{part}\n\n", begin=BEGIN, end=END)
 
 
 def main() -> None:

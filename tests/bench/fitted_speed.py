@@ -26,36 +26,19 @@ import torch
 from qlora_sweep.search_spaces.config import TrialConfig
 from qlora_sweep.search_spaces.models import load_model_spec
 from qlora_sweep.sweep.training.adapters import attached
-from qlora_sweep.sweep.training.eight_bit import TYPES, changed
+from qlora_sweep.sweep.training.eight_bit import changed
+from qlora_sweep.sweep.training.fitting import _narrow_layers
 from qlora_sweep.sweep.training.model import build_base
 from qlora_sweep.sweep.training.step import TrainingLoop
 from tests.bench.harness import Row, stamp, write
+from tests.bench.unsloth_beside import FAST
 
 NUMERICS = (("fp8", "fp8"), ("int8", "int8"), ("nf4", "fp8"), ("nf4", "int8"))
-COMMON: Row = {
-    "lora_rank": 16,
-    "target_modules": "attention",
-    "seq_len": 512,
-    "kernels": "fused-loss",
-    "upcast_fp32": False,
-    "checkpoint_fraction": 0.0,
-    "compile": True,
-    "optimizer": "adamw_torch_fused",
-    "double_quant": False,
-}
+COMMON: Row = FAST | {"expandable_segments": False}
 TURNS, STEPS, WARMUP_STEPS = 4, 8, 3
 KEPT_EVERY = 4
 """Of the decoder layers, one in so many keeps its ``down_proj`` in 16 bits."""
 PATIENCE_SECONDS = 400
-
-
-def narrow_layers(model: torch.nn.Module) -> dict[str, Any]:
-    """Return the layers that multiply in 8 bits, by name."""
-    return {
-        name: layer
-        for name, layer in model.named_modules()
-        if hasattr(layer, "row_scales") and layer.products in TYPES
-    }
 
 
 def plain(layers: dict[str, Any]) -> contextlib.AbstractContextManager[None]:
@@ -108,7 +91,7 @@ def measured(config: TrialConfig, model: str, compiled: Any, turn: Any) -> Row:
     base = build_base(config, spec=spec, weights="random", device=device, seed=0)
     with attached(base, config) as attachment:
         loop = TrainingLoop(attachment, config, seed=0)
-        layers = narrow_layers(attachment.model)
+        layers = _narrow_layers(attachment.model)
         seconds_of_steps(loop, WARMUP_STEPS)
         torch.cuda.reset_peak_memory_stats()
         seconds_of_steps(loop, 1)

@@ -51,6 +51,13 @@ def _version(name: str) -> str | None:
         return None
 
 
+def with_part(page: str, part: str, *, begin: str, end: str) -> str:
+    """Return a page with another part between two marks, which stay."""
+    before, _, rest = page.partition(begin)
+    _, _, after = rest.partition(end)
+    return f"{before}{begin}{part}{end}{after}"
+
+
 def word_tokenizer(words: int) -> Any:
     """Return a tokenizer of so many words, the special ones among them."""
     from tokenizers import Tokenizer

@@ -28,7 +28,7 @@ import yaml
 
 from qlora_sweep.search_spaces.config import TrialConfig
 from qlora_sweep.search_spaces.learning_rates import Rule, in_words, learning_rate_of
-from tests.bench.harness import ROOT, Row
+from tests.bench.harness import ROOT, Row, with_part
 
 RESULTS = ROOT / "tests" / "bench" / "results" / "learning_rates.jsonl"
 PAGE = ROOT / "docs" / "learning_rates.md"
@@ -510,9 +510,7 @@ def _rates(made_rule: Mapping[str, Any]) -> Iterator[str]:
 
 def page(text: str, part: str) -> str:
     """Return the page with another table."""
-    before, _, rest = text.partition(BEGIN)
-    _, _, after = rest.partition(END)
-    return f"{before}{BEGIN}\n\n{part}\n\n{END}{after}"
+    return with_part(text, f"\n\n{part}\n\n", begin=BEGIN, end=END)
 
 
 def main() -> None:

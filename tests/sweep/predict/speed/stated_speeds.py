@@ -21,6 +21,7 @@ from qlora_sweep.search_spaces.config import TrialConfig, parse_config
 from qlora_sweep.search_spaces.gpus import GpuSpec, SpeedSpread, SpeedSpreads, find_gpu
 from qlora_sweep.search_spaces.models import ModelSpec
 from qlora_sweep.sweep.predict.speed.predictor import StepTimes
+from tests.bench.harness import with_part
 from tests.sweep.predict.rows import (
     DATA,
     EIGHT_BIT,
@@ -222,8 +223,7 @@ def dumped(known: SpeedSpreads) -> str:
 
 
 def with_table(page: str) -> str:
-    before, _, rest = page.partition(BEGIN)
-    return before + BEGIN + table() + END + rest.partition(END)[2]
+    return with_part(page, table(), begin=BEGIN, end=END)
 
 
 if __name__ == "__main__":
