@@ -38,6 +38,8 @@ ASKED = {
     "cpu-demo": ("cpu-demo",),
     "of_configurations": ("--gpu", "h100-80gb", "--from-file", "drawn.jsonl"),
 }
+SLOW = {"of_configurations", "h200_on_b200"}
+"""Tenths of seconds a line, and a space that is far too large: with the tests that take longer."""
 LINES = 500
 SHARDED = {"data_parallel": 2, "sharding": "fsdp"}
 ODD: tuple[dict[str, Any], ...] = (
@@ -76,7 +78,13 @@ def drawn() -> Iterator[dict[str, Any]]:
             yield {key: values[key] for key in SIZE_KEYS} | next(odd)
 
 
-@pytest.mark.parametrize("name", ASKED)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.integration] if name in SLOW else [])
+        for name in ASKED
+    ],
+)
 @pytest.mark.usefixtures("shared_tracing")
 def test_plans(
     name: str,
