@@ -80,10 +80,7 @@ def drawn() -> Iterator[dict[str, Any]]:
 
 @pytest.mark.parametrize(
     "name",
-    [
-        pytest.param(name, marks=[pytest.mark.integration] if name in SLOW else [])
-        for name in ASKED
-    ],
+    [pytest.param(name, marks=[pytest.mark.integration] if name in SLOW else []) for name in ASKED],
 )
 @pytest.mark.usefixtures("shared_tracing")
 def test_plans(
