@@ -11,7 +11,6 @@ import contextlib
 import json
 import math
 import random
-import resource
 import threading
 import time
 import traceback
@@ -44,7 +43,7 @@ from qlora_sweep.sweep.running.wire import Finished
 from qlora_sweep.sweep.training import team
 from qlora_sweep.sweep.training.adapters import Attached, attached
 from qlora_sweep.sweep.training.device import Device, open_device
-from qlora_sweep.sweep.training.exceptions import knob_at_fault, out_of_memory
+from qlora_sweep.sweep.training.exceptions import knob_at_fault
 from qlora_sweep.sweep.training.faithfulness import products_of
 from qlora_sweep.sweep.training.fitting import first_examples, fit, too_many
 from qlora_sweep.sweep.training.in_trl import trained
@@ -55,6 +54,7 @@ from qlora_sweep.sweep.training.step import (
     evaluating,
     keep_from_others,
     make_optimizer,
+    out_of_memory,
     rate_of,
     told_in_evaluation,
 )
@@ -109,19 +109,22 @@ def arguments(job: TrainingJob) -> TrainingArguments:
     )
 
 
-def random_states() -> dict[str, Any]:
+def random_states(device: Device) -> dict[str, Any]:
     """Return this process's random state, as Trainer keeps one of several processes."""
     return {
         "python": random.getstate(),
         "numpy": np.random.get_state(),
         "cpu": torch.random.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+        # Trainer's key for whatever GPU it is.
+        "cuda": device.random_states(),
     }
 
 
 class AdapterTrainer(Trainer):
     """Trainer on attached adapters."""
 
+    own_device: Device
+    """That it trains on."""
     adapters: PeftModel
     """What trains; the model itself, or within what works out its loss on pairs."""
     on_loss: Callable[[torch.Tensor], None]
@@ -171,7 +174,7 @@ class AdapterTrainer(Trainer):
     def save_checkpoint(self, output: Path, steps: Steps) -> str | None:
         """Write a whole checkpoint of this step, on rank 0 for all; return why the disk does not
         take it, None where it does."""
-        self._random_states = team.gathered(random_states())
+        self._random_states = team.gathered(random_states(self.own_device))
         refusal = self._write_checkpoint(output, steps) if team.rank() == 0 else None
         return team.gathered(refusal)[0]
 
@@ -321,7 +324,9 @@ class Training(TrainerCallback):
             optimizers=(optimizer, None),
             callbacks=[self],
         )
-        trainer.adapters, trainer.on_loss = model, self._add_loss
+        trainer.own_device = self._device
+        trainer.adapters = model
+        trainer.on_loss = self._add_loss
         if self._pairs is not None:
             # A mean over pairs is not one over tokens, which Trainer would divide by.
             trainer.model_accepts_loss_kwargs = False
@@ -331,7 +336,7 @@ class Training(TrainerCallback):
         self._steps_per_epoch = -(-count // job.config.samples_per_step)
         self._steps = job.max_steps or math.ceil(job.epochs * self._steps_per_epoch)
         self._setup: dict[str, Any] = {
-            "device_name": torch.cuda.get_device_name() if job.is_on_gpu else "CPU",
+            "device_name": self._device.product(),
             "steps": self._steps,
             "rows": count,
             "texts_rows": self._rows.texts,
@@ -467,10 +472,7 @@ class Training(TrainerCallback):
         """Take the peak that the first steps had for the training's own, on a CPU that counts."""
         self._course.settle()
         self._observing.close()
-        if not self._job.is_on_gpu:
-            # What a long training keeps beside its tensors is no part of the budget.
-            _, hard = resource.getrlimit(resource.RLIMIT_DATA)
-            resource.setrlimit(resource.RLIMIT_DATA, (hard, hard))
+        self._device.stop_limiting_host()
         self._course.begin_stretch()
         if (budget := self._job.budget_bytes) is not None and self._end is None:
             memories = team.gathered(self._device.memory())
@@ -566,7 +568,7 @@ class Training(TrainerCallback):
         told = told_in_evaluation(config)
         device, total, tokens, wins = self._device.torch_device, 0.0, 0, 0
         with (
-            torch.random.fork_rng(devices=[] if device.type == "cpu" else [device]),
+            torch.random.fork_rng(devices=self._device.rng_devices),
             torch.compiler.set_stance("force_eager"),
             evaluating(trainer.model),
         ):
