@@ -119,8 +119,9 @@ class AttentiveClock:
 
     def look(self) -> float:
         """Return the seconds until now; to be called every so often, or time stands still."""
-        last, self._last = self._last, self.clock()
-        elapsed = self._last - last
+        now = self.clock()
+        elapsed = now - self._last
+        self._last = now
         self.now += min(elapsed, _COUNTED_SECONDS_MAX)
         if elapsed >= _ABSENCE_SECONDS:
             self.returned_at = self.now
@@ -162,14 +163,18 @@ def outcome_of(fault: WorkerFault, phase: Phase, end: End, *, words: str) -> Cra
     if end.is_host_out_of_memory:
         cause = "host_out_of_memory"
     elif end.status != 0 and _HOST_MEMORY.search(words):
-        how, cause = f"{how}, as the host's memory ran out", "host_out_of_memory"
+        cause = "host_out_of_memory"
+        how += ", as the host's memory ran out"
     elif end.status is not None and end.status < 0:
-        how, cause = f"{how}{_SENDERS.get(-end.status, '')}", "signal"
+        cause = "signal"
+        how += _SENDERS.get(-end.status, "")
     return Crashed(phase=phase, cause=cause, detail=_told(how, words))
 
 
 def _told(what: str, words: str) -> str:
-    return shown(f"{what}; it printed last: {words}" if words else f"{what}; it printed nothing")
+    if not words:
+        return shown(f"{what}; it printed nothing")
+    return shown(f"{what}; it printed last: {words}")
 
 
 def shown(text: str) -> str:
@@ -181,8 +186,9 @@ def shown(text: str) -> str:
 def storable(outcome: Outcome) -> Outcome:
     """Return an outcome with its words as they may be stored."""
     detail: str = getattr(outcome, "detail", "")
-    fit = shown(detail)
-    return outcome if fit == detail else outcome.model_copy(update={"detail": fit})
+    if shown(detail) == detail:
+        return outcome
+    return outcome.model_copy(update={"detail": shown(detail)})
 
 
 class WorkerLog:
@@ -241,15 +247,16 @@ class WorkerLog:
             before += os.pread(self._elsewhere.fileno(), _TAIL_BYTES, 0)
         printed = (before + self._end()).decode(errors="replace").splitlines()
         printed = [line for line in printed if _NOISE.match(line.strip()) is None]
-        told = [line for line in printed if _PLACE.match(line.strip()) is None]
-        # These and nothing else say more than nothing.
-        words = "\n".join(told if any(map(str.strip, told)) else printed)
-        # Before it is cut any further: half a password is found by nobody.
-        shortened = redaction.shown(words[-_TOLD_CHARACTERS:]).splitlines()
-        lines = [line.strip() for line in shortened if line.strip()]
+        without_places = [line for line in printed if _PLACE.match(line.strip()) is None]
+        if any(map(str.strip, without_places)):
+            # Places alone say more than nothing.
+            printed = without_places
+        # Before it is cut any further: half a password would not be found.
+        shortened = redaction.shown("\n".join(printed)[-_TOLD_CHARACTERS:]).splitlines()
+        lines = list(filter(None, map(str.strip, shortened)))
         last = " | ".join(lines[-_TAIL_LINES:])[-_TAIL_CHARACTERS:]
-        named = (line for line in reversed(lines[-_REASON_LINES:]) if _REASON.match(line))
-        reason = next(named, "")[:_REASON_CHARACTERS]
+        reasons = list(filter(_REASON.match, lines[-_REASON_LINES:])) or [""]
+        reason = reasons[-1][:_REASON_CHARACTERS]
         if reason in last:
             return last
         return f"{reason} | {last[-(_TAIL_CHARACTERS - len(reason)) :]}"
@@ -339,7 +346,8 @@ class WorkerProcess:
                 begun = begun or Starting(environment, module=module, log=self._log)
             except OSError as error:
                 raise EnvironmentFault(f"the worker cannot be started: {_why(error)}") from error
-            self._child, self._messages = begun.child, begun.messages
+            self._child = begun.child
+            self._messages = begun.messages
             undo.pop_all()
         assert self.process.stdin is not None
         self._stdin = self.process.stdin.fileno()
@@ -367,8 +375,10 @@ class WorkerProcess:
                 not end.
         """
         line = self._next_line()
+        if line is None:
+            return None
         try:
-            return None if line is None else read_line(line, adapter)
+            return read_line(line, adapter)
         except UnreadableError as error:
             raise WorkerMisbehaved(f"it said {error}") from None
 
@@ -383,7 +393,9 @@ class WorkerProcess:
             is_deaf = self._closed_at is not None and now >= self._closed_at + self._patience
             if is_deaf and not has_ended:
                 raise WorkerMisbehaved("it closed its pipe, and lived on")
-        return self._lines.popleft() if self._lines else None
+        if not self._lines:
+            return None
+        return self._lines.popleft()
 
     def is_waiting(self) -> bool:
         """Return whether it waits in silence for something to do."""

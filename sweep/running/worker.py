@@ -339,7 +339,7 @@ class Worker:
         rate, known = measured
         if rate == request.config.learning_rate:
             return None
-        flags = {*known.measurement.flags, SPEED_REUSED}
+        flags = set(known.measurement.flags) | {SPEED_REUSED}
         changes = {"quality": None, "flags": tuple(sorted(flags))}
         return Measured(measurement=known.measurement.model_copy(update=changes))
 
@@ -378,7 +378,7 @@ class Worker:
             return TrialEnd(learned, is_apart=quality.is_apart)
         if learned is None:
             # It trains well, and what it learned is not known.
-            flags = (*flags, NO_ROOM_TO_EVALUATE)
+            flags += (NO_ROOM_TO_EVALUATE,)
         changes = {"quality": learned, "flags": flags}
         return TrialEnd(Measured(measurement=outcome.measurement.model_copy(update=changes)))
 
@@ -396,7 +396,8 @@ def crashed(phase: Phase, error: Exception | SystemExit) -> Crashed:
     cause: CrashCause = "exception"
     detail = words_of(error)[:DETAIL_LENGTH]
     if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
-        cause, detail = "too_few_descriptors", f"{detail}; {MORE_DESCRIPTORS}"
+        cause = "too_few_descriptors"
+        detail += f"; {MORE_DESCRIPTORS}"
     elif is_host_out_of_memory(error) and not is_card_out_of_memory(error):
         cause = "host_out_of_memory"
     return Crashed(phase=phase, cause=cause, detail=detail)
