@@ -248,7 +248,8 @@ def share_head(model: torch.nn.Module, base: PreTrainedModel) -> None:
         model: all of it, its decoder layers sharded.
         base: the model with the head.
     """
-    head, embedding = base.get_output_embeddings(), base.get_input_embeddings()
+    head = base.get_output_embeddings()
+    embedding = base.get_input_embeddings()
     if head.weight is embedding.weight:
         fully_shard(model, mp_policy=AS_STORED)
         return
@@ -262,7 +263,8 @@ class Gathered:
     layer is called: within, a compiler would have to see it."""
 
     def __init__(self, layer: torch.nn.Module, packed: bnb.nn.Linear4bit) -> None:
-        self._packed, self._before = packed, fingerprint([packed.weight])
+        self._packed = packed
+        self._before = fingerprint([packed.weight])
         self._after: str | None = None
         self._hook = layer.register_forward_pre_hook(self._look)
 
