@@ -95,52 +95,64 @@ class Memory:
 
 
 class Device(Protocol):
-    """What a process trains on. Another kind of GPU is another class, in `DEVICE_TYPES`."""
+    """What a process trains on. Another kind of GPU is another class, in `DEVICE_TYPES`; what it
+    does not say itself is as on a CPU."""
 
     torch_device: torch.device
 
     @staticmethod
     def is_available() -> bool:
         """Whether torch finds one."""
+        return True
 
     @staticmethod
     def choose(index: int) -> None:
         """Make one of those that can be seen this process's own, before it is opened."""
+        return
 
     @staticmethod
     def count() -> int | None:
         """Return how many can be seen; None where that limits nothing."""
+        return None
 
     @staticmethod
     def product() -> str:
         """Return what the driver calls the one that was chosen."""
+        return "CPU"
 
     @staticmethod
     def pci_bus_id() -> str | None:
         """Return where the one that was chosen is plugged in; None where it is in no slot."""
+        return None
 
     @staticmethod
     def random_states() -> list[torch.Tensor]:
         """Return the states of its random generators; none where they are the host's."""
+        return []
 
     @property
     def rng_devices(self) -> list[torch.device]:
         """Devices whose random generators `torch.random.fork_rng` has to keep."""
+        return []
 
     def cap(self, budget_bytes: int) -> None:
         """Keep the trainings of this process within a budget."""
 
     def stop_limiting_host(self) -> None:
         """Let this process take what it likes of the host's memory from now on."""
+        return
 
     def expand_segments(self, is_expandable: bool) -> None:
-        """Make the allocator's segments that are taken from now on grow, or keep their size."""
+        """Make the allocator's segments that are taken from now on grow, or keep their size, where
+        it has any."""
+        return
 
     def warm_up(self) -> None:
         """Take now what libraries take once, so that no trial is charged for it."""
 
     def mark(self) -> Mark:
         """Return a mark behind everything that is queued by now."""
+        return Mark()
 
     def release(self) -> None:
         """Give back what nothing refers to any more."""
@@ -163,6 +175,7 @@ class Device(Protocol):
     def room_bytes(self) -> int | None:
         """Return the bytes that this process holds or could still have; None where that is not
         its own to have."""
+        return None
 
     def ran_out(self, error: BaseException) -> bool:
         """Whether an exception, still being handled, means that memory ran out."""
@@ -229,9 +242,6 @@ class CudaDevice(Device):
         # again, as it would on a GPU of that size; `allocator_retries` counts how often.
         torch.cuda.set_per_process_memory_fraction(min(1.0, budget_bytes / self._total_bytes))
         self._rooms["process"] = self._room_bytes()
-
-    def stop_limiting_host(self) -> None:
-        """Do nothing: what is limited is the GPU's memory."""
 
     def expand_segments(self, is_expandable: bool) -> None:
         """Make the allocator's segments that are taken from now on grow, or keep their size; what
@@ -342,40 +352,6 @@ class CpuDevice(Device):
         self._budget: int | None = None
         self._failed_at_limit = False
 
-    @staticmethod
-    def is_available() -> bool:
-        """See `Device.is_available`."""
-        return True
-
-    @staticmethod
-    def choose(index: int) -> None:
-        """Do nothing: every process has the same."""
-
-    @staticmethod
-    def count() -> int | None:
-        """See `Device.count`."""
-        return None
-
-    @staticmethod
-    def product() -> str:
-        """See `Device.product`."""
-        return "CPU"
-
-    @staticmethod
-    def pci_bus_id() -> str | None:
-        """See `Device.pci_bus_id`."""
-        return None
-
-    @staticmethod
-    def random_states() -> list[torch.Tensor]:
-        """See `Device.random_states`."""
-        return []
-
-    @property
-    def rng_devices(self) -> list[torch.device]:
-        """See `Device.rng_devices`."""
-        return []
-
     def cap(self, budget_bytes: int) -> None:
         """Keep the budget, from the next `reset_peak` on.
 
@@ -397,19 +373,12 @@ class CpuDevice(Device):
         beside its tensors is no part of the budget."""
         _limit_data(resource.RLIM_INFINITY)
 
-    def expand_segments(self, is_expandable: bool) -> None:
-        """Do nothing: the heap has no segments."""
-
     def warm_up(self) -> None:
         """Take now what is taken once: threads and their stacks, kernels, the profiler."""
         for dtype in (torch.bfloat16, torch.float32):
             weight = torch.randn(512, 512, dtype=dtype, requires_grad=True)
             with self.observed():
                 (weight @ weight).sum().backward()
-
-    def mark(self) -> Mark:
-        """Return a mark, passed at once."""
-        return Mark()
 
     def release(self) -> None:
         """Give back what nothing refers to any more."""
@@ -473,10 +442,6 @@ class CpuDevice(Device):
     def memory(self) -> Memory:
         """Return the peak since `reset_peak`."""
         return self._memory
-
-    def room_bytes(self) -> int | None:
-        """Return None: nobody can take it."""
-        return None
 
     def ran_out(self, error: BaseException) -> bool:
         """Whether memory ran out: at the limit, libraries fail in ways of their own."""
