@@ -164,68 +164,41 @@ def compared(
         environment: this machine's fingerprint.
         incomparable: why it is no measure of the record.
     """
-    speed = None
-    peak = None
+    can = incomparable is None
+    speed = Compared("tokens/s", None, tokens_per_second, SPEED_TOLERANCE, units.rate, can)
+    memory = Compared(
+        "peak allocated", None, peak_allocated_bytes, MEMORY_TOLERANCE, units.gib, can
+    )
     causes: tuple[str, ...] = ()
     if record is not None:
-        speed = record.measurement.tokens_per_second
-        peak = record.measurement.peak_allocated_bytes
+        speed = replace(speed, promised=record.measurement.tokens_per_second)
+        memory = replace(memory, promised=record.measurement.peak_allocated_bytes)
         causes = tuple(_causes(record, environment))
-    is_comparable = incomparable is None
-    return Comparison(
-        speed=_speed(speed, tokens_per_second, is_comparable=is_comparable),
-        memory=_peak(peak, peak_allocated_bytes, is_comparable=is_comparable),
-        causes=causes,
-        incomparable=incomparable,
-    )
+    return Comparison(speed, memory, causes, incomparable)
 
 
 def compared_with_prediction(
     predicted: Prediction, reached: TrainingResult, *, incomparable: str | None
 ) -> Comparison:
     """Return how what was reached compares with what was predicted; see `compared`."""
-    is_comparable = incomparable is None
-    return Comparison(
-        speed=_speed(
-            predicted.tokens_per_second,
-            reached.tokens_per_second,
-            is_comparable=is_comparable,
-            within=predicted.tokens_per_second_range,
-        ),
-        memory=_peak(
-            predicted.peak_allocated_bytes,
-            reached.peak_allocated_bytes,
-            is_comparable=is_comparable,
-            within=predicted.peak_allocated_bytes_range,
-        ),
-        causes=(),
+    found = compared(
+        None,
+        tokens_per_second=reached.tokens_per_second,
+        peak_allocated_bytes=reached.peak_allocated_bytes,
+        environment={},
         incomparable=incomparable,
-        is_predicted=True,
     )
-
-
-def _speed(
-    promised: float | None,
-    reached: float | None,
-    *,
-    is_comparable: bool,
-    within: tuple[float, float] | None = None,
-) -> Compared:
-    return Compared(
-        "tokens/s", promised, reached, SPEED_TOLERANCE, units.rate, is_comparable, within
+    speed = replace(
+        found.speed,
+        promised=predicted.tokens_per_second,
+        predicted_range=predicted.tokens_per_second_range,
     )
-
-
-def _peak(
-    promised: int | None,
-    reached: int | None,
-    *,
-    is_comparable: bool,
-    within: tuple[float, float] | None = None,
-) -> Compared:
-    return Compared(
-        "peak allocated", promised, reached, MEMORY_TOLERANCE, units.gib, is_comparable, within
+    memory = replace(
+        found.memory,
+        promised=predicted.peak_allocated_bytes,
+        predicted_range=predicted.peak_allocated_bytes_range,
     )
+    return replace(found, speed=speed, memory=memory, is_predicted=True)
 
 
 def _causes(record: Record, environment: Mapping[str, Any]) -> Iterator[str]:
