@@ -120,10 +120,10 @@ def _differences(old: Mapping[str, Any], new: Mapping[str, Any], *, of: str = ""
 
 @contextlib.contextmanager
 def held(output: Path) -> Iterator[None]:
-    """Hold a directory, which is made where it is missing; nobody else trains there meanwhile.
+    """Hold a directory, which is made where it is missing; no other process trains there meanwhile.
 
     Raises:
-        InputError: somebody else does.
+        InputError: another process does.
         EnvironmentFault: it cannot be made or written.
     """
     try:

@@ -98,7 +98,7 @@ class Longer:
 
     @property
     def cuts_little(self) -> bool:
-        """Whether nobody has to agree to it."""
+        """Whether it needs no confirmation by the person."""
         return self.truncation.supervised_share <= CUT_MAX
 
 
@@ -111,7 +111,7 @@ def longer(
     Args:
         config: what is to be trained.
         forecaster: for this model, GPU and dataset.
-        max_positions: of the model; None where nobody says.
+        max_positions: of the model; None where its config does not say.
         has_budget: whether the forecaster's budget limits the training.
     """
     assert forecaster.shapes is not None, "only a dataset is cut"

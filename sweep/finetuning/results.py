@@ -32,7 +32,7 @@ SPEED_TOLERANCE = 0.05
 MEMORY_TOLERANCE = 0.02
 """Of peak allocated bytes, either way."""
 FEW_STEPS = 35
-"""After the warm-up; `sweep verify` measures as many where nobody says how many."""
+"""After the warm-up; `sweep verify` measures as many by default."""
 _UNMEASURED = "no step was measured after warm-up and compilation, so the speed is an estimate"
 TOGETHER = "packed examples see each other: this model does not keep them apart"
 _FLAGS = {
@@ -87,7 +87,7 @@ class Compared:
         return self.name, promised, self.shown(self.reached), ratio
 
     def difference(self, promised_by: str) -> str | None:
-        """Return how far it is off what somebody promised, in words; None where it is as promised,
+        """Return how far it is off what was promised, in words; None where it is as promised,
         or cannot be compared."""
         if self.ratio is None or self.is_within:
             return None
@@ -243,9 +243,9 @@ class TrainedAdapter:
     environment: Mapping[str, Any]
     """Of the machine, as `storage.environment.fingerprint` returns it."""
     truncation: TruncatedDataset | None = None
-    """What its length cut off the examples; None where nobody looked."""
+    """What its length cut off the examples; None where it was not looked at."""
     prediction: Prediction | None = None
-    """What it was predicted to take, where nobody measured it so."""
+    """What it was predicted to take, where it was not measured so."""
 
     @cached_property
     def comparison(self) -> Comparison:
@@ -353,7 +353,7 @@ def _products(found: EightBitProducts) -> str:
 
 def model_card(trained: TrainedAdapter) -> str:
     """Return the model card, as Markdown with the hub's own header."""
-    # Whoever trains nothing does not wait for it.
+    # Imported here, as it takes a while.
     from huggingface_hub import ModelCard, ModelCardData
 
     spec = trained.job.spec

@@ -70,7 +70,7 @@ _SHARE_OF_STEPS = 0.05
 _FEWEST_SECONDS = 60.0
 """Between two of those."""
 _SHARE_OF_TIME = 0.04
-"""That checkpoints and evaluations may take, where nobody says how often."""
+"""That checkpoints and evaluations may take by default."""
 _RECENT_STEPS = 20
 _DOING = {
     "build": "building the base",
@@ -204,7 +204,7 @@ class Training(TrainerCallback):
 
     Args:
         job: the training.
-        send: tells whoever started it.
+        send: tells the process that started it.
         rank: of those that train together; the first starts the others, and tells for all.
     """
 
@@ -218,7 +218,7 @@ class Training(TrainerCallback):
             self._send = send
         self._others = Ranks(job, beat=lambda: self._enter(self._phase), on_failure=self._fail)
         self._is_apart = False
-        """Whether it ended where other ranks go on, for good."""
+        """Whether it ended where other ranks continue, for good."""
         self._device: Device = open_device(job.device)
         self._observing = contextlib.ExitStack()
         self._end: TrainingOutcome | None = None

@@ -96,7 +96,7 @@ def _of_file(name: str, *, model: str | None) -> Subject:
 def _with_own_settings(
     config: TrialConfig, model: ModelSpec, words: str, *, named: Collection[str] = ()
 ) -> Subject:
-    """Return a configuration that nobody wrote for this model, with the settings that the model
+    """Return a configuration that was not written for this model, with the settings that the model
     decides but for those that are named."""
     values = config.model_dump()
     reasons = []

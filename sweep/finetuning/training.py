@@ -103,11 +103,11 @@ class PreparedTraining:
     notes: tuple[str, ...]
     """What a person should know beforehand."""
     prediction: Prediction | None = None
-    """What it is predicted to take, where settings were typed that nobody measured it with."""
+    """What it is predicted to take, where settings were typed that it was not measured with."""
 
     @property
     def has_budget(self) -> bool:
-        """Whether it is kept to a budget: nobody says one for a CPU without a study."""
+        """Whether it is kept to a budget: there is none for a CPU without a study."""
         return self.job.budget_bytes is not None
 
     @cached_property
@@ -313,7 +313,7 @@ def _notes(
         measured: the configuration before settings and GPUs were typed.
         target: what it was measured for.
         weights: that are trained on.
-        is_without_gpu: whether nobody chose the CPU, which trains.
+        is_without_gpu: whether the CPU trains for want of a GPU.
     """
     config = subject.config
     notes = [f"Learning rate {subject.learning_rate.words}."]

@@ -92,9 +92,9 @@ _NOISE = re.compile(
 )
 """Begins a line that torch's profiler and bitsandbytes always print, whatever becomes of them."""
 _REASON = re.compile(r"what\(\): |(?:[A-Za-z_]\w*\.)*\w*(?:Error|Exception)\b: ")
-"""Begins a line that names an error, as C++ and Python print one that nobody caught."""
+"""Begins a line that names an error, as C++ and Python print one that was not caught."""
 _COUNTED_SECONDS_MAX = 1.0
-"""Most seconds between two looks that count: whoever looks far later was away, or stopped."""
+"""Most seconds between two looks that count: a longer gap means that this process was stopped."""
 _ABSENCE_SECONDS = 5.0
 """Between two looks, from which on the worker's silence is counted anew: it may have been stopped
 as well, with a machine that was suspended."""
@@ -192,7 +192,7 @@ def storable(outcome: Outcome) -> Outcome:
 
 
 class WorkerLog:
-    """A log that is appended to by the worker, and kept small by whoever looks after it.
+    """A log that is appended to by the worker, and kept small by its supervisor.
 
     Args:
         path: of the log; what is older is kept under the same name with ``.1`` behind it.
@@ -221,7 +221,7 @@ class WorkerLog:
     def keep_small(self) -> None:
         """Where it is too large, put its end aside and begin anew.
 
-        Whoever prints at this very moment may lose a line; nobody waits.
+        A line that is printed at this very moment may be lost; nothing waits.
         """
         if self._size() <= self._bytes_max:
             return
@@ -262,7 +262,7 @@ class WorkerLog:
         return f"{reason} | {last[-(_TAIL_CHARACTERS - len(reason)) :]}"
 
     def close(self) -> None:
-        """Free the descriptor, once nobody prints any more. Idempotent."""
+        """Free the descriptor, once nothing is printed any more. Idempotent."""
         if not self._file.closed:
             self.keep_small()
             self._file.close()
@@ -406,7 +406,7 @@ class WorkerProcess:
         return not (has_ended or self._lines or self._torn) and self._closed_at is None
 
     def is_stopped(self) -> bool:
-        """Return whether somebody stopped it, and did not tell it to go on."""
+        """Return whether it was stopped (SIGSTOP), and not continued."""
         return self._child.is_stopped()
 
     def kill(self) -> None:
@@ -427,7 +427,7 @@ class WorkerProcess:
             end = self._child.end(patience=patience, kill_seconds=kill_seconds)
             return end, self._log.tail()
         except BaseException:
-            # Interrupted while it was waited for: nobody comes back to end it.
+            # Interrupted while it was waited for: nothing else would end it.
             self.kill()
             raise
         finally:

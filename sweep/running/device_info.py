@@ -28,7 +28,7 @@ _CAPABILITY_MINOR = 76
 _NAME_BYTES = 256
 ALL = "all"
 _FREE_BYTES_MISSING = 2**30
-"""What a GPU that nobody uses may be short of: the driver's own part of it."""
+"""What an unused GPU may be short of: the driver's own part of it."""
 _FREE_SHARE_MISSING = 0.01
 """What of that grows with the GPU."""
 
@@ -303,7 +303,7 @@ def _listed(indices: Sequence[int]) -> str:
 
 
 def _in_use(card: Card) -> str | None:
-    """Return who has memory on a GPU; None where nobody has."""
+    """Return which process has memory on a GPU; None where none has."""
     if card.processes:
         first = card.processes[0]
         if first.used_bytes is None:

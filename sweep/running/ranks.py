@@ -169,7 +169,7 @@ class _Rank:
 
     def has_ended(self) -> bool:
         """Whether its process is gone."""
-        # Asked of the system: whoever reaps it meanwhile holds a lock that `poll` gives way to.
+        # Not by `poll`, which says no while the thread waits for the process's end.
         return self._child.has_ended()
 
     def await_ready(self, beat: Callable[[], None]) -> None:

@@ -1,7 +1,7 @@
 """A Ray cluster: joining it within seconds or saying why not, what its nodes are, which of them a
 study runs on, and a runner on each of their GPUs.
 
-Nothing here imports ray at the module's head, as whoever uses no cluster need not have it.
+ray is imported where it is needed: without a cluster it need not be installed.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from qlora_sweep.sweep.running.runner import Lane
 AUTO = "auto"
 CPU = "cpu"
 DEFAULT_PORT = 6379
-"""Of a head node, where nobody chose another."""
+"""Of a head node by default."""
 _ADDRESS = re.compile(r"(?P<host>\[[0-9a-fA-F:]+\]|[^\s:/\[\]]+):(?P<port>\d{1,5})")
 _CONNECT_SECONDS = 5.0
 _JOIN_SECONDS = 30.0

@@ -150,7 +150,7 @@ class Host:
 
 
 def raylet_environment() -> dict[str, str]:
-    """Return the variables that Ray was started with on this node; none where nobody may know.
+    """Return the variables that Ray was started with on this node; none where they cannot be read.
 
     Those of this process are not all the node's: Ray sets some for each of its workers.
     """
@@ -248,7 +248,7 @@ class RayRunner(Runner):
                 raise
             raise type(error.cause)(f"node {self.address}: {error.cause}") from error
         except self.ray.exceptions.RayError as error:
-            # Whatever still runs there is nobody's trial.
+            # What still runs there is no trial of this study any more.
             self._kill(no_restart=False)
             if not self._answers():
                 return INTERRUPTED
@@ -261,7 +261,7 @@ class RayRunner(Runner):
             detail = f"the actor's process on node {self.address} ended: {why}"
             return storable(Crashed(phase=self._phase, cause="signal", detail=detail))
         except BaseException:
-            # Whoever watches failed, or was interrupted: nobody hears the rest of this trial.
+            # The observer failed, or was interrupted: the rest of this trial is not read.
             self._kill(no_restart=False)
             raise
 

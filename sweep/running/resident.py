@@ -72,7 +72,7 @@ class Resident:
         # The libraries' million objects are here to stay; collecting around each trial need not
         # visit them.
         gc.freeze()
-        # This process has its context by now, so whoever comes later is a neighbour.
+        # This process has its context by now, so a process that comes later is a neighbour.
         self.card.remember()
         self.device.cap(self._settings.budget_bytes)
         self._neighbours.start()

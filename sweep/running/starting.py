@@ -113,7 +113,7 @@ class Starting:
         self.child, self.messages = spawn(module, output=log.fileno(), environment=environment)
 
     def end(self) -> None:
-        """End a process that nobody needs."""
+        """End a process that is not needed."""
         self.child.kill()
         self.child.end()
         os.close(self.messages)

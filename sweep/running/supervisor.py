@@ -90,7 +90,7 @@ class Deadlines:
         return float(getattr(self, phase))
 
     def of_progress(self, phase: Phase, *, micro_steps: int = MICRO_STEPS_TIMED) -> float:
-        """Return how long a phase may go on without a step, which is timed over so many
+        """Return how long a phase may take without a step, which is timed over so many
         micro-steps."""
         return self.silences_per_step * micro_steps / MICRO_STEPS_TIMED * self.of(phase)
 
@@ -240,7 +240,7 @@ class SupervisedRunner(Runner):
         except WorkerFault as fault:
             outcome = self._concluded(fault, request, before)
         except BaseException:
-            # Whoever watches failed, or was interrupted: nobody hears the rest of this trial.
+            # The observer failed, or was interrupted: the rest of this trial is not read.
             self._discard()
             raise
         if isinstance(outcome, Crashed | TimedOut):
@@ -322,7 +322,7 @@ class SupervisedRunner(Runner):
 
     def cancel(self) -> None:
         """See `runner.Runner.cancel`."""
-        # Before the kill, so that whoever sees the worker end knows why.
+        # Before the kill, so that it is known why the worker ends.
         if self._cancelled_at is None:
             self._cancelled_at = self._clock.now
         if self._worker is not None and self._phase != "detach":

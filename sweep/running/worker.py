@@ -77,7 +77,7 @@ class TrialEnd:
     retire: str | None = None
     """Why a fresh process should run the next one; None where this one can."""
     is_apart: bool = False
-    """Whether other ranks go on with it."""
+    """Whether other ranks continue it."""
 
 
 class Serving(Protocol):
@@ -104,7 +104,7 @@ def listen(
     leave: Callable[[], None] = leave_process,
 ) -> None:
     """Hear commands from now on, in a thread of their own: a stop must get through while another
-    one trains. When whoever started this is gone, what is trained is for nobody: it leaves.
+    one trains. It leaves when the process that started this one is gone.
     """
 
     def read() -> None:
@@ -193,7 +193,7 @@ class Worker:
             is_fit = done.retire is None
 
     def _answer(self, command: RunCommand, done: Finished) -> None:
-        """Keep the outcome of a command and tell it, unless somebody did."""
+        """Keep the outcome of a command and tell it, unless that was done."""
         with self._lock:
             if self._open is not command:
                 return
@@ -270,7 +270,7 @@ class Worker:
         if is_new_group and ranks > 1:
             device = self._resident.device.torch_device
             team.join(self._rank, ranks, meeting=Path(command.meeting), device=device)
-            # Whoever reaches this GPU from another rank is no neighbour.
+            # Another rank that reaches this GPU is no neighbour.
             self._resident.card.remember()
         before = self._resident.device.allocated_bytes()
         ended = self._measured(command, started=started)

@@ -1,7 +1,7 @@
 """What a study takes over from another: trials that would come out the same if they ran again.
 
 Each is stored whole or not at all and knows where it was measured, so that a run that was killed on
-the way goes on where it stopped, and one that is repeated takes nothing twice.
+the way resumes where it stopped, and one that is repeated takes nothing twice.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Which run is next of a confirmation: read from the runs that are stored, and from nothing else.
 
-So a study that is killed at any moment goes on with the run after the last one that ended.
+So a study that is killed at any moment resumes with the run after the last one that ended.
 """
 
 from __future__ import annotations

@@ -63,7 +63,7 @@ from qlora_sweep.sweep.study.stopping import (
 _WATCH_SECONDS = 0.1
 """Between two looks at the time that is left."""
 QUALITY_SECONDS = 60.0
-"""What a trial's training is to take where nobody said on how many tokens."""
+"""What a trial's training is to take by default, where no number of tokens was typed."""
 TOKENS_MIN = 256
 
 

@@ -66,7 +66,7 @@ class Prepared:
     card: Card | None
     """The GPU in this machine; None on a CPU."""
     cards: tuple[ChosenCard, ...] = ()
-    """Those that trials run on at a time, all of one product; none where nobody chose."""
+    """Those that trials run on at a time, all of one product; none where none were chosen."""
     texts: PreparedTexts | None = None
     """What its trials train on; None for random rows."""
     epochs: StudyEpochs | None = None

@@ -52,7 +52,7 @@ REMEASURED_AT_MOST = 2
 REMEASURED = "remeasured"
 LOSS_MARGIN = 1.0
 """What counts as a tie where a held-out loss is asked for as well: only what is less than half as
-fast goes untrained. A slow one may learn more, and nobody takes one that takes twice as long."""
+fast goes untrained. A slow one may learn more, but not one that takes twice as long."""
 
 
 @dataclass(frozen=True)
@@ -179,7 +179,7 @@ def outlook_document(
 
 
 def price_of(space: SearchSpace, *, gpu: str) -> float | None:
-    """Return what an hour of a GPU costs at least; None where nobody set a limit.
+    """Return what an hour of a GPU costs at least; None without a limit.
 
     Raises:
         InputError: a limit in dollars is set, and no price is known.
@@ -295,9 +295,9 @@ class Rivals:
         """Return what a running trial has to beat.
 
         A baseline outside the space cannot win it, so it stops nothing either. A speed without an
-        interval beats nobody for sure. The capacity class that would be recommended from and the
-        baseline's are stopped by their like alone, though smaller adapters are faster. So is a
-        class of numerics where another GPU stands in for the target: which of them is the faster
+        interval is not surely faster than any. The capacity class that would be recommended from
+        and the baseline's are stopped by their like alone, though smaller adapters are faster. So
+        is a class of numerics where another GPU stands in for the target: which is the faster
         there is not sure.
         """
         all_rivals = tuple(self._rivals.values())
@@ -340,9 +340,9 @@ def is_hopeless(
 
     The best case is the fast end of the median's 95 % interval. Before there are steps enough for
     one it is a generous guess, so that only a trial that is far behind is stopped by it; during the
-    warm-up there is none, as those steps are not the rate. What a trial would learn nobody knows:
+    warm-up there is none, as those steps are not the rate. What a trial would learn is not known:
     how far behind it is decides, by `LOSS_MARGIN`. Both intervals hold whenever they are looked at.
-    A trial within a tie of a rival goes on, as ties are shown.
+    A trial within a tie of a rival continues, as ties are shown.
 
     Args:
         progress: the newest sign of life; `tokens_per_second_high` is the trial's best case.

@@ -35,7 +35,7 @@ def tune(driver: Driver, *, is_anew: bool = False) -> StopReason:
     Args:
         driver: of this run.
         is_anew: whether the winner is measured again, whatever was measured of it before, and
-            nothing is searched. What was begun of that and not finished goes on.
+            nothing is searched. What was begun of that and not finished is resumed.
 
     Raises:
         InputError: the time budget is too short for one trial; nothing was begun.

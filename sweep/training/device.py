@@ -476,7 +476,7 @@ def _highest_total(watch: profile) -> tuple[int, Stage]:
 
 
 def _limit_data(soft: int) -> None:
-    """Limit this process's private memory, where somebody's own limit (`ulimit -d`) is no lower."""
+    """Limit this process's private memory, where the user's limit (`ulimit -d`) is no lower."""
     _, hard = resource.getrlimit(resource.RLIMIT_DATA)
     # Who is not root may not raise the hard one.
     if soft == resource.RLIM_INFINITY:

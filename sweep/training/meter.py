@@ -188,7 +188,7 @@ class CardReader:
         )
 
     def energy_joules(self) -> float | None:
-        """Return the energy that the GPU has used so far; None where nobody counts it."""
+        """Return the energy that the GPU has used so far; None where it is not counted."""
         if self._card is None:
             return None
         return self._card.energy_joules()
@@ -216,7 +216,7 @@ class NeighbourWatch:
     budget_bytes: int | None
     has_paged_memory: bool = False
     _least_room: int = 0
-    """So much is left where nobody came."""
+    """So much is left while no other process takes memory."""
 
     def start(self) -> None:
         """Take what the device has for this process now as what it had before anybody came."""
@@ -281,7 +281,7 @@ class Meter:
     """The steps of one trial: what each took, and whether there are enough.
 
     Attributes:
-        is_soak: whether it goes on, however precise the steps are, until their budget is spent.
+        is_soak: whether it continues, however precise the steps are, until their budget is spent.
     """
 
     config: TrialConfig

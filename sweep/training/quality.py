@@ -65,7 +65,7 @@ class Quality:
     Attributes:
         report: called now and then.
         limit: until when it may train; cut short, it says nothing.
-        is_apart: whether it ended where other ranks go on, for good.
+        is_apart: whether it ended where other ranks continue, for good.
     """
 
     base: BaseModel

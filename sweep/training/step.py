@@ -147,7 +147,7 @@ class TrainingLoop:
 
     def _loader(self, source: Any, size: int, collate: Callable[[Any], Batch]) -> Any:
         """Return what puts micro-batches on the device, all of them, as each process has rows of
-        its own; pinned where a GPU is to fetch them while the host goes on."""
+        its own; pinned where a GPU is to fetch them while the host continues."""
         return prepare_data_loader(
             DataLoader(source, batch_size=size, collate_fn=collate, pin_memory=not self._is_on_cpu),
             device=self._accelerator.device,
@@ -270,7 +270,7 @@ class TrainingLoop:
         state.
         """
         if self._is_sharded:
-            # As FSDP does where nobody wants one file: each process its own share.
+            # As FSDP does where not all is to be in one file: each process its own share.
             shares = {}
             for name, parameter in self.attached.model.named_parameters():
                 if parameter.requires_grad:

@@ -56,7 +56,7 @@ class StepQueue:
     Attributes:
         loss: of the newest step that is done.
         is_measuring: whether what is taken in from now on is measured, and no warm-up.
-        is_slow: whether somebody wants the trial stopped.
+        is_slow: whether an observer wants the trial stopped.
         is_out_of_time: whether no further step is begun; the same on every rank.
     """
 

@@ -34,7 +34,7 @@ from qlora_sweep.sweep.training.device import Memory
 from qlora_sweep.sweep.training.model import BaseModel, give_weights, take_weights
 
 _DEFAULTS = {
-    # All of them are on one host. Whoever says otherwise in the environment is not overruled.
+    # All of them are on one host. The environment is not overruled.
     "GLOO_SOCKET_IFNAME": "lo",
     "NCCL_SOCKET_IFNAME": "lo",
     "MASTER_ADDR": "127.0.0.1",
@@ -79,7 +79,7 @@ def join(rank: int, size: int, *, meeting: Path, device: torch.device) -> None:
     Args:
         rank: this process's, and the index of its GPU among those that can be seen.
         size: how many train together.
-        meeting: a file that the processes of this group alone have, and that nobody wrote before.
+        meeting: a new file that the processes of this group alone have.
         device: what it trains on.
     """
     global _control
