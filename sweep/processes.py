@@ -80,11 +80,15 @@ class Child:
     the child with everything below it. It calls `bind_to_parent` with this process's number in its
     first lines, and ends with the thread that started it; so that is to be one which stays.
 
+    Without a session of its own it is one more process of its parent's group, which whoever ends
+    the parent ends with it; then `kill` and `end` are not for it.
+
     Args:
         command: what runs.
         stdin, stdout, stderr: as `subprocess.Popen` takes them.
         pass_fds: descriptors that it inherits beside those.
         environment: its variables; None for this process's own.
+        has_own_session: whether it gets a session, and a mark by which all below it is found.
 
     Raises:
         OSError: it cannot be started, for want of processes or descriptors, say.
@@ -99,20 +103,23 @@ class Child:
         stderr: int | IO[bytes] | None = None,
         pass_fds: Sequence[int] = (),
         environment: Mapping[str, str] | None = None,
+        has_own_session: bool = True,
     ) -> None:
         self._mark = uuid.uuid4().hex
         self._oom_kills = oom_kills()
         self._was_killed = False
         self._end: End | None = None
-        inherited = os.environ if environment is None else environment
+        variables = dict(os.environ if environment is None else environment)
+        if has_own_session:
+            variables[_MARK] = self._mark
         self.process = subprocess.Popen(
             list(command),
             stdin=stdin,
             stdout=stdout,
             stderr=stderr,
             pass_fds=tuple(pass_fds),
-            start_new_session=True,
-            env={**inherited, _MARK: self._mark},
+            start_new_session=has_own_session,
+            env=variables,
         )
 
     @property

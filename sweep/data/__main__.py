@@ -13,7 +13,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from qlora_sweep.sweep.data.texts import Question
-from qlora_sweep.sweep.subprocess_jobs import Say, serve_subprocess
+from qlora_sweep.sweep.json_child import Say
+from qlora_sweep.sweep.subprocess_jobs import serve_subprocess
 
 _ABSENT = ("torch", "scipy", "sklearn", "torchvision", "PIL")
 _TELLING_SECONDS = 0.2

@@ -11,7 +11,7 @@ import json
 import shutil
 import tempfile
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
 from itertools import chain, islice
 from pathlib import Path
@@ -62,8 +62,10 @@ def prepare(question: Question, *, on_progress: Progress) -> Path:
     with translated(question.source):
         source = Source(question.source)
     content = question.content or str(source.data._fingerprint)
-    home, note = Path(question.home), question.note(content)
-    if is_whole(known := texts.noted(note)):
+    home = Path(question.home)
+    note = question.note(content)
+    known = texts.noted(note)
+    if is_whole(known):
         return known
     files.make_directory(home)
     for left in home.glob(f"*{_UNFINISHED}"):
@@ -114,6 +116,73 @@ def load_tokenizer(directory: Path, *, name: str) -> Any:
         ) from error
 
 
+class _Counts:
+    """What is kept of the rows beside their tokens, as they are written."""
+
+    def __init__(self) -> None:
+        self.lengths: list[int] = []
+        self.loss_lengths: list[int] = []
+        self.differences: list[int] = []
+        """Of each pair, the first token in which one differs from the other."""
+        self.largest_token = 0
+        self._digest = hashlib.sha256()
+
+    def add(self, rows: Iterable[Tokens]) -> None:
+        """Take in rows in their order."""
+        for row in rows:
+            self.lengths.append(len(row.ids))
+            self.loss_lengths.append(row.loss_count)
+            self.largest_token = max(self.largest_token, int(row.ids.max()))
+            self._digest.update(row.ids.tobytes() + row.mask.tobytes())
+
+    def digest(self) -> str:
+        """Return a hash of all rows."""
+        self._digest.update(np.array(self.lengths, np.int32).tobytes())
+        return self._digest.hexdigest()
+
+    def save(self, directory: Path) -> None:
+        """Write them beside the tokens."""
+        np.save(directory / texts.LENGTHS, np.array(self.lengths, np.int32))
+        np.save(directory / texts.LOSS_LENGTHS, np.array(self.loss_lengths, np.int32))
+        if self.differences:
+            np.save(directory / DIFFERENCES, np.array(self.differences, np.int32))
+
+    def quantiles(self) -> LengthQuantiles:
+        """Return those of the lengths."""
+        shares = {"p50": 0.50, "p90": 0.90, "p95": 0.95, "p99": 0.99, "max": 1.0}
+        of_rows = np.quantile(self.lengths, list(shares.values()), method="inverted_cdf")
+        return LengthQuantiles(**dict(zip(shares, map(int, of_rows), strict=True)))
+
+
+class _BrokenRows:
+    """The rows that cannot be trained on: how many, and the first of them."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.first: list[BrokenRow] = []
+
+    def left_out(self, rows: Iterable[tuple[Place, Tokens | Broken]]) -> Iterator[Tokens]:
+        """Yield the other rows."""
+        for place, row in rows:
+            if isinstance(row, Tokens):
+                yield row
+                continue
+            self.count += 1
+            if len(self.first) < BROKEN_KEPT:
+                self.first.append(BrokenRow(place.file, place.line, redact(row.reason)))
+
+    def fault(self, source: str) -> InputError:
+        """Return the error of a dataset that has no other rows."""
+        row = self.first[0]
+        place = Place(row.file, row.line)
+        return InputError(all_broken(place, Broken(row.reason), self.count, source))
+
+    def save(self, directory: Path) -> None:
+        """Write the first of them, a line each."""
+        lines = "".join(f"{json.dumps(asdict(row))}\n" for row in self.first)
+        (directory / texts.BROKEN).write_text(lines, encoding="utf-8")
+
+
 def _write(
     asked: Question, source: Source, directory: Path, content: str, on_progress: Progress
 ) -> str:
@@ -122,58 +191,35 @@ def _write(
     on_progress(source.unit, source.done, source.total)
     with translated(asked.source):
         first, columns, layout = first_rows(source, asked.source, Asked(**asked.asked))
-        only = on_completions(layout.kind, asked.completions_only)
+        completions_only = on_completions(layout.kind, asked.completions_only)
         tokenizer = load_tokenizer(Path(asked.tokenizer_directory), name=asked.tokenizer)
         tokenizer.name_or_path = asked.tokenizer
-        encoder = Encoder(tokenizer, layout, completions_only=only)
-    lengths: list[int] = []
-    loss_lengths: list[int] = []
-    differences: list[int] = []
-    largest, broken, broken_count = 0, list[BrokenRow](), 0
-    digest = hashlib.sha256()
-
-    def noted() -> Iterator[Tokens]:
-        """Yield the rows that can be trained on, and note the others."""
-        nonlocal broken_count
-        for place, row in encoded(_translated(chain(first, source), asked.source), encoder):
-            if isinstance(row, Tokens):
-                yield row
-                continue
-            broken_count += 1
-            if len(broken) < BROKEN_KEPT:
-                broken.append(BrokenRow(place.file, place.line, redact(row.reason)))
-
+        encoder = Encoder(tokenizer, layout, completions_only=completions_only)
+    broken = _BrokenRows()
+    counts = _Counts()
+    rows = broken.left_out(encoded(_translated(chain(first, source), asked.source), encoder))
     path = directory / _WRITING
     with ArrowWriter(features=_FEATURES, path=str(path)) as writer:
-        good = noted()
-        while kept := list(islice(good, _ROWS_AT_ONCE)):
-            differences += [pair.differs_from for pair in kept if pair.rejected is not None]
-            kept = [row for sample in kept for row in sample.members]
-            writer.write_table(_table(kept))
-            lengths += [len(row.ids) for row in kept]
-            for one in kept:
-                digest.update(one.ids.tobytes() + one.mask.tobytes())
-            loss_lengths += [row.loss_count for row in kept]
-            largest = max(largest, *(int(row.ids.max()) for row in kept))
+        while samples := list(islice(rows, _ROWS_AT_ONCE)):
+            members: list[Tokens] = []
+            for sample in samples:
+                members += sample.members
+                if sample.rejected is not None:
+                    counts.differences.append(sample.differs_from)
+            writer.write_table(_table(members))
+            counts.add(members)
             on_progress(source.unit, source.done, source.total)
-        if not lengths:
-            row = broken[0]
-            place, why = Place(row.file, row.line), Broken(row.reason)
-            raise InputError(all_broken(place, why, broken_count, asked.source))
+        if not counts.lengths:
+            raise broken.fault(asked.source)
         writer.finalize()
     Dataset.from_file(str(path)).save_to_disk(str(directory / texts.TOKENS))
     path.unlink()
-    counts = np.array(lengths, np.int32)
-    digest.update(counts.tobytes())
-    fingerprint = asked.fingerprint(content, digest.hexdigest())
-    np.save(directory / texts.LENGTHS, counts)
-    np.save(directory / texts.LOSS_LENGTHS, np.array(loss_lengths, np.int32))
-    if differences:
-        np.save(directory / DIFFERENCES, np.array(differences, np.int32))
-    lines = "".join(f"{json.dumps(asdict(row))}\n" for row in broken)
-    (directory / texts.BROKEN).write_text(lines, encoding="utf-8")
-    unmarked = encoder.unmarked_template
-    shares = {"p50": 0.50, "p90": 0.90, "p95": 0.95, "p99": 0.99, "max": 1.0}
+    fingerprint = asked.fingerprint(content, counts.digest())
+    counts.save(directory)
+    broken.save(directory)
+    marked_template = None
+    if encoder.unmarked_template is not None:
+        marked_template = marked(encoder.unmarked_template)
     summary = TextsSummary(
         source=asked.source,
         kind=cast(TextsKind, layout.kind),
@@ -183,22 +229,17 @@ def _write(
         fingerprint=fingerprint,
         tokenizer=asked.tokenizer,
         tokenizer_size=len(tokenizer),
-        largest_token=largest,
-        completions_only=only,
-        rows=len(differences or lengths),
-        broken=broken_count,
+        largest_token=counts.largest_token,
+        completions_only=completions_only,
+        rows=len(counts.differences or counts.lengths),
+        broken=broken.count,
         silenced=encoder.silenced,
-        tokens=int(counts.sum(dtype=np.int64)),
-        loss_tokens=sum(loss_lengths),
-        longest=int(counts.max()),
-        quantiles=LengthQuantiles(
-            **{
-                name: int(np.quantile(counts, share, method="inverted_cdf"))
-                for name, share in shares.items()
-            }
-        ),
-        notes=tuple(map(_text_of, (*source.notes, *layout.notes, *encoder.notes))),
-        marked_template=None if unmarked is None else marked(unmarked),
+        tokens=sum(counts.lengths),
+        loss_tokens=sum(counts.loss_lengths),
+        longest=max(counts.lengths),
+        quantiles=counts.quantiles(),
+        notes=tuple(map(_text_of, chain(source.notes, layout.notes, encoder.notes))),
+        marked_template=marked_template,
     )
     text = summary.model_dump_json(indent=1)
     (directory / texts.SUMMARY).write_text(text, encoding="utf-8")
@@ -216,11 +257,15 @@ def _translated(found: Iterable[Read], name: str) -> Iterator[Read]:
         yield from found
 
 
-def _table(kept: list[Tokens]) -> pa.Table:
+def _table(rows: Sequence[Tokens]) -> pa.Table:
     """Return rows as a table that is copied nowhere."""
-    ends = pa.array(np.cumsum([0, *(len(row.ids) for row in kept)], dtype=np.int32))
-    ids, masks = np.concatenate([r.ids for r in kept]), np.concatenate([r.mask for r in kept])
-    columns = {INPUT: ids, MASK: masks}
+    lengths = [0]
+    lengths += [len(row.ids) for row in rows]
+    ends = pa.array(np.cumsum(lengths, dtype=np.int32))
+    columns = {
+        INPUT: np.concatenate([row.ids for row in rows]),
+        MASK: np.concatenate([row.mask for row in rows]),
+    }
     return pa.table(
         {name: pa.ListArray.from_arrays(ends, pa.array(all)) for name, all in columns.items()},
         schema=_FEATURES.arrow_schema,

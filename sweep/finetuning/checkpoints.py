@@ -46,8 +46,12 @@ def step_of(checkpoint: Path) -> int:
 
 def steps_of(output: Path) -> list[int]:
     """Return the steps of the checkpoints that have their name, the newest first."""
-    names = (path.name for path in output.glob("checkpoint-*") if path.is_dir())
-    return sorted((int(found[1]) for found in map(_NAME.fullmatch, names) if found), reverse=True)
+    steps = []
+    for path in output.glob("checkpoint-*"):
+        name = _NAME.fullmatch(path.name)
+        if name is not None and path.is_dir():
+            steps.append(int(name[1]))
+    return sorted(steps, reverse=True)
 
 
 def newest(output: Path, *, warn: Callable[[str], None] = lambda _: None) -> Path | None:
@@ -81,7 +85,8 @@ def being_written(output: Path, *, step: int) -> Iterator[Path]:
     Raises:
         OSError: the disk does not take it. Nothing is left of what was written.
     """
-    staging, final = output / f"{_STAGING[0]}{step}", path_of(output, step)
+    staging = output / f"{_STAGING[0]}{step}"
+    final = path_of(output, step)
     shutil.rmtree(staging, ignore_errors=True)
     directory = staging / final.name
     try:
@@ -101,13 +106,14 @@ def _damage_of(checkpoint: Path) -> str | None:
     """Return what of a checkpoint is not as it was written; None where all of it is."""
     try:
         digests = json.loads((checkpoint / DIGESTS).read_text(encoding="utf-8"))
-        changed = (name for name, digest in digests.items() if _digest(checkpoint / name) != digest)
-        found = next(changed, None)
+        for name, digest in digests.items():
+            if _digest(checkpoint / name) != digest:
+                return f"{name} is not what was written"
     except OSError as error:
         return words_of(error)
     except (ValueError, AttributeError):
-        found = DIGESTS
-    return None if found is None else f"{found} is not what was written"
+        return f"{DIGESTS} is not what was written"
+    return None
 
 
 def remove(output: Path, *, keep: Collection[int] = ()) -> None:

@@ -60,11 +60,14 @@ class Steps:
         steady = self._steady()
         if not steady:
             return None
-        alike = len({tokens for tokens, _ in steady}) == 1
-        length = 1 if alike else max(1, len(steady) // _STRETCHES)
-        stretches = [steady[at : at + length] for at in range(0, len(steady), length)]
-        whole = [s for s in stretches if len(s) == length]
-        return statistics.median(sum(t for t, _ in s) / sum(x for _, x in s) for s in whole)
+        length = max(1, len(steady) // _STRETCHES)
+        if len({tokens for tokens, _ in steady}) == 1:
+            length = 1
+        rates = []
+        for end in range(length, len(steady) + 1, length):
+            tokens, seconds = zip(*steady[end - length : end], strict=True)
+            rates.append(sum(tokens) / sum(seconds))
+        return statistics.median(rates)
 
     def note_peak(self, memory: Memory) -> None:
         """Take in the most that was allocated so far."""
@@ -73,22 +76,22 @@ class Steps:
 
     def figures(self) -> dict[str, Any]:
         """Return what the steps come to, by the names of `protocol.TrainingResult`."""
-        seconds, tokens = sum(self.seconds) + self.interrupted_seconds, sum(self.tokens)
-        steady = [seconds for _, seconds in self._steady()]
+        seconds = sum(self.seconds) + self.interrupted_seconds
+        tokens = sum(self.tokens)
+        steady_seconds = [seconds for _, seconds in self._steady()]
+        last = max(1, round(_LAST_SHARE * self.done))
         return {
             "tokens": tokens,
             "tokens_computed": sum(self.computed),
             "tokens_per_second": self.median_rate(),
             "run_tokens_per_second": tokens / seconds,
-            "step_seconds": statistics.median(steady),
+            "step_seconds": statistics.median(steady_seconds),
             "steps_measured": sum(self.is_warm),
             "seconds": seconds,
             "peak_allocated_bytes": self.peak_allocated_bytes,
             "peak_reserved_bytes": self.peak_reserved_bytes or None,
             "train_loss": statistics.fmean(self.losses),
-            "final_train_loss": statistics.fmean(
-                self.losses[-max(1, round(_LAST_SHARE * self.done)) :]
-            ),
+            "final_train_loss": statistics.fmean(self.losses[-last:]),
             "checkpoints": self.checkpoints,
             "checkpoint_seconds": self.interrupted_seconds,
         }
@@ -115,7 +118,8 @@ class Course:
         self.steps = steps
         self.fault_step: int | None = None
         """The first whose loss is not finite."""
-        self._device, self._compilation = device, compilation
+        self._device = device
+        self._compilation = compilation
         self._compiling_seconds = 0.0
         self._queued: deque[tuple[Mark, torch.Tensor, bool]] = deque()
         """Steps that the device may still be busy with: where each ends, its loss, and whether it
@@ -135,10 +139,12 @@ class Course:
         self.steps.computed.append(computed)
         self.steps.learning_rates.append(learning_rate)
         loss = loss.to("cpu", non_blocking=True)
-        before, seconds = self._compiling_seconds, getattr(self._compilation, "seconds", 0.0)
-        self._compiling_seconds = seconds
+        has_compiled = False
+        if self._compilation is not None:
+            has_compiled = self._compilation.seconds > self._compiling_seconds
+            self._compiling_seconds = self._compilation.seconds
         # The mark is behind the copy: that is there when it is passed.
-        self._queued.append((self._device.mark(), loss, seconds > before))
+        self._queued.append((self._device.mark(), loss, has_compiled))
         while self._queued and (
             len(self._queued) >= _AHEAD_STEPS or self._queued[0][0].is_passed()
         ):
@@ -150,7 +156,8 @@ class Course:
             self._take_in()
 
     def _take_in(self) -> None:
-        (ended, loss, has_compiled), steps = self._queued.popleft(), self.steps
+        steps = self.steps
+        ended, loss, has_compiled = self._queued.popleft()
         ended.wait()
         steps.seconds.append(ended.seconds_since(self._last))
         self._last = ended

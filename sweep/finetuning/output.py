@@ -26,8 +26,11 @@ from qlora_sweep.sweep.finetuning import checkpoints
 from qlora_sweep.sweep.finetuning.checkpoints import RESERVED
 from qlora_sweep.sweep.finetuning.results import TrainedAdapter, base_of, model_card
 
-RUN, TRAINING, LOG = "run.json", "training.json", "training.log"
-_LOCK, _FINISHING = ".lock", ".finishing"
+RUN = "run.json"
+TRAINING = "training.json"
+LOG = "training.log"
+_LOCK = ".lock"
+_FINISHING = ".finishing"
 _LEFT = {_LOCK, RESERVED, RUN, LOG, f"{LOG}.1"}
 """What a training leaves that has no checkpoint: none of it is lost to another one."""
 _IN_FLIGHT = 3
@@ -54,7 +57,9 @@ def known_run(output: Path) -> dict[str, Any] | None:
         InputError: what says so cannot be read.
     """
     path = output / RUN
-    return read_json(path, label=str(path)) if exists(path, label=str(path)) else None
+    if not exists(path, label=str(path)):
+        return None
+    return read_json(path, label=str(path))
 
 
 def is_done(output: Path) -> bool:
@@ -103,8 +108,9 @@ def refuse_another(output: Path, run: Mapping[str, Any]) -> None:
 
 def _differences(old: Mapping[str, Any], new: Mapping[str, Any], *, of: str = "") -> list[str]:
     found = []
-    for key in sorted({*old, *new}):
-        before, now = old.get(key), new.get(key)
+    for key in sorted(old.keys() | new.keys()):
+        before = old.get(key)
+        now = new.get(key)
         if isinstance(before, dict) and isinstance(now, dict):
             found += _differences(before, now, of="" if key == "config" else f"{key} ")
         elif before != now:
@@ -114,10 +120,10 @@ def _differences(old: Mapping[str, Any], new: Mapping[str, Any], *, of: str = ""
 
 @contextlib.contextmanager
 def held(output: Path) -> Iterator[None]:
-    """Hold a directory, which is made where it is missing; nobody else trains there meanwhile.
+    """Hold a directory, which is made where it is missing; no other process trains there meanwhile.
 
     Raises:
-        InputError: somebody else does.
+        InputError: another process does.
         EnvironmentFault: it cannot be made or written.
     """
     try:
@@ -167,9 +173,11 @@ def finish(trained: TrainedAdapter, tokenizer: TokenizerFiles) -> dict[str, Any]
     Raises:
         EnvironmentFault: the disk does not take it; the last checkpoint stays.
     """
-    output, document = Path(trained.job.output), trained.to_json()
+    output = Path(trained.job.output)
+    document = trained.to_json()
     assert trained.result.checkpoint is not None, "a training that keeps nothing is not finished"
-    checkpoint, staging = Path(trained.result.checkpoint), output / _FINISHING
+    checkpoint = Path(trained.result.checkpoint)
+    staging = output / _FINISHING
     checkpoints.release(output)
     try:
         shutil.rmtree(staging, ignore_errors=True)

@@ -74,7 +74,8 @@ class Prediction:
         """Return it as a clause: memory, of which budget, and speed."""
         memory = "memory is not predicted"
         if self.peak_allocated_bytes is not None:
-            peak, error = units.gib(self.peak_allocated_bytes), units.error(self.uncertainty)
+            peak = units.gib(self.peak_allocated_bytes)
+            error = units.error(self.uncertainty)
             memory = f"predicted {peak} (within {error})"
         if self.budget_bytes is not None:
             memory += f" of {units.gib(self.budget_bytes)}"
@@ -82,8 +83,9 @@ class Prediction:
             memory += doubts.get(self.fit, "")
         if self.tokens_per_second is None:
             return f"{memory}; speed is not predicted on this device"
-        rate, ends = units.rate(self.tokens_per_second), self.tokens_per_second_range
-        return f"{memory}, {rate} tokens/s ({units.rate_interval(ends)})"
+        rate = units.rate(self.tokens_per_second)
+        interval = units.rate_interval(self.tokens_per_second_range)
+        return f"{memory}, {rate} tokens/s ({interval})"
 
 
 @dataclass(frozen=True)
@@ -96,7 +98,7 @@ class Longer:
 
     @property
     def cuts_little(self) -> bool:
-        """Whether nobody has to agree to it."""
+        """Whether it needs no confirmation by the person."""
         return self.truncation.supervised_share <= CUT_MAX
 
 
@@ -109,7 +111,7 @@ def longer(
     Args:
         config: what is to be trained.
         forecaster: for this model, GPU and dataset.
-        max_positions: of the model; None where nobody says.
+        max_positions: of the model; None where its config does not say.
         has_budget: whether the forecaster's budget limits the training.
     """
     assert forecaster.shapes is not None, "only a dataset is cut"
@@ -149,7 +151,9 @@ def _at_length(
     if not has_budget or forecaster.expect(wanted).fit is not Fit.NO:
         return wanted
     smaller = nearest_that_fits(wanted, forecaster)
-    return None if smaller is None or smaller.seq_len != length else smaller
+    if smaller is None or smaller.seq_len != length:
+        return None
+    return smaller
 
 
 def calibration_of(
@@ -164,8 +168,10 @@ def calibration_of(
         texts: that are trained on now.
         shapes: what configurations come to on them.
     """
-    gpu = None if product is None else match_product(product)
-    if record is None or gpu is None or match_product(record.device) is not gpu:
+    if record is None or product is None:
+        return None
+    gpu = match_product(product)
+    if gpu is None or match_product(record.device) is not gpu:
         return None
     if record.texts is None:
         return calibrated([record], model=record.model.spec, gpu=gpu, shapes=None)

@@ -27,10 +27,12 @@ from qlora_sweep.sweep.finetuning.protocol import TrainingJob, TrainingResult
 from qlora_sweep.sweep.finetuning.subject import Subject
 from qlora_sweep.sweep.predict.forecast import Basis
 
-SPEED_TOLERANCE, MEMORY_TOLERANCE = 0.05, 0.02
-"""Of tokens/s at the median step, and of peak allocated bytes, either way."""
+SPEED_TOLERANCE = 0.05
+"""Of tokens/s at the median step, either way."""
+MEMORY_TOLERANCE = 0.02
+"""Of peak allocated bytes, either way."""
 FEW_STEPS = 35
-"""After the warm-up; `sweep verify` measures as many where nobody says how many."""
+"""After the warm-up; `sweep verify` measures as many by default."""
 _UNMEASURED = "no step was measured after warm-up and compilation, so the speed is an estimate"
 TOGETHER = "packed examples see each other: this model does not keep them apart"
 _FLAGS = {
@@ -75,12 +77,25 @@ class Compared:
 
     def row(self) -> tuple[str, str, str, str]:
         """Return name, promised, reached and ratio in words."""
-        ratio = units.DASH if self.ratio is None else f"{self.ratio:.3f}"
+        ratio = units.DASH
+        if self.ratio is not None:
+            ratio = f"{self.ratio:.3f}"
         promised = self.shown(self.promised)
         if self.predicted_range is not None:
             low, high = map(self.shown, self.predicted_range)
             promised = f"{promised} (predicted, {low} to {high})"
         return self.name, promised, self.shown(self.reached), ratio
+
+    def difference(self, promised_by: str) -> str | None:
+        """Return how far it is off what was promised, in words; None where it is as promised,
+        or cannot be compared."""
+        if self.ratio is None or self.is_within:
+            return None
+        side = "above" if self.ratio > 1.0 else "below"
+        return (
+            f"{self.name} {100 * abs(self.ratio - 1.0):.1f} % {side} the {promised_by}: "
+            f"{self.shown(self.reached)} beside {self.shown(self.promised)}"
+        )
 
     def to_json(self) -> dict[str, float | None]:
         """Return what programs read."""
@@ -115,13 +130,8 @@ class Comparison:
     def figures(self) -> tuple[str, ...]:
         """Those that are not as promised, in words; none where all are, or cannot be compared."""
         promised_by = "prediction" if self.is_predicted else "record"
-        return tuple(
-            f"{one.name} {100 * abs(one.ratio - 1.0):.1f} % "
-            f"{'above' if one.ratio > 1.0 else 'below'} the {promised_by}: "
-            f"{one.shown(one.reached)} beside {one.shown(one.promised)}"
-            for one in (self.speed, self.memory)
-            if one.ratio is not None and not one.is_within
-        )
+        differences = (self.speed.difference(promised_by), self.memory.difference(promised_by))
+        return tuple(filter(None, differences))
 
     def words(self) -> str | None:
         """Return what is not as promised with likely causes, or why that cannot be said; None
@@ -129,10 +139,12 @@ class Comparison:
         if self.incomparable is not None:
             return f"Not comparable: {self.incomparable}."
         figures = "; ".join(self.figures)
-        if self.is_predicted and figures:
+        if not figures:
+            return None
+        if self.is_predicted:
             return f"Not as predicted: {figures}."
         causes = "; ".join(self.causes) or "nothing that is recorded explains it"
-        return f"Not as promised: {figures}. Likely causes: {causes}." if figures else None
+        return f"Not as promised: {figures}. Likely causes: {causes}."
 
 
 def compared(
@@ -152,68 +164,60 @@ def compared(
         environment: this machine's fingerprint.
         incomparable: why it is no measure of the record.
     """
-    speed = peak = None
-    if record is not None:
-        speed = record.measurement.tokens_per_second
-        peak = record.measurement.peak_allocated_bytes
     can = incomparable is None
-    return Comparison(
-        speed=_speed(speed, tokens_per_second, can=can),
-        memory=_peak(peak, peak_allocated_bytes, can=can),
-        causes=() if record is None else tuple(_causes(record, environment)),
-        incomparable=incomparable,
+    speed = Compared("tokens/s", None, tokens_per_second, SPEED_TOLERANCE, units.rate, can)
+    memory = Compared(
+        "peak allocated", None, peak_allocated_bytes, MEMORY_TOLERANCE, units.gib, can
     )
+    causes: tuple[str, ...] = ()
+    if record is not None:
+        speed = replace(speed, promised=record.measurement.tokens_per_second)
+        memory = replace(memory, promised=record.measurement.peak_allocated_bytes)
+        causes = tuple(_causes(record, environment))
+    return Comparison(speed, memory, causes, incomparable)
 
 
 def compared_with_prediction(
     predicted: Prediction, reached: TrainingResult, *, incomparable: str | None
 ) -> Comparison:
     """Return how what was reached compares with what was predicted; see `compared`."""
-    speed, peak, can = reached.tokens_per_second, reached.peak_allocated_bytes, incomparable is None
-    speed_range = predicted.tokens_per_second_range
-    peak_range = predicted.peak_allocated_bytes_range
-    return Comparison(
-        speed=_speed(predicted.tokens_per_second, speed, can=can, within=speed_range),
-        memory=_peak(predicted.peak_allocated_bytes, peak, can=can, within=peak_range),
-        causes=(),
+    found = compared(
+        None,
+        tokens_per_second=reached.tokens_per_second,
+        peak_allocated_bytes=reached.peak_allocated_bytes,
+        environment={},
         incomparable=incomparable,
-        is_predicted=True,
     )
-
-
-def _speed(
-    promised: float | None,
-    reached: float | None,
-    *,
-    can: bool,
-    within: tuple[float, float] | None = None,
-) -> Compared:
-    return Compared("tokens/s", promised, reached, SPEED_TOLERANCE, units.rate, can, within)
-
-
-def _peak(
-    promised: int | None,
-    reached: int | None,
-    *,
-    can: bool,
-    within: tuple[float, float] | None = None,
-) -> Compared:
-    return Compared("peak allocated", promised, reached, MEMORY_TOLERANCE, units.gib, can, within)
+    speed = replace(
+        found.speed,
+        promised=predicted.tokens_per_second,
+        predicted_range=predicted.tokens_per_second_range,
+    )
+    memory = replace(
+        found.memory,
+        promised=predicted.peak_allocated_bytes,
+        predicted_range=predicted.peak_allocated_bytes_range,
+    )
+    return replace(found, speed=speed, memory=memory, is_predicted=True)
 
 
 def _causes(record: Record, environment: Mapping[str, Any]) -> Iterator[str]:
     """Yield what differs between two machines, and what makes a record doubtful."""
-    recorded, versions = record.environment, environment.get("versions") or {}
-    before = recorded.get("versions") or {}
-    # What the record does not know is no difference.
-    keys = ("gpu", "driver", "cuda_driver", "python", "commit")
-    known = {key: recorded[key] for key in keys if recorded.get(key) is not None}
-    here = {key: environment.get(key) for key in known}
-    now = {name: versions.get(name) for name in before}
-    yield from changed_versions({**known, "versions": before}, {**here, "versions": now})
-    cpus = recorded.get("cpu"), environment.get("cpu")
-    if recorded.get("gpu") is None and all(cpus) and cpus[0] != cpus[1]:
-        yield f"processor {cpus[0]} -> {cpus[1]}"
+    recorded = record.environment
+    recorded_versions = recorded.get("versions") or {}
+    versions = environment.get("versions") or {}
+    before: dict[str, Any] = {"versions": recorded_versions}
+    now: dict[str, Any] = {"versions": {name: versions.get(name) for name in recorded_versions}}
+    for key in ("gpu", "driver", "cuda_driver", "python", "commit"):
+        # What the record does not know is no difference.
+        if recorded.get(key) is not None:
+            before[key] = recorded[key]
+            now[key] = environment.get(key)
+    yield from changed_versions(before, now)
+    recorded_cpu = recorded.get("cpu")
+    cpu = environment.get("cpu")
+    if recorded.get("gpu") is None and recorded_cpu and cpu and recorded_cpu != cpu:
+        yield f"processor {recorded_cpu} -> {cpu}"
     for flag in record.measurement.flags:
         if flag in _FLAGS:
             yield f"the record is flagged {flag}: {_FLAGS[flag]}"
@@ -223,7 +227,9 @@ def _causes(record: Record, environment: Mapping[str, Any]) -> Iterator[str]:
 
 def base_of(spec: ModelSpec) -> str:
     """Return what an adapter's config names as its base: a hub id, a directory, or a name."""
-    return str(spec.path) if spec.source == "directory" and spec.path else spec.name
+    if spec.source == "directory" and spec.path:
+        return str(spec.path)
+    return spec.name
 
 
 @dataclass(frozen=True)
@@ -237,16 +243,18 @@ class TrainedAdapter:
     environment: Mapping[str, Any]
     """Of the machine, as `storage.environment.fingerprint` returns it."""
     truncation: TruncatedDataset | None = None
-    """What its length cut off the examples; None where nobody looked."""
+    """What its length cut off the examples; None where it was not looked at."""
     prediction: Prediction | None = None
-    """What it was predicted to take, where nobody measured it so."""
+    """What it was predicted to take, where it was not measured so."""
 
     @cached_property
     def comparison(self) -> Comparison:
         """What was reached beside what the subject's record promises, or what was predicted."""
         if self.prediction is not None:
-            few = _UNMEASURED if self.result.steps_measured == 0 else None
-            return compared_with_prediction(self.prediction, self.result, incomparable=few)
+            unmeasured = None
+            if self.result.steps_measured == 0:
+                unmeasured = _UNMEASURED
+            return compared_with_prediction(self.prediction, self.result, incomparable=unmeasured)
         found = compared(
             self.subject.record,
             tokens_per_second=self.result.tokens_per_second,
@@ -257,10 +265,11 @@ class TrainedAdapter:
         if self.result.steps_measured >= FEW_STEPS or found.speed.is_within:
             return found
         few = f"the speed is of {units.plural(self.result.steps_measured, 'step')} alone"
-        return replace(found, causes=(*found.causes, few))
+        return replace(found, causes=found.causes + (few,))
 
     def _incomparable(self) -> str | None:
-        record, reached = self.subject.record, self.result.device_name
+        record = self.subject.record
+        reached = self.result.device_name
         if record is None:
             return "nothing was measured of this configuration"
         known = match_product(record.device)
@@ -282,9 +291,13 @@ class TrainedAdapter:
 
     def to_json(self) -> dict[str, Any]:
         """Return what `training.json` says, and ``--json`` prints."""
-        job, found = self.job, self.comparison
+        job = self.job
+        found = self.comparison
         model = {"name": job.spec.name, "base": base_of(job.spec)}
-        figures = found.figures
+        differences: list[str] = []
+        if found.figures:
+            differences += found.figures
+            differences += found.causes
         return {
             **self.result.model_dump(mode="json", exclude={"verdict", "checkpoint"}),
             "reward_accuracy_ci95": self.result.reward_accuracy_ci95,
@@ -303,7 +316,7 @@ class TrainedAdapter:
                 "tokens_per_second": found.speed.ratio,
                 "peak_allocated_bytes": found.memory.ratio,
             },
-            "differences": redacted([*figures, *found.causes]) if figures else [],
+            "differences": redacted(differences),
             "trained": self.subject.words,
             "model": redacted(model) | identity_of(job.spec, is_loaded=job.weights == "pretrained"),
             "environment": {k: v for k, v in self.environment.items() if k != "versions"},
@@ -322,48 +335,50 @@ def words_of_8_bits(found: EightBitProducts) -> str:
     kept = found.kept_in_16_bits
     if not kept:
         return f"{said} None stays in 16 bits."
+    verb = "stays" if len(kept) == 1 else "stay"
     return (
         f"{said} {units.plural(len(kept), 'layer')} of {sum(one.layers for one in found.errors)} "
-        f"{'stays' if len(kept) == 1 else 'stay'} in 16 bits, for at most "
-        f"{in_percent(found.share_in_16_bits)} of the speed."
+        f"{verb} in 16 bits, for at most {in_percent(found.share_in_16_bits)} of the speed."
     )
 
 
 def _products(found: EightBitProducts) -> str:
     """Return how far products in 8 bits are off, by projection, as a table."""
-    rows = [
-        (
-            f"`{one.projection}`",
-            in_percent(one.forward),
-            in_percent(one.forward_worst),
-            in_percent(one.gradient),
-            in_percent(one.gradient_worst),
-        )
-        for one in found.errors
-    ]
+    rows = []
+    for one in found.errors:
+        errors = (one.forward, one.forward_worst, one.gradient, one.gradient_worst)
+        rows.append([f"`{one.projection}`"] + list(map(in_percent, errors)))
     return _table(("", "product", "worst layer", "input's gradient", "worst layer"), rows)
 
 
 def model_card(trained: TrainedAdapter) -> str:
     """Return the model card, as Markdown with the hub's own header."""
-    # Whoever trains nothing does not wait for it.
+    # Imported here, as it takes a while.
     from huggingface_hub import ModelCard, ModelCardData
 
-    spec, config, source = trained.job.spec, trained.job.config, trained.texts.source
-    kind = "qlora" if config.is_4bit else f"lora-{config.weight_bits}bit"
+    spec = trained.job.spec
+    config = trained.job.config
+    source = trained.texts.source
+    kind = f"lora-{config.weight_bits}bit"
+    if config.is_4bit:
+        kind = "qlora"
     data = ModelCardData(
         library_name="peft",
         pipeline_tag="text-generation",
-        base_model=spec.name if spec.source == "hub" else None,
-        datasets=[source] if is_hub_id(source) else None,
         tags=["lora", kind, "qlora-sweep"],
     )
+    if spec.source == "hub":
+        data.base_model = spec.name
+    if is_hub_id(source):
+        data.datasets = [source]
     sections = "\n\n".join(_sections(trained))
     return str(ModelCard(f"---\n{data.to_yaml()}\n---\n\n{sections}\n"))
 
 
 def _sections(trained: TrainedAdapter) -> Iterator[str]:
-    job, found, record = trained.job, trained.comparison, trained.subject.record
+    job = trained.job
+    found = trained.comparison
+    record = trained.subject.record
     yield f"# LoRA adapter for {shown(job.spec.name)}"
     yield f"Trained by qlora-sweep as {shown(trained.subject.words)}."
     if job.weights == "random":
@@ -372,16 +387,19 @@ def _sections(trained: TrainedAdapter) -> Iterator[str]:
             "other use."
         )
     yield "## Training\n\n" + _table(("", ""), _facts(trained))
-    heads, rows = ("", "promised", "reached", "ratio"), (found.speed.row(), found.memory.row())
-    yield "## Promised and reached\n\n" + _table(heads, rows)
-    if (products := trained.result.eight_bit) is not None:
+    header = ("", "promised", "reached", "ratio")
+    rows = (found.speed.row(), found.memory.row())
+    yield "## Promised and reached\n\n" + _table(header, rows)
+    products = trained.result.eight_bit
+    if products is not None:
         yield "## 8-bit compute\n\n" + words_of_8_bits(products)
         yield _products(products)
         if products.kept_in_16_bits:
             yield "In 16 bits: " + ", ".join(f"`{name}`" for name in products.kept_in_16_bits)
     if trained.result.documents_apart is False:
         yield f"**{TOGETHER.capitalize()}.**"
-    if (words := found.words()) is not None:
+    words = found.words()
+    if words is not None:
         yield words
     if trained.prediction is not None:
         yield "Promised: predicted, as nothing measured it at this size."
@@ -390,8 +408,11 @@ def _sections(trained: TrainedAdapter) -> Iterator[str]:
     # Every default written out, and no setting that has no say here.
     used = canonical(job.config).model_dump(mode="json")
     used["learning_rate"] = trained.subject.learning_rate.value
-    idle = {key for key, knob in KNOBS.items() if knob.applies and not knob.applies(job.config)}
-    settings = [(f"`{key}`", f"`{value}`") for key, value in used.items() if key not in idle]
+    settings = []
+    for key, value in used.items():
+        applies = KNOBS[key].applies
+        if applies is None or applies(job.config):
+            settings.append((f"`{key}`", f"`{value}`"))
     yield "## Configuration\n\n" + _table(("key", "value"), settings)
     versions = (trained.environment.get("versions") or {}).items()
     packages = [(name, str(version)) for name, version in versions if version]
@@ -399,13 +420,20 @@ def _sections(trained: TrainedAdapter) -> Iterator[str]:
 
 
 def _facts(trained: TrainedAdapter) -> Iterator[tuple[str, str]]:
-    job, result, texts = trained.job, trained.result, trained.texts
+    job = trained.job
+    result = trained.result
+    texts = trained.texts
     yield "base", f"`{shown(base_of(job.spec))}` ({job.weights} weights)"
     yield "dataset", f"`{shown(texts.source)}`, fingerprint `{texts.fingerprint}`"
-    yield "kind", texts.kind + (", loss on completions only" if texts.completions_only else "")
+    kind: str = texts.kind
+    if texts.completions_only:
+        kind += ", loss on completions only"
+    yield "kind", kind
     yield "tokenizer", f"`{shown(texts.tokenizer)}`"
-    packed = "" if result.packed_rows is None else f", packed into {result.packed_rows:,}"
-    yield "examples trained on", units.count(result.texts_rows or result.rows) + packed
+    examples = units.count(result.texts_rows or result.rows)
+    if result.packed_rows is not None:
+        examples += f", packed into {result.packed_rows:,}"
+    yield "examples trained on", examples
     yield "examples held out", units.count(result.rows_held_out)
     yield "examples left out, without a supervised token", units.count(result.rows_left_out)
     if trained.truncation is not None:
@@ -419,7 +447,9 @@ def _facts(trained: TrainedAdapter) -> Iterator[tuple[str, str]]:
     yield "supervised tokens", units.count(result.tokens)
     yield "training loss, last tenth", f"{result.final_train_loss:.4f}"
     yield "training loss, mean", f"{result.train_loss:.4f}"
-    held_out = units.DASH if result.eval_loss is None else f"{result.eval_loss:.4f}"
+    held_out = units.DASH
+    if result.eval_loss is not None:
+        held_out = f"{result.eval_loss:.4f}"
     yield "held-out loss", held_out + reward_accuracy(result.eval_wins, result.eval_pairs)
     yield "trainable parameters", units.count(result.trainable_parameters)
     yield "time", units.duration(result.seconds)
@@ -427,6 +457,10 @@ def _facts(trained: TrainedAdapter) -> Iterator[tuple[str, str]]:
 
 
 def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    lines = [header, ["---"] * len(header), *rows]
-    cells = ([cell.replace("|", "\\|").replace("\n", " ") for cell in line] for line in lines)
-    return "\n".join(f"| {' | '.join(line)} |" for line in cells)
+    table = [header, ["---"] * len(header)]
+    table += rows
+    lines = []
+    for row in table:
+        cells = [cell.replace("|", "\\|").replace("\n", " ") for cell in row]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)

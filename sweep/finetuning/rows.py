@@ -61,11 +61,14 @@ class Ordered(Dataset[Any]):
         order = torch.randperm(count, generator=generator).numpy()
         if self.widths is not None and self.is_grouped:
             generator.manual_seed((self.seed << 16) + epoch)
-            widths, size = list(self.widths), self.batch_size
-            order = np.asarray(get_length_grouped_indices(widths, size, generator=generator))
-        for first in {0, min(self.batch_size, count - 1)} if self.widths is not None else ():
-            widest = first + int(np.argmax(np.asarray(self.widths)[order[first:]]))
-            order[[first, widest]] = order[[widest, first]]
+            grouped = get_length_grouped_indices(
+                list(self.widths), self.batch_size, generator=generator
+            )
+            order = np.asarray(grouped)
+        if self.widths is not None:
+            for first in {0, min(self.batch_size, count - 1)}:
+                widest = first + int(np.argmax(np.asarray(self.widths)[order[first:]]))
+                order[[first, widest]] = order[[widest, first]]
         self._order = order
 
     def __len__(self) -> int:
@@ -74,7 +77,9 @@ class Ordered(Dataset[Any]):
     def __getitem__(self, index: int) -> Any:
         if index < len(self.rows):
             return self.rows[int(self._order[index])]
-        shortest = self.rows[0 if self.widths is None else int(np.argmin(self.widths))]
+        shortest = self.rows[0]
+        if self.widths is not None:
+            shortest = self.rows[int(np.argmin(self.widths))]
         return {**shortest, MASK: [0] * len(shortest[MASK])}
 
 
@@ -103,8 +108,8 @@ def rows_of(job: TrainingJob, model: PeftModel) -> Rows:
         random = random_rows(config, model, seed=job.seed)
         if config.is_on_pairs:
             pairs = Paired([{INPUT: random[index % len(random)]} for index in range(count)])
-            collate = of_pairs(lambda rows: stacked([row[INPUT] for row in rows]))
-            return Rows(Ordered(pairs, config.samples_per_step, job.seed), collate)
+            stacked_pairs = of_pairs(lambda rows: stacked([row[INPUT] for row in rows]))
+            return Rows(Ordered(pairs, config.samples_per_step, job.seed), stacked_pairs)
         repeated: Any = Subset(random, [index % len(random) for index in range(count)])  # type: ignore[arg-type]
         ordered = Ordered(repeated, config.samples_per_step, job.seed)
         return Rows(ordered, full_rows_in_turn(config))
@@ -125,20 +130,32 @@ def rows_of(job: TrainingJob, model: PeftModel) -> Rows:
     held_out: Any = None
     if np.any(loss[held] > 0):
         held_out = training_rows(directory, alone, indices=held, seed=job.seed)
-    # At once: a column gives its rows one by one, which takes seconds of a hundred thousand.
-    widths = training[LENGTH][:] if LENGTH in training.column_names else None
-    is_grouped, multiple = config.packing == "grouped", 1
-    collate = Collator(config)
+    widths = None
+    if LENGTH in training.column_names:
+        # At once: a column gives its rows one by one, which takes seconds of a hundred thousand.
+        widths = training[LENGTH][:]
+    multiple = 1
+    collate: Collate = Collator(config)
     collate_alone: Collate = Collator(alone)
     if config.is_on_pairs:
         widths = np.asarray(widths).reshape(-1, each).max(1).tolist()
-        training, held_out = Paired(training), held_out and Paired(held_out)
-        collate, collate_alone = of_pairs(collate), of_pairs(collate_alone)
+        training = Paired(training)
+        if held_out is not None:
+            held_out = Paired(held_out)
+        collate = of_pairs(collate)
+        collate_alone = of_pairs(collate_alone)
     elif config.data_parallel > 1:
         # The last pairs of an epoch are joined by its first, as accelerate does it.
         multiple = config.micro_batch_size * config.data_parallel
     return Rows(
-        training=Ordered(training, config.samples_per_step, job.seed, widths, is_grouped, multiple),
+        training=Ordered(
+            training,
+            config.samples_per_step,
+            job.seed,
+            widths,
+            is_grouped=config.packing == "grouped",
+            multiple=multiple,
+        ),
         collate=collate,
         held_out=held_out,
         collate_held_out=collate_alone,
@@ -171,7 +188,8 @@ def is_keeping_apart(model: Any, training: Any, config: TrialConfig) -> bool | N
     # The first in which an example of several tokens is behind another.
     lengths = training.select_columns([SEQ_LENGTHS])
     several = (n for n, row in enumerate(lengths) if np.count_nonzero(row[SEQ_LENGTHS] > 1) > 1)
-    if (found := next(several, None)) is None:
+    found = next(several, None)
+    if found is None:
         return None
     # Compiled, a micro-batch would have all its rows, and this one is asked of one.
     batch = Collator(config.changed(compile=False))([training[found]])

@@ -11,7 +11,6 @@ import contextlib
 import json
 import math
 import random
-import resource
 import threading
 import time
 import traceback
@@ -44,7 +43,7 @@ from qlora_sweep.sweep.running.wire import Finished
 from qlora_sweep.sweep.training import team
 from qlora_sweep.sweep.training.adapters import Attached, attached
 from qlora_sweep.sweep.training.device import Device, open_device
-from qlora_sweep.sweep.training.exceptions import knob_at_fault, out_of_memory
+from qlora_sweep.sweep.training.exceptions import knob_at_fault
 from qlora_sweep.sweep.training.faithfulness import products_of
 from qlora_sweep.sweep.training.fitting import first_examples, fit, too_many
 from qlora_sweep.sweep.training.in_trl import trained
@@ -55,6 +54,7 @@ from qlora_sweep.sweep.training.step import (
     evaluating,
     keep_from_others,
     make_optimizer,
+    out_of_memory,
     rate_of,
     told_in_evaluation,
 )
@@ -65,10 +65,12 @@ the first micro-batch of both."""
 EVALUATED_ON_THE_WAY = 64
 """Held-out examples, the same for every micro-batch: the end evaluates all of them."""
 _TELL_SECONDS = 0.25
-_SHARE_OF_STEPS, _FEWEST_SECONDS = 0.05, 60.0
+_SHARE_OF_STEPS = 0.05
 """After so many of all steps a checkpoint is due as well, where it is cheap."""
+_FEWEST_SECONDS = 60.0
+"""Between two of those."""
 _SHARE_OF_TIME = 0.04
-"""That checkpoints and evaluations may take, where nobody says how often."""
+"""That checkpoints and evaluations may take by default."""
 _RECENT_STEPS = 20
 _DOING = {
     "build": "building the base",
@@ -109,19 +111,22 @@ def arguments(job: TrainingJob) -> TrainingArguments:
     )
 
 
-def random_states() -> dict[str, Any]:
+def random_states(device: Device) -> dict[str, Any]:
     """Return this process's random state, as Trainer keeps one of several processes."""
     return {
         "python": random.getstate(),
         "numpy": np.random.get_state(),
         "cpu": torch.random.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+        # Trainer's key for whatever GPU it is.
+        "cuda": device.random_states(),
     }
 
 
 class AdapterTrainer(Trainer):
     """Trainer on attached adapters."""
 
+    own_device: Device
+    """That it trains on."""
     adapters: PeftModel
     """What trains; the model itself, or within what works out its loss on pairs."""
     on_loss: Callable[[torch.Tensor], None]
@@ -163,16 +168,19 @@ class AdapterTrainer(Trainer):
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         """Load them by way of the host, where several ranks train too; a CPU's ranks can do no
         other."""
-        if checkpoint is not None:
-            for part, name in ((self.optimizer, "optimizer"), (self.lr_scheduler, "scheduler")):
-                path = Path(checkpoint) / f"{name}.pt"
-                part.load_state_dict(torch.load(path, map_location="cpu", weights_only=True))
+        if checkpoint is None:
+            return
+        for part, name in ((self.optimizer, "optimizer"), (self.lr_scheduler, "scheduler")):
+            path = Path(checkpoint) / f"{name}.pt"
+            part.load_state_dict(torch.load(path, map_location="cpu", weights_only=True))
 
     def save_checkpoint(self, output: Path, steps: Steps) -> str | None:
         """Write a whole checkpoint of this step, on rank 0 for all; return why the disk does not
         take it, None where it does."""
-        self._random_states = team.gathered(random_states())
-        refusal = self._write_checkpoint(output, steps) if team.rank() == 0 else None
+        self._random_states = team.gathered(random_states(self.own_device))
+        refusal = None
+        if team.rank() == 0:
+            refusal = self._write_checkpoint(output, steps)
         return team.gathered(refusal)[0]
 
     def _write_checkpoint(self, output: Path, steps: Steps) -> str | None:
@@ -196,22 +204,28 @@ class Training(TrainerCallback):
 
     Args:
         job: the training.
-        send: tells whoever started it.
+        send: tells the process that started it.
         rank: of those that train together; the first starts the others, and tells for all.
     """
 
     def __init__(self, job: TrainingJob, *, send: Callable[[Any], object], rank: int = 0) -> None:
-        self._job, self._output, self._rank = job, Path(job.output), rank
+        self._job = job
+        self._output = Path(job.output)
+        self._rank = rank
         self._end_with = send
-        self._send = send if rank == 0 else lambda _: None
+        self._send: Callable[[Any], object] = lambda _: None
+        if rank == 0:
+            self._send = send
         self._others = Ranks(job, beat=lambda: self._enter(self._phase), on_failure=self._fail)
         self._is_apart = False
-        """Whether it ended where other ranks go on, for good."""
+        """Whether it ended where other ranks continue, for good."""
         self._device: Device = open_device(job.device)
         self._observing = contextlib.ExitStack()
         self._end: TrainingOutcome | None = None
-        self._told = self._saved_at = time.perf_counter()
-        self._pause_seconds = self._rate = 0.0
+        self._told = time.perf_counter()
+        self._saved_at = self._told
+        self._pause_seconds = 0.0
+        self._rate = 0.0
         self._phase: records.Phase = "start"
         self._step = 0
         self._losses: list[torch.Tensor] = []
@@ -240,8 +254,9 @@ class Training(TrainerCallback):
         if not self._is_apart:
             # What all come to the first one says.
             outcome = records.INTERRUPTED
-        end = {"outcome": outcome, "is_apart": self._is_apart}
-        self._end_with(Finished(run_id="", config=self._job.config, **end))
+        self._end_with(
+            Finished(run_id="", config=self._job.config, outcome=outcome, is_apart=self._is_apart)
+        )
 
     def _fail(self, outcome: records.Outcome) -> None:
         """Say what befell another rank, and be gone: the thread that trains may wait for that rank,
@@ -252,7 +267,9 @@ class Training(TrainerCallback):
 
     def run(self) -> TrainingOutcome:
         """Train, and return how it ended."""
-        job, device, size = self._job, self._device, self._job.config.data_parallel
+        job = self._job
+        device = self._device
+        size = job.config.data_parallel
         try:
             self._enter("build")
             meeting = job.meeting
@@ -286,7 +303,8 @@ class Training(TrainerCallback):
             if device.ran_out(error):
                 found = out_of_memory(error, device, None, doing=f"{_DOING[self._phase]}: ")
                 return found.model_copy(update={"step": self._step})
-            if (knob := knob_at_fault(error, job.config)) is not None:
+            knob = knob_at_fault(error, job.config)
+            if knob is not None:
                 detail = f"does not run here: {words_of(error)}"
                 return records.Ineffective(knob=knob, detail=detail)
             return worker.crashed(self._phase, error)
@@ -295,7 +313,8 @@ class Training(TrainerCallback):
 
     def _train(self, attachment: Attached) -> TrainingOutcome:
         """Train all that is left on attached adapters, and return how it ended."""
-        job, model = self._job, attachment.model
+        job = self._job
+        model = attachment.model
         self._trained = attachment.trainable_parameters()
         self._rows = rows_of(job, model)
         steps = Steps()
@@ -303,10 +322,14 @@ class Training(TrainerCallback):
             course = Path(job.resume_from) / checkpoints.COURSE
             steps = Steps(**json.loads(course.read_text(encoding="utf-8")))
         self._course = Course(self._device, steps, compilation=attachment.compilation)
-        self._step = self._first = self._saved = steps.done
+        self._step = steps.done
+        self._first = steps.done
+        self._saved = steps.done
         name_quantizer(model)
         whole = trained(model, job.config)
-        self._pairs = whole if isinstance(whole, Preference) else None
+        self._pairs: Preference | None = None
+        if isinstance(whole, Preference):
+            self._pairs = whole
         if self._rank:
             # Each drops elements of its own.
             torch.manual_seed(job.seed + self._rank)
@@ -321,21 +344,24 @@ class Training(TrainerCallback):
             optimizers=(optimizer, None),
             callbacks=[self],
         )
-        trainer.adapters, trainer.on_loss = model, self._add_loss
+        trainer.own_device = self._device
+        trainer.adapters = model
+        trainer.on_loss = self._add_loss
         if self._pairs is not None:
             # A mean over pairs is not one over tokens, which Trainer would divide by.
             trainer.model_accepts_loss_kwargs = False
             if job.config.reference == "precomputed":
                 self._refer(self._pairs)
+        held_out = self._rows.held_out
         count = len(self._rows.training.rows)
         self._steps_per_epoch = -(-count // job.config.samples_per_step)
         self._steps = job.max_steps or math.ceil(job.epochs * self._steps_per_epoch)
         self._setup: dict[str, Any] = {
-            "device_name": torch.cuda.get_device_name() if job.is_on_gpu else "CPU",
+            "device_name": self._device.product(),
             "steps": self._steps,
             "rows": count,
             "texts_rows": self._rows.texts,
-            "rows_held_out": 0 if self._rows.held_out is None else len(self._rows.held_out),
+            "rows_held_out": 0 if held_out is None else len(held_out),
             "rows_left_out": self._rows.left_out,
             "trainable_parameters": sum(p.numel() for p in self._trained),
         }
@@ -400,20 +426,28 @@ class Training(TrainerCallback):
         self._course.begin_stretch()
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **options: Any) -> None:
-        """Note the learning rate of the step, before the schedule goes on."""
+        """Note the learning rate of the step, before the schedule takes its own."""
         self._rate = float(options["optimizer"].param_groups[0]["lr"])
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Queue the step's figures, and do what is due."""
-        course, step = self._course, state.global_step
+        course = self._course
+        step = state.global_step
         counts = [self._counted.popleft() for _ in self._losses]
-        loss, self._losses = team.mean(sum(self._losses[1:], self._losses[0])), []
-        # Of all ranks; when to stop and to pause is the first one's to say.
-        asks = self.stop.is_set(), self._is_due(step) or course.fault_step is not None
-        said = team.gathered((*map(sum, zip(*counts, strict=True)), *asks))
-        tokens, computed = (sum(column) for column in list(zip(*said, strict=True))[:2])
-        is_asked, is_due = said[0][2:]
-        course.end_step(loss, tokens=tokens, computed=computed, learning_rate=self._rate)
+        tokens = sum(tokens for tokens, _ in counts)
+        computed = sum(computed for _, computed in counts)
+        loss = team.mean(sum(self._losses[1:], self._losses[0]))
+        self._losses = []
+        is_due = self._is_due(step) or course.fault_step is not None
+        of_ranks = team.gathered((tokens, computed, self.stop.is_set(), is_due))
+        # When to stop and to pause is the first one's to say.
+        is_asked, is_due = of_ranks[0][2:]
+        course.end_step(
+            loss,
+            tokens=sum(tokens for tokens, *_ in of_ranks),
+            computed=sum(computed for _, computed, *_ in of_ranks),
+            learning_rate=self._rate,
+        )
         self._step = step
         if step in (self._first + OBSERVED_STEPS, self._steps):
             self._stop_observing()
@@ -440,7 +474,9 @@ class Training(TrainerCallback):
         batch = self._rows.collate(rows)
         computed = batch["input_ids"].numel()
         # Of random tokens a trial counts all.
-        tokens = computed if self._job.texts is None else loss_tokens(batch)
+        tokens = computed
+        if self._job.texts is not None:
+            tokens = loss_tokens(batch)
         self._counted.append((tokens, computed))
         return batch
 
@@ -449,8 +485,9 @@ class Training(TrainerCallback):
         self._tell()
 
     def _tell(self) -> None:
-        """Say how far it is, so seldom that nobody pays for it; from within long steps too."""
-        now, steps = time.perf_counter(), self._course.steps
+        """Say how far it is, so seldom that it costs nothing; from within long steps too."""
+        steps = self._course.steps
+        now = time.perf_counter()
         if now - self._told < _TELL_SECONDS:
             return
         self._told = now
@@ -467,12 +504,10 @@ class Training(TrainerCallback):
         """Take the peak that the first steps had for the training's own, on a CPU that counts."""
         self._course.settle()
         self._observing.close()
-        if not self._job.is_on_gpu:
-            # What a long training keeps beside its tensors is no part of the budget.
-            _, hard = resource.getrlimit(resource.RLIMIT_DATA)
-            resource.setrlimit(resource.RLIMIT_DATA, (hard, hard))
+        self._device.stop_limiting_host()
         self._course.begin_stretch()
-        if (budget := self._job.budget_bytes) is not None and self._end is None:
+        budget = self._job.budget_bytes
+        if budget is not None and self._end is None:
             memories = team.gathered(self._device.memory())
             peak = max(memory.peak_allocated_bytes for memory in memories)
             over = records.over_budget(peak, budget_bytes=budget, stage="forward")
@@ -484,9 +519,12 @@ class Training(TrainerCallback):
 
     def _is_due(self, step: int) -> bool:
         """Whether a checkpoint is to be written now."""
-        job, since = self._job, time.perf_counter() - self._saved_at
-        if not job.keeps_checkpoints or job.checkpoint_steps is not None:
-            return job.keeps_checkpoints and step % (job.checkpoint_steps or 1) == 0
+        job = self._job
+        since = time.perf_counter() - self._saved_at
+        if not job.keeps_checkpoints:
+            return False
+        if job.checkpoint_steps is not None:
+            return step % job.checkpoint_steps == 0
         is_cheap = since >= max(_FEWEST_SECONDS, self._pause_seconds / _SHARE_OF_TIME)
         is_far = step % max(1, round(_SHARE_OF_STEPS * self._steps)) == 0
         return is_cheap and (is_far or since >= protocol.CHECKPOINT_SECONDS)
@@ -498,7 +536,8 @@ class Training(TrainerCallback):
         begun = time.perf_counter()
         if self._course.fault_step is not None or not self._job.keeps_checkpoints:
             return
-        step, steps = self._step, self._course.steps
+        step = self._step
+        steps = self._course.steps
         if not all(bool(p.isfinite().all()) for p in self._trained):
             self._end = records.Diverged(step=step, detail="adapters that are not finite")
             return
@@ -527,22 +566,27 @@ class Training(TrainerCallback):
     def _refer(self, pairs: Preference) -> None:
         """Work out the reference's log-probabilities of all that is trained on, or read what an
         earlier run of this training worked out."""
-        path, rows = self._output / protocol.REFERENCE, self._rows.training.rows
+        path = self._output / protocol.REFERENCE
+        rows = self._rows.training.rows
         is_known = path.exists() and len(load_file(path)[REFERENCE]) == 2 * len(rows)
         if team.agreed(is_known):
             rows.reference = load_file(path)[REFERENCE]
             return
-        size, collate = self._job.config.micro_batch_size, self._rows.collate
-        ranks, whole = team.world_size(), torch.empty(len(rows), 2)
-        share = Subset(rows, range(self._rank, len(rows), ranks))
+        ranks = team.world_size()
+        share = DataLoader(
+            Subset(rows, range(self._rank, len(rows), ranks)),
+            batch_size=self._job.config.micro_batch_size,
+            collate_fn=self._rows.collate,
+        )
 
         def batches() -> Iterator[dict[str, torch.Tensor]]:
-            for batch in DataLoader(share, batch_size=size, collate_fn=collate):
+            for batch in share:
                 yield {k: v.to(self._device.torch_device) for k, v in batch.items()}
                 self._tell()
 
         with self._trainer.accelerator.autocast():
             found = pairs.references_of(batches())
+        whole = torch.empty(len(rows), 2)
         for number, of_rank in enumerate(team.gathered(found)):
             whole[number::ranks] = of_rank.view(-1, 2)
         rows.reference = whole.flatten()
@@ -558,39 +602,54 @@ class Training(TrainerCallback):
         evaluated examples have shapes of their own.
         """
         self._enter("quality")
-        rows, config, trainer = self._rows, self._job.config, self._trainer
+        rows = self._rows
+        config = self._job.config
+        trainer = self._trainer
+        device = self._device.torch_device
         assert rows.held_out is not None
         share = range(self._rank, min(count, len(rows.held_out)), team.world_size())
-        chosen = Subset(rows.held_out, share)
-        size, collate = config.micro_batch_size, rows.collate_held_out
-        told = told_in_evaluation(config)
-        device, total, tokens, wins = self._device.torch_device, 0.0, 0, 0
+        batches = DataLoader(
+            Subset(rows.held_out, share),
+            batch_size=config.micro_batch_size,
+            collate_fn=rows.collate_held_out,
+        )
+        options = told_in_evaluation(config)
+        total = 0.0
+        weights = 0
+        """Supervised tokens, or pairs."""
+        wins = 0
         with (
-            torch.random.fork_rng(devices=[] if device.type == "cpu" else [device]),
+            torch.random.fork_rng(devices=self._device.rng_devices),
             torch.compiler.set_stance("force_eager"),
             evaluating(trainer.model),
         ):
-            for batch in DataLoader(chosen, batch_size=size, collate_fn=collate):
-                carrying = loss_tokens(batch) if self._pairs is None else len(batch["labels"]) // 2
+            for batch in batches:
+                weight = loss_tokens(batch)
+                if self._pairs is not None:
+                    weight = len(batch["labels"]) // 2
                 on_device = {key: value.to(device) for key, value in batch.items()}
                 with trainer.compute_loss_context_manager():
-                    loss = trainer.model_wrapped(**on_device, **told).loss
+                    loss = trainer.model_wrapped(**on_device, **options).loss
                 if self._pairs is not None and self._pairs.newest is not None:
                     wins += int((self._pairs.newest.margins(config) > 0).sum())
-                total, tokens = total + float(loss) * carrying, tokens + carrying
+                total += float(loss) * weight
+                weights += weight
                 self._tell()
-        every = team.gathered((total, tokens, wins))
-        totals, counts, won = zip(*every, strict=True)
+        totals, counts, won = zip(*team.gathered((total, weights, wins)), strict=True)
         return sum(totals) / sum(counts), sum(counts), sum(won)
 
     def _finish(self) -> TrainingOutcome:
         """Evaluate all that is held out, and return what the training came to."""
-        steps, job, rows = self._course.steps, self._job, self._setup["rows"]
+        job = self._job
+        steps = self._course.steps
+        rows = self._setup["rows"]
         if job.keeps_checkpoints and self._saved != self._steps:
             return worker.crashed("measure", OSError("the disk does not take the last checkpoint"))
-        loss, tokens, wins = None, 0, 0
+        loss = None
+        weights = 0
+        wins = 0
         if self._rows.held_out is not None:
-            loss, tokens, wins = self._held_out_loss(len(self._rows.held_out))
+            loss, weights, wins = self._held_out_loss(len(self._rows.held_out))
         self._note_peak()
         whole, further = divmod(self._steps, self._steps_per_epoch)
         saved = checkpoints.path_of(self._output, self._steps)
@@ -598,8 +657,8 @@ class Training(TrainerCallback):
             **self._setup,
             **steps.figures(),
             eval_loss=loss,
-            eval_tokens=0 if job.config.is_on_pairs else tokens,
-            eval_pairs=tokens if job.config.is_on_pairs else 0,
+            eval_tokens=0 if job.config.is_on_pairs else weights,
+            eval_pairs=weights if job.config.is_on_pairs else 0,
             eval_wins=wins,
             packed_rows=rows if job.config.packing == "packed" else None,
             # An epoch's last step may have fewer examples.

@@ -71,15 +71,17 @@ def subject_of(
             words = f"the standard recipe on model '{model or name}' (no study '{name}')"
             return _with_own_settings(TrialConfig(), load_model_spec(model or name), words)
         hint = did_you_mean(name, shipped)
-        meant = f" (or a shipped model{hint})" if hint.startswith("; did") else ""
-        words = f"{error}; a configuration is named by its file, x.json{meant}"
+        words = f"{error}; a configuration is named by its file, x.json"
+        if hint.startswith("; did"):
+            words += f" (or a shipped model{hint})"
         raise InputError(words) from error
     return _of_study(snapshot, number=number, model=model)
 
 
 def _of_file(name: str, *, model: str | None) -> Subject:
     """Return the configuration of a file: alone, or in a record."""
-    values, words = read_json(home_expanded(name), label=name), f"the configuration of {name}"
+    values = read_json(home_expanded(name), label=name)
+    words = f"the configuration of {name}"
     if "config" in values or "best" in values:
         record = parse_record(values, where=name)
         if model is None:
@@ -94,7 +96,7 @@ def _of_file(name: str, *, model: str | None) -> Subject:
 def _with_own_settings(
     config: TrialConfig, model: ModelSpec, words: str, *, named: Collection[str] = ()
 ) -> Subject:
-    """Return a configuration that nobody wrote for this model, with the settings that the model
+    """Return a configuration that was not written for this model, with the settings that the model
     decides but for those that are named."""
     values = config.model_dump()
     reasons = []
@@ -104,8 +106,8 @@ def _with_own_settings(
             reasons.append(why)
     if not reasons:
         return Subject(config, model, words)
-    told = "; ".join([words, *dict.fromkeys(reasons)])
-    return Subject(parse_config(values, where=words), model, told)
+    reason = "; ".join(dict.fromkeys(reasons))
+    return Subject(parse_config(values, where=words), model, f"{words}; {reason}")
 
 
 def _of_study(snapshot: StudySnapshot, *, number: int | None, model: str | None) -> Subject:
@@ -118,12 +120,18 @@ def _of_study(snapshot: StudySnapshot, *, number: int | None, model: str | None)
     record = record_of(snapshot, number=number)
     trial = next(trial for trial in snapshot.records if trial.number == record.number)
     stored = ModelSpec.from_json(snapshot.definition.model)
-    chosen = stored if model is None else load_model_spec(model)
-    role = "the winner" if winner is not None and winner.number == record.number else "a trial"
+    chosen = stored
+    if model is not None:
+        chosen = load_model_spec(model)
+    role = "a trial"
+    if winner is not None and winner.number == record.number:
+        role = "the winner"
     words = f"{role} of study {quote(snapshot.name)}, trial {record.number}"
-    is_same = chosen.fingerprint == stored.fingerprint
-    own = _with_own_settings(trial.config, chosen, words)
-    return replace(own, record=record if is_same else None, definition=snapshot.definition)
+    subject = _with_own_settings(trial.config, chosen, words)
+    subject = replace(subject, definition=snapshot.definition)
+    if chosen.fingerprint == stored.fingerprint:
+        subject = replace(subject, record=record)
+    return subject
 
 
 def with_settings(config: TrialConfig, typed: Mapping[str, Any]) -> TrialConfig:
@@ -158,8 +166,9 @@ def _effective_batch(config: TrialConfig, size: int) -> int | None:
     """Return the effective batch with which a configuration trains the same in micro-batches of so
     many examples on all GPUs together; None, no accumulation, where they do not go into a step that
     nobody chose."""
-    samples = config.samples_per_step
-    return None if config.effective_batch_size is None and samples % size else samples
+    if config.effective_batch_size is None and config.samples_per_step % size:
+        return None
+    return config.samples_per_step
 
 
 # What would fit
@@ -172,19 +181,18 @@ def candidates(config: TrialConfig) -> Iterator[TrialConfig]:
     every layer, more slowly. Shorter sequences cut more of the examples, and come last.
     """
     samples = config.samples_per_step
-    smaller = [
-        n
-        for n in range(config.micro_batch_size - 1, 0, -1)
-        if samples % (n * config.data_parallel) == 0
-    ]
-    sizes = [{"micro_batch_size": n, "effective_batch_size": samples} for n in smaller]
-    yield from (config.changed(**size) for size in sizes)
-    whole = {"checkpoint_fraction": 1.0}
+    smaller = []
+    for size in range(config.micro_batch_size - 1, 0, -1):
+        if samples % (size * config.data_parallel) == 0:
+            smaller.append(config.changed(micro_batch_size=size, effective_batch_size=samples))
+    yield from smaller
+    recomputing = [config.changed(checkpoint_fraction=1.0)]
+    recomputing += [one.changed(checkpoint_fraction=1.0) for one in smaller]
     if config.checkpoint_fraction < 1:
-        yield from (config.changed(**{**size, **whole}) for size in ({}, *sizes))
-    last, length = {**(sizes[-1] if sizes else {}), **whole}, config.seq_len // 2
+        yield from recomputing
+    length = config.seq_len // 2
     while length >= 1:
-        yield config.changed(**{**last, "seq_len": length})
+        yield recomputing[-1].changed(seq_len=length)
         length //= 2
 
 
@@ -200,7 +208,8 @@ def nearest_that_fits(
         has_run_out: whether it ran out of memory, whatever had been predicted of it: as much of
             another would be no better.
     """
-    room, own = forecaster.budget_bytes, forecaster.expect(config).memory
+    room = forecaster.budget_bytes
+    own = forecaster.expect(config).memory
     if has_run_out and own is not None:
         room = min(room, own.peak_allocated_bytes - 1)
     for smaller in filter(forecaster.is_valid, candidates(config)):
@@ -217,7 +226,8 @@ def next_smaller(
     smaller = nearest_that_fits(config, forecaster, has_run_out=has_run_out)
     if smaller is None:
         return None
-    memory, words = forecaster.expect(smaller).memory, "not predicted"
+    memory = forecaster.expect(smaller).memory
+    words = "not predicted"
     if memory is not None:
         words = f"predicted: {units.gib(memory.peak_allocated_bytes)}"
     changes = [f"{key} {value}" for key, value in smaller.changes_from(config).items()]
@@ -227,7 +237,9 @@ def next_smaller(
 def as_options(config: TrialConfig, other: TrialConfig) -> str:
     """Return the options of `sweep train` that make another configuration of one."""
     changed = other.changes_from(config)
-    typed = [f"--seq-len {changed['seq_len']}"] if "seq_len" in changed else []
+    typed = []
+    if "seq_len" in changed:
+        typed.append(f"--seq-len {changed['seq_len']}")
     for key in ("micro_batch_size", "checkpoint_fraction"):
         if key in changed:
             typed.append(f"--set {key}={changed[key]:g}")
@@ -240,10 +252,13 @@ def refuse_too_large(config: TrialConfig, forecaster: Forecaster) -> None:
     Raises:
         NothingFits: with the prediction, and the next smaller configuration that fits.
     """
-    expected, budget = forecaster.expect(config), forecaster.budget_bytes
+    expected = forecaster.expect(config)
+    budget = forecaster.budget_bytes
     if expected.memory is not None and expected.fit is Fit.NO:
+        then = "none fits"
         smaller = next_smaller(config, forecaster)
-        then = f"the next smaller one that fits: {smaller}" if smaller else "none fits"
+        if smaller is not None:
+            then = f"the next smaller one that fits: {smaller}"
         raise NothingFits(
             f"predicted not to fit: it needs {units.gib(expected.memory.needed_bytes(budget))}, "
             f"and the budget is {units.gib(budget)}; {then}"

@@ -29,6 +29,7 @@ from qlora_sweep.search_spaces.rules import Violation
 from qlora_sweep.search_spaces.space import SearchSpace, Weights
 from qlora_sweep.search_spaces.texts import TextsChoice
 from qlora_sweep.storage import files, records
+from qlora_sweep.storage.definition import Target
 from qlora_sweep.sweep.data.choice import ReadTexts, refuse_other_kind, texts_of_study, typed_texts
 from qlora_sweep.sweep.data.rows import percent
 from qlora_sweep.sweep.data.study_epochs import TruncatedDataset
@@ -102,11 +103,11 @@ class PreparedTraining:
     notes: tuple[str, ...]
     """What a person should know beforehand."""
     prediction: Prediction | None = None
-    """What it is predicted to take, where settings were typed that nobody measured it with."""
+    """What it is predicted to take, where settings were typed that it was not measured with."""
 
     @property
     def has_budget(self) -> bool:
-        """Whether it is kept to a budget: nobody says one for a CPU without a study."""
+        """Whether it is kept to a budget: there is none for a CPU without a study."""
         return self.job.budget_bytes is not None
 
     @cached_property
@@ -154,7 +155,9 @@ class PreparedTraining:
                 typed = f"{typed} --yes"
             share = percent(found.truncation.supervised_share)
             way = f"`{typed}` cuts {share}: {found.prediction.words()}"
-            ways.append(way if found.cuts_little else f"the longest that fits, {way}")
+            if not found.cuts_little:
+                way = f"the longest that fits, {way}"
+            ways.append(way)
         return "; or ".join(ways)
 
     def _is_measured_on_texts(self) -> bool:
@@ -165,7 +168,8 @@ class PreparedTraining:
 
     def _study_command(self) -> str:
         """Return what makes a study on the dataset."""
-        definition, source = self.subject.definition, self.texts.summary.source
+        definition = self.subject.definition
+        source = self.texts.summary.source
         space = "SPACE"
         if definition is not None and definition.space.name in preset_texts():
             space = definition.space.name
@@ -212,7 +216,8 @@ def prepare_training(
     subject = subject_of(
         request.name, number=request.trial, model=request.model, read_study=read_study
     )
-    model, study = subject.model, subject.definition
+    model = subject.model
+    study = subject.definition
     measured = subject.config
     typed = with_settings(measured, request.settings)
     changes = canonical(typed).changes_from(canonical(measured))
@@ -223,41 +228,45 @@ def prepare_training(
     if not request.is_resumed:
         output.refuse_taken(request.output)
     present = cards()
-    here = present[0] if present else None
-    resolved = _resolved(subject, here)
-    is_on_cpu = not resolved.target.is_on_gpu
-    if is_on_cpu and request.devices is not None:
-        raise InputError(f"--devices: {subject.words} is for the CPU")
-    broken = resolved.violation(config, model=model, has_texts=True)
-    _refuse_untrainable(subject, broken, gpus=None if is_on_cpu else len(present))
+    resolved = _resolved(subject, next(iter(present), None))
+    if not resolved.target.is_on_gpu:
+        present = ()
+        if request.devices is not None:
+            raise InputError(f"--devices: {subject.words} is for the CPU")
+    elif config.data_parallel > len(present):
+        raise InputError(
+            f"{subject.words} trains on {config.data_parallel} GPUs together (data_parallel), and "
+            f"this machine has {units.plural(len(present), 'GPU')}: --devices says on how many "
+            "instead"
+        )
+    _refuse_untrainable(subject, resolved.violation(config, model=model, has_texts=True))
     choice, texts = _texts(request, subject, read_texts)
     refuse_other_kind(config.method, texts)
-    seed = request.seed if request.seed is not None else 0 if study is None else study.space.seed
-    budget = resolved.target.budget_bytes
-    notes = (
-        f"Learning rate {subject.learning_rate.words}.",
-        _note_on_steps(config, measured),
-        _note_on_weights(weights, model),
-        emulation_note(resolved.target),
-        "No GPU is here: this trains on the CPU." if is_on_cpu and study is None else None,
+    seed = request.seed
+    if seed is None:
+        seed = 0 if study is None else study.space.seed
+    job = TrainingJob(
+        # With the number, which a resumed training has to have again.
+        config=config.changed(learning_rate=subject.learning_rate.value),
+        model=model.to_json(),
+        weights=weights,
+        texts=str(texts.directory.absolute()),
+        eval_fraction=choice.eval_fraction,
+        epochs=request.epochs or 1.0,
+        max_steps=request.max_steps,
+        seed=seed,
+        device=resolved.target.device,
+        cards=_shown(present, count=config.data_parallel),
+        budget_bytes=resolved.target.budget_bytes,
+        output=str(request.output.absolute()),
+        checkpoint_steps=request.checkpoint_every,
     )
+    is_without_budget = not present and study is None
+    if is_without_budget:
+        job = job.model_copy(update={"budget_bytes": None})
+    here = next(iter(present), None)
     prepared = PreparedTraining(
-        job=TrainingJob(
-            # With the number, which a resumed training has to have again.
-            config=config.changed(learning_rate=subject.learning_rate.value),
-            model=model.to_json(),
-            weights=weights,
-            texts=str(texts.directory.absolute()),
-            eval_fraction=choice.eval_fraction,
-            epochs=request.epochs or 1.0,
-            max_steps=request.max_steps,
-            seed=seed,
-            device=resolved.target.device,
-            cards=() if is_on_cpu else _shown(present, count=config.data_parallel),
-            budget_bytes=None if is_on_cpu and study is None else budget,
-            output=str(request.output.absolute()),
-            checkpoint_steps=request.checkpoint_every,
-        ),
+        job=job,
         subject=subject,
         texts=texts,
         tokenizer=find_tokenizer(choice.tokenizer, model),
@@ -266,26 +275,65 @@ def prepare_training(
             resolved,
             texts=texts,
             shapes=shapes_of_texts(texts, choice, seed=seed),
-            product=None if is_on_cpu or here is None else here.product,
+            product=None if here is None else here.product,
             warn=warn,
         ),
-        card=None if is_on_cpu else here,
-        notes=tuple(filter(None, notes)),
+        card=here,
+        notes=_notes(subject, measured, resolved.target, weights, is_without_gpu=is_without_budget),
     )
-    if (broken := prepared.forecaster.broken(config)) is not None:
+    broken = prepared.forecaster.broken(config)
+    if broken is not None:
         words = f"{texts.summary.source}: {broken.reason}"
         if prepared.truncation.is_much:
             words = f"{words}; {prepared.ways_out()}"
         raise InputError(words)
     if request.is_resumed:
         output.refuse_another(request.output, prepared.run)
-    elif prepared.has_budget and (is_planned or not is_on_cpu):
+    elif prepared.has_budget and (is_planned or present):
         # What ran in a study on this CPU fits; to predict that takes seconds.
         refuse_too_large(config, prepared.forecaster)
     if not is_planned:
         return prepared
     predicted = Prediction.of(config, prepared.forecaster, has_budget=prepared.has_budget)
     return replace(prepared, prediction=predicted)
+
+
+def _notes(
+    subject: Subject,
+    measured: TrialConfig,
+    target: Target,
+    weights: Weights,
+    *,
+    is_without_gpu: bool,
+) -> tuple[str, ...]:
+    """Return what a person should know before a subject is trained.
+
+    Args:
+        subject: with the configuration that is trained.
+        measured: the configuration before settings and GPUs were typed.
+        target: what it was measured for.
+        weights: that are trained on.
+        is_without_gpu: whether the CPU trains for want of a GPU.
+    """
+    config = subject.config
+    notes = [f"Learning rate {subject.learning_rate.words}."]
+    if config.samples_per_step != measured.samples_per_step:
+        where = f"{units.size(config)} on {units.plural(config.data_parallel, 'GPU')}"
+        notes.append(
+            f"With {where} an optimizer step is of {config.samples_per_step} examples, not of "
+            f"{measured.samples_per_step}."
+        )
+    if weights == "random":
+        notes.append(
+            f"The weights of model '{subject.model.name}' are random: this shows how a training "
+            "runs, and its adapter is of no other use."
+        )
+    emulation = emulation_note(target)
+    if emulation is not None:
+        notes.append(emulation)
+    if is_without_gpu:
+        notes.append("No GPU is here: this trains on the CPU.")
+    return tuple(notes)
 
 
 def _forecaster(
@@ -299,9 +347,12 @@ def _forecaster(
 ) -> Forecaster:
     """Return what predicts of the model on the device and the dataset; ``product`` is the GPU's
     that is here, None on a CPU."""
-    model, cache = subject.model, cache_directory() / "memory"
-    predictor: MemoryPredictor = CpuMemory(model, cache_dir=cache)
-    if product is not None:
+    model = subject.model
+    cache = cache_directory() / "memory"
+    predictor: MemoryPredictor
+    if product is None:
+        predictor = CpuMemory(model, cache_dir=cache)
+    else:
         capability = resolved.host_capability
         predictor = TracingPredictor(model, cache_dir=cache, compute_capability=capability)
     known = calibration_of(subject.record, product, texts=texts, shapes=shapes)
@@ -319,18 +370,13 @@ def _forecaster(
 
 def _shown(present: Sequence[Card], *, count: int) -> tuple[str, ...]:
     """Return the GPUs that a training is to see, as Trainer takes all; none where one is here."""
-    named = (ChosenCard(at, card).cuda_name for at, card in enumerate(present[:count]))
-    return tuple(named) if len(present) > 1 else ()
+    if len(present) <= 1:
+        return ()
+    return tuple(ChosenCard(at, card).cuda_name for at, card in enumerate(present[:count]))
 
 
-def _refuse_untrainable(subject: Subject, broken: Violation | None, *, gpus: int | None) -> None:
-    """Refuse what does not train here; ``gpus`` are those that are, None on a CPU."""
-    if gpus is not None and subject.config.data_parallel > gpus:
-        raise InputError(
-            f"{subject.words} trains on {subject.config.data_parallel} GPUs together "
-            f"(data_parallel), and this machine has {units.plural(gpus, 'GPU')}: --devices says on "
-            "how many instead"
-        )
+def _refuse_untrainable(subject: Subject, broken: Violation | None) -> None:
+    """Refuse what does not train here, whatever it is trained on."""
     if broken is not None:
         raise InputError(f"{subject.words} cannot be trained here: {broken.reason}")
     if subject.config.is_sharded:
@@ -338,25 +384,6 @@ def _refuse_untrainable(subject: Subject, broken: Violation | None, *, gpus: int
             f"{subject.words} has sharding {subject.config.sharding}, and sweep train holds the "
             "whole model on each GPU: `sweep export --format script` writes what trains it"
         )
-
-
-def _note_on_steps(config: TrialConfig, measured: TrialConfig) -> str | None:
-    if config.samples_per_step == measured.samples_per_step:
-        return None
-    where = f"{units.size(config)} on {units.plural(config.data_parallel, 'GPU')}"
-    return (
-        f"With {where} an optimizer step is of {config.samples_per_step} examples, not of "
-        f"{measured.samples_per_step}."
-    )
-
-
-def _note_on_weights(weights: Weights, model: ModelSpec) -> str | None:
-    if weights != "random":
-        return None
-    return (
-        f"The weights of model '{model.name}' are random: this shows how a training runs, and its "
-        "adapter is of no other use."
-    )
 
 
 def _texts(
@@ -367,17 +394,18 @@ def _texts(
     Raises:
         InputError: nothing names one.
     """
-    study, model = subject.definition, subject.model
+    study = subject.definition
     known = None if study is None else study.space.data
     choice = typed_texts(known, request.texts)
     if choice is None:
         raise InputError("which texts? name them with --data")
     if request.texts.get("eval_fraction") is None and known is None:
         choice = choice.model_copy(update={"eval_fraction": EVAL_FRACTION})
-    texts = None
     if choice == known and study is not None:
-        texts = texts_of_study(study, model=model, read=read_texts)
-    return choice, texts or read_texts(TextsRequest.of(choice, model))
+        stored = texts_of_study(study, model=subject.model, read=read_texts)
+        if stored is not None:
+            return choice, stored
+    return choice, read_texts(TextsRequest.of(choice, subject.model))
 
 
 def _weights(typed: Weights | None, model: ModelSpec) -> Weights:
@@ -386,7 +414,11 @@ def _weights(typed: Weights | None, model: ModelSpec) -> Weights:
     Raises:
         InputError: the real ones are wanted, and not there.
     """
-    weights: Weights = typed or ("random" if model.source == "shipped" else "pretrained")
+    weights: Weights = "pretrained"
+    if typed is not None:
+        weights = typed
+    elif model.source == "shipped":
+        weights = "random"
     if weights == "pretrained":
         try:
             check_weights(model)
@@ -404,12 +436,13 @@ def _resolved(subject: Subject, card: Card | None) -> ResolvedTarget:
     """
     if subject.definition is not None:
         return resolve_target(subject.definition.space, card)
-    values = {
+    values: dict[str, Any] = {
         "name": "train",
-        "gpu": "cpu" if card is None else "auto",
-        "budget_gib": _CPU_GIB if card is None else None,
+        "gpu": "auto",
         "dimensions": {"lora_rank": {"choices": [subject.config.lora_rank]}},
     }
+    if card is None:
+        values |= {"gpu": "cpu", "budget_gib": _CPU_GIB}
     return resolve_target(SearchSpace.model_validate(values), card)
 
 
@@ -426,17 +459,20 @@ def train(
     Raises:
         EnvironmentFault: the disk has no room, or no process can be started.
     """
-    directory, job = Path(prepared.job.output), prepared.job
+    job = prepared.job
+    directory = Path(job.output)
     parameters = lora_parameters(job.config, prepared.subject.model) or 10**8
     size = parameters * (4 + _STATE_BYTES_MAX) + 2**20
     output.begin(directory, prepared.run, checkpoint_bytes=size)
-    first = 0 if resume_from is None else checkpoints.step_of(resume_from)
+    first = 0
+    if resume_from is not None:
+        first = checkpoints.step_of(resume_from)
+        job = job.model_copy(update={"resume_from": str(resume_from.absolute())})
     # Later ones are written anew.
     kept = [step for step in checkpoints.steps_of(directory) if step <= first]
     checkpoints.remove(directory, keep=kept)
-    resumed = None if resume_from is None else str(resume_from.absolute())
     try:
-        return follow(job.model_copy(update={"resume_from": resumed}), observe=observe)
+        return follow(job, observe=observe)
     finally:
         checkpoints.release(directory)
 
@@ -463,14 +499,17 @@ def follow(
         EnvironmentFault: no process can be started, or none can use the device.
         KeyboardInterrupt: the second.
     """
-    limits, clock = deadlines or Deadlines(), child.AttentiveClock()
+    limits = deadlines or Deadlines()
+    clock = child.AttentiveClock()
     files.make_directory(Path(job.output))
     log = Path(job.output).absolute() / output.LOG
     process = child.WorkerProcess(
         job, log_path=log, module=module, clock=clock, patience=limits.closed
     )
     phase: records.Phase = "start"
-    is_stopping, silence, heard_at = False, limits.start, clock.look()
+    is_stopping = False
+    silence = limits.start
+    heard_at = clock.look()
     try:
         while True:
             try:
@@ -486,18 +525,23 @@ def follow(
                     case Unusable(reason=reason):
                         raise EnvironmentFault(f"the training cannot begin: {child.shown(reason)}")
                     case Ready():
-                        silence = silence if is_stopping else limits.build
+                        if not is_stopping:
+                            silence = limits.build
                     case _:
                         phase = getattr(message, "phase", phase)
                         observe(message)
             except KeyboardInterrupt:
                 if is_stopping:
                     raise
-                is_stopping, silence, heard_at = True, limits.start, clock.look()
+                is_stopping = True
+                silence = limits.start
+                heard_at = clock.look()
                 process.send(to_line(StopCommand()))
             except child.WorkerFault as fault:
-                has_ended = isinstance(fault, child.WorkerEnded)
-                end, words = process.close(patience=limits.closed if has_ended else 0.0)
+                patience = 0.0
+                if isinstance(fault, child.WorkerEnded):
+                    patience = limits.closed
+                end, words = process.close(patience=patience)
                 return child.outcome_of(fault, phase, end, words=words)
     finally:
         process.close()

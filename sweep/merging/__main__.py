@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from qlora_sweep.sweep.subprocess_jobs import Say, serve_subprocess
+from qlora_sweep.sweep.json_child import Say
+from qlora_sweep.sweep.subprocess_jobs import serve_subprocess
 
 
 def _merge(request: Mapping[str, Any], say: Say) -> Mapping[str, Any]:

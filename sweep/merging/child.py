@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from qlora_sweep.sweep.json_child import Say
 from qlora_sweep.sweep.merging.comparing import compare_if_there_is_room
 from qlora_sweep.sweep.merging.merged import Merge
-from qlora_sweep.sweep.subprocess_jobs import Say
 
 
 def merge_or_compare(order: Mapping[str, Any], say: Say) -> dict[str, Any]:

@@ -16,8 +16,8 @@ from qlora_sweep.search_spaces.config import TrialConfig
 from qlora_sweep.search_spaces.documents import read_json
 from qlora_sweep.search_spaces.errors import InputError, words_of
 from qlora_sweep.search_spaces.models import load_model_spec
+from qlora_sweep.sweep.json_child import Say
 from qlora_sweep.sweep.merging.attached import Adapter, Form, forms_of, resize
-from qlora_sweep.sweep.subprocess_jobs import Say
 from qlora_sweep.sweep.training.model import DTYPES, load_pretrained
 
 _ROW_TOKENS = 64

@@ -19,6 +19,7 @@ from safetensors.torch import save_file
 from qlora_sweep.search_spaces.checkpoints import INDEX
 from qlora_sweep.search_spaces.documents import read_json
 from qlora_sweep.search_spaces.errors import EnvironmentFault, InputError, quote, words_of
+from qlora_sweep.sweep.json_child import Say
 from qlora_sweep.sweep.merging.attached import (
     FAULTS,
     Adapter,
@@ -29,7 +30,6 @@ from qlora_sweep.sweep.merging.attached import (
     resize,
 )
 from qlora_sweep.sweep.merging.checkpoint import Checkpoint, Names
-from qlora_sweep.sweep.subprocess_jobs import Say
 from qlora_sweep.sweep.training.model import DTYPES
 
 _TIED = "tie_word_embeddings"

@@ -69,7 +69,7 @@ def main(module: str = "qlora_sweep.sweep.running.worker") -> None:
 
 def _refuse(messages: int, reason: str) -> None:
     """Say that nothing can be done here, as `wire.Unusable` does, which may not be importable."""
-    # Whoever waits for it has told its settings by then.
+    # The supervisor has written the settings by then.
     sys.stdin.buffer.readline()
     os.write(messages, json.dumps({"kind": "unusable", "reason": reason}).encode() + b"\n")
 

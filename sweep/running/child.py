@@ -92,9 +92,9 @@ _NOISE = re.compile(
 )
 """Begins a line that torch's profiler and bitsandbytes always print, whatever becomes of them."""
 _REASON = re.compile(r"what\(\): |(?:[A-Za-z_]\w*\.)*\w*(?:Error|Exception)\b: ")
-"""Begins a line that names an error, as C++ and Python print one that nobody caught."""
+"""Begins a line that names an error, as C++ and Python print one that was not caught."""
 _COUNTED_SECONDS_MAX = 1.0
-"""Most seconds between two looks that count: whoever looks far later was away, or stopped."""
+"""Most seconds between two looks that count: a longer gap means that this process was stopped."""
 _ABSENCE_SECONDS = 5.0
 """Between two looks, from which on the worker's silence is counted anew: it may have been stopped
 as well, with a machine that was suspended."""
@@ -119,8 +119,9 @@ class AttentiveClock:
 
     def look(self) -> float:
         """Return the seconds until now; to be called every so often, or time stands still."""
-        last, self._last = self._last, self.clock()
-        elapsed = self._last - last
+        now = self.clock()
+        elapsed = now - self._last
+        self._last = now
         self.now += min(elapsed, _COUNTED_SECONDS_MAX)
         if elapsed >= _ABSENCE_SECONDS:
             self.returned_at = self.now
@@ -162,14 +163,18 @@ def outcome_of(fault: WorkerFault, phase: Phase, end: End, *, words: str) -> Cra
     if end.is_host_out_of_memory:
         cause = "host_out_of_memory"
     elif end.status != 0 and _HOST_MEMORY.search(words):
-        how, cause = f"{how}, as the host's memory ran out", "host_out_of_memory"
+        cause = "host_out_of_memory"
+        how += ", as the host's memory ran out"
     elif end.status is not None and end.status < 0:
-        how, cause = f"{how}{_SENDERS.get(-end.status, '')}", "signal"
+        cause = "signal"
+        how += _SENDERS.get(-end.status, "")
     return Crashed(phase=phase, cause=cause, detail=_told(how, words))
 
 
 def _told(what: str, words: str) -> str:
-    return shown(f"{what}; it printed last: {words}" if words else f"{what}; it printed nothing")
+    if not words:
+        return shown(f"{what}; it printed nothing")
+    return shown(f"{what}; it printed last: {words}")
 
 
 def shown(text: str) -> str:
@@ -181,12 +186,13 @@ def shown(text: str) -> str:
 def storable(outcome: Outcome) -> Outcome:
     """Return an outcome with its words as they may be stored."""
     detail: str = getattr(outcome, "detail", "")
-    fit = shown(detail)
-    return outcome if fit == detail else outcome.model_copy(update={"detail": fit})
+    if shown(detail) == detail:
+        return outcome
+    return outcome.model_copy(update={"detail": shown(detail)})
 
 
 class WorkerLog:
-    """A log that is appended to by the worker, and kept small by whoever looks after it.
+    """A log that is appended to by the worker, and kept small by its supervisor.
 
     Args:
         path: of the log; what is older is kept under the same name with ``.1`` behind it.
@@ -215,7 +221,7 @@ class WorkerLog:
     def keep_small(self) -> None:
         """Where it is too large, put its end aside and begin anew.
 
-        Whoever prints at this very moment may lose a line; nobody waits.
+        A line that is printed at this very moment may be lost; nothing waits.
         """
         if self._size() <= self._bytes_max:
             return
@@ -241,21 +247,22 @@ class WorkerLog:
             before += os.pread(self._elsewhere.fileno(), _TAIL_BYTES, 0)
         printed = (before + self._end()).decode(errors="replace").splitlines()
         printed = [line for line in printed if _NOISE.match(line.strip()) is None]
-        told = [line for line in printed if _PLACE.match(line.strip()) is None]
-        # These and nothing else say more than nothing.
-        words = "\n".join(told if any(map(str.strip, told)) else printed)
-        # Before it is cut any further: half a password is found by nobody.
-        shortened = redaction.shown(words[-_TOLD_CHARACTERS:]).splitlines()
-        lines = [line.strip() for line in shortened if line.strip()]
+        without_places = [line for line in printed if _PLACE.match(line.strip()) is None]
+        if any(map(str.strip, without_places)):
+            # Places alone say more than nothing.
+            printed = without_places
+        # Before it is cut any further: half a password would not be found.
+        shortened = redaction.shown("\n".join(printed)[-_TOLD_CHARACTERS:]).splitlines()
+        lines = list(filter(None, map(str.strip, shortened)))
         last = " | ".join(lines[-_TAIL_LINES:])[-_TAIL_CHARACTERS:]
-        named = (line for line in reversed(lines[-_REASON_LINES:]) if _REASON.match(line))
-        reason = next(named, "")[:_REASON_CHARACTERS]
+        reasons = list(filter(_REASON.match, lines[-_REASON_LINES:])) or [""]
+        reason = reasons[-1][:_REASON_CHARACTERS]
         if reason in last:
             return last
         return f"{reason} | {last[-(_TAIL_CHARACTERS - len(reason)) :]}"
 
     def close(self) -> None:
-        """Free the descriptor, once nobody prints any more. Idempotent."""
+        """Free the descriptor, once nothing is printed any more. Idempotent."""
         if not self._file.closed:
             self.keep_small()
             self._file.close()
@@ -339,7 +346,8 @@ class WorkerProcess:
                 begun = begun or Starting(environment, module=module, log=self._log)
             except OSError as error:
                 raise EnvironmentFault(f"the worker cannot be started: {_why(error)}") from error
-            self._child, self._messages = begun.child, begun.messages
+            self._child = begun.child
+            self._messages = begun.messages
             undo.pop_all()
         assert self.process.stdin is not None
         self._stdin = self.process.stdin.fileno()
@@ -367,8 +375,10 @@ class WorkerProcess:
                 not end.
         """
         line = self._next_line()
+        if line is None:
+            return None
         try:
-            return None if line is None else read_line(line, adapter)
+            return read_line(line, adapter)
         except UnreadableError as error:
             raise WorkerMisbehaved(f"it said {error}") from None
 
@@ -383,7 +393,9 @@ class WorkerProcess:
             is_deaf = self._closed_at is not None and now >= self._closed_at + self._patience
             if is_deaf and not has_ended:
                 raise WorkerMisbehaved("it closed its pipe, and lived on")
-        return self._lines.popleft() if self._lines else None
+        if not self._lines:
+            return None
+        return self._lines.popleft()
 
     def is_waiting(self) -> bool:
         """Return whether it waits in silence for something to do."""
@@ -394,7 +406,7 @@ class WorkerProcess:
         return not (has_ended or self._lines or self._torn) and self._closed_at is None
 
     def is_stopped(self) -> bool:
-        """Return whether somebody stopped it, and did not tell it to go on."""
+        """Return whether it was stopped (SIGSTOP), and not continued."""
         return self._child.is_stopped()
 
     def kill(self) -> None:
@@ -415,7 +427,7 @@ class WorkerProcess:
             end = self._child.end(patience=patience, kill_seconds=kill_seconds)
             return end, self._log.tail()
         except BaseException:
-            # Interrupted while it was waited for: nobody comes back to end it.
+            # Interrupted while it was waited for: nothing else would end it.
             self.kill()
             raise
         finally:

@@ -21,13 +21,16 @@ from qlora_sweep.search_spaces.gpus import GpuSpec, match_product
 from qlora_sweep.storage.environment import fingerprint
 from qlora_sweep.sweep.nvml import NVML, CardProcess, NvmlCard, visible_cards
 
-_INTEGRATED, _CAPABILITY_MAJOR, _CAPABILITY_MINOR = 18, 75, 76
-"""`CUdevice_attribute`s, as cuda.h numbers them."""
+# `CUdevice_attribute`s, as cuda.h numbers them.
+_INTEGRATED = 18
+_CAPABILITY_MAJOR = 75
+_CAPABILITY_MINOR = 76
 _NAME_BYTES = 256
 ALL = "all"
-_FREE_BYTES_MISSING, _FREE_SHARE_MISSING = 2**30, 0.01
-"""What a GPU that nobody uses may be short of, and what of that grows with the GPU: the driver's
-own part of it."""
+_FREE_BYTES_MISSING = 2**30
+"""What an unused GPU may be short of: the driver's own part of it."""
+_FREE_SHARE_MISSING = 0.01
+"""What of that grows with the GPU."""
 
 
 @dataclass(frozen=True)
@@ -89,25 +92,31 @@ def ask_cuda() -> Card | None:
         library = ctypes.CDLL("libcuda.so.1")
     except OSError:
         return None
-    device, total = ctypes.c_int(), ctypes.c_size_t()
+    device = ctypes.c_int()
+    total = ctypes.c_size_t()
     name = ctypes.create_string_buffer(_NAME_BYTES)
     if library.cuInit(0) != 0 or library.cuDeviceGet(ctypes.byref(device), 0) != 0:
         return None
 
     def attribute(which: int) -> int | None:
         value = ctypes.c_int()
-        error = library.cuDeviceGetAttribute(ctypes.byref(value), which, device)
-        return value.value if error == 0 else None
+        if library.cuDeviceGetAttribute(ctypes.byref(value), which, device) != 0:
+            return None
+        return value.value
 
     # What fails leaves its buffer as it is: no name, no bytes.
     library.cuDeviceGetName(name, _NAME_BYTES, device)
     library.cuDeviceTotalMem_v2(ctypes.byref(total), device)
-    major, minor = attribute(_CAPABILITY_MAJOR), attribute(_CAPABILITY_MINOR)
+    capability = None
+    major = attribute(_CAPABILITY_MAJOR)
+    minor = attribute(_CAPABILITY_MINOR)
+    if major is not None and minor is not None:
+        capability = (major, minor)
     return replace(
         _UNKNOWN,
         product=name.value.decode("utf-8", errors="replace"),
         memory_bytes=total.value,
-        compute_capability=None if major is None or minor is None else (major, minor),
+        compute_capability=capability,
         shares_host_memory=bool(attribute(_INTEGRATED)),
     )
 
@@ -135,7 +144,7 @@ def read_cards(
     if os.environ.get("CUDA_VISIBLE_DEVICES", "0").strip() in ("", "-1"):
         return ()
     with visible_cards(nvml, most=most) as cards:
-        first, *others = [_as_nvml_says(card) for card in cards] or [_UNKNOWN]
+        first, *others = list(map(_as_nvml_says, cards)) or [_UNKNOWN]
     if not (first.product and first.memory_bytes and first.compute_capability):
         cuda = ask_cuda() or _UNKNOWN
         first = replace(
@@ -150,20 +159,23 @@ def read_cards(
 
 
 def _as_nvml_says(card: NvmlCard) -> Card:
-    memory, (driver, cuda) = card.memory(), card.versions()
-    milliwatts = card.ask("nvmlDeviceGetEnforcedPowerLimit")
+    driver, cuda = card.versions()
     capability = card.ask("nvmlDeviceGetCudaComputeCapability")
-    return Card(
+    milliwatts = card.ask("nvmlDeviceGetEnforcedPowerLimit")
+    told = replace(
+        _UNKNOWN,
         product=card.ask("nvmlDeviceGetName") or "",
-        memory_bytes=memory.total if memory else 0,
-        free_bytes=memory.free if memory and memory.total else None,
         compute_capability=capability and tuple(capability),
         driver=driver,
         cuda=cuda,
         processes=card.processes(),
         uuid=card.ask("nvmlDeviceGetUUID"),
-        power_limit_watts=None if milliwatts is None else milliwatts / 1000.0,
+        power_limit_watts=milliwatts and milliwatts / 1000.0,
     )
+    memory = card.memory()
+    if memory is None or not memory.total:
+        return told
+    return replace(told, memory_bytes=memory.total, free_bytes=memory.free)
 
 
 @dataclass(frozen=True)
@@ -223,9 +235,10 @@ def choose_cards(typed: str, cards: Sequence[Card]) -> tuple[ChosenCard, ...]:
         )
     chosen = tuple(ChosenCard(index, cards[index]) for index in wanted)
     first = chosen[0]
-    for at, card in enumerate(chosen):
-        other = next((c for c in chosen[:at] if c.cuda_name == card.cuda_name), None)
-        if other is not None:
+    named: dict[str, ChosenCard] = {}
+    for card in chosen:
+        other = named.setdefault(card.cuda_name, card)
+        if other is not card:
             raise InputError(
                 f"--devices {typed}: {other.name} and {card.name} are one and the same: "
                 "CUDA_VISIBLE_DEVICES names it twice"
@@ -237,13 +250,14 @@ def choose_cards(typed: str, cards: Sequence[Card]) -> tuple[ChosenCard, ...]:
                 f"{card.name} a {card.card.size_and_product}, which do not compare in one study: "
                 f"choose GPUs of one product, as --devices {_listed(alike)} does"
             )
-    busy = {c.index: words for c in chosen if (words := _in_use(c.card)) is not None}
-    for index, words in busy.items():
-        free = [c.index for c in chosen if c.index not in busy]
-        rest = f", or leave it out with --devices {_listed(free)}" if free else ""
-        raise EnvironmentFault(
-            f"--devices {typed}: GPU {index} is in use: {words}: wait until it is free{rest}"
-        )
+    free = [card.index for card in chosen if _in_use(card.card) is None]
+    for card in chosen:
+        words = _in_use(card.card)
+        if words is not None:
+            message = f"--devices {typed}: {card.name} is in use: {words}: wait until it is free"
+            if free:
+                message += f", or leave it out with --devices {_listed(free)}"
+            raise EnvironmentFault(message)
     return chosen
 
 
@@ -257,8 +271,10 @@ def _indices(typed: str, count: int) -> list[int]:
         return list(range(count))
     if not re.fullmatch(r"[0-9]{1,6}(,[0-9]{1,6})*,?", typed):
         raise InputError(f"--devices {typed}: name all, how many (2), or which of them (0,2)")
-    there_are = f"{count} GPUs, 0 to {count - 1}" if count != 1 else "one GPU, 0"
-    named = [int(index) for index in typed.split(",") if index]
+    there_are = f"{count} GPUs, 0 to {count - 1}"
+    if count == 1:
+        there_are = "one GPU, 0"
+    named = list(map(int, filter(None, typed.split(","))))
     if "," not in typed:
         if named == [0]:
             raise InputError("--devices 0: a study needs a GPU; GPU 0 alone is --devices 0,")
@@ -273,19 +289,26 @@ def _indices(typed: str, count: int) -> list[int]:
         raise InputError(
             f"--devices {typed}: there is no GPU {missing[0]}; this machine has {there_are}"
         )
-    return named if count else []
+    if not count:
+        return []
+    return named
 
 
 def _listed(indices: Sequence[int]) -> str:
-    return ",".join(map(str, indices)) + ("," if len(indices) == 1 else "")
+    """Return GPUs as ``--devices`` takes them; a single number alone would be how many."""
+    listed = ",".join(map(str, indices))
+    if len(indices) == 1:
+        listed += ","
+    return listed
 
 
 def _in_use(card: Card) -> str | None:
-    """Return who has memory on a GPU; None where nobody has."""
+    """Return which process has memory on a GPU; None where none has."""
     if card.processes:
         first = card.processes[0]
-        size = "" if first.used_bytes is None else f" has {units.gib(first.used_bytes)} of it"
-        return f"process {first.pid}{size}"
+        if first.used_bytes is None:
+            return f"process {first.pid}"
+        return f"process {first.pid} has {units.gib(first.used_bytes)} of it"
     if card.free_bytes is None or card.shares_host_memory:
         return None
     used = card.memory_bytes - card.free_bytes

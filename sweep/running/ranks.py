@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import os
 import queue
-import subprocess
 import sys
 import threading
 import time
@@ -20,7 +19,7 @@ from typing import IO
 
 from qlora_sweep.storage.records import Crashed, Outcome
 from qlora_sweep.sweep.processes import End
-from qlora_sweep.sweep.running.starting import MODULE
+from qlora_sweep.sweep.running.starting import MODULE, spawn
 from qlora_sweep.sweep.running.wire import (
     ChildSettings,
     Finished,
@@ -60,7 +59,9 @@ class Ranks:
         beat: Callable[[], None],
         on_failure: Callable[[Outcome], None],
     ) -> None:
-        self._settings, self._beat, self._on_failure = settings, beat, on_failure
+        self._settings = settings
+        self._beat = beat
+        self._on_failure = on_failure
         self._all: dict[int, _Rank] = {}
         self._of_trial: list[_Rank] = []
         self._size = 1
@@ -86,18 +87,20 @@ class Ranks:
         for rank in range(1, size):
             if rank not in self._all:
                 self._all[rank] = _Rank(rank, self._settings, self._on_failure)
-        self._of_trial = told = [self._all[rank] for rank in range(1, size)]
-        for process in told:
+        self._of_trial = [self._all[rank] for rank in range(1, size)]
+        commanded = self._of_trial
+        for process in commanded:
             process.await_ready(self._beat)
         if is_new_group:
             # Those that are left out leave the group too.
-            self._size, told = size, list(self._all.values())
+            self._size = size
+            commanded = list(self._all.values())
             # In memory, so that nothing is left however they end; the last is still in use.
             self._meetings = self._meetings[-1:]
             self._meetings.append(os.fdopen(os.memfd_create("sweep-ranks"), "r+b"))
         if self._meetings:
             command = command.model_copy(update={"meeting": self._meeting()})
-        for process in told:
+        for process in commanded:
             process.tell(command)
         return command
 
@@ -151,39 +154,23 @@ class _Rank:
         module: str = MODULE,
         run_id: str | None = None,
     ) -> None:
-        self._rank, self._on_failure = rank, on_failure
+        self._rank = rank
+        self._on_failure = on_failure
         self._ends: queue.SimpleQueue[Finished] = queue.SimpleQueue()
         self._ready = threading.Event()
         self._is_training = run_id is not None
         self._run_id = run_id
         """Of the command that it trains; None where it is told to leave the group."""
-        read_end, write_end = os.pipe()
-        # -P: a module of the user's directory must not shadow ours.
-        command = [sys.executable, "-P", "-m", module, str(write_end)]
-        try:
-            self._process = subprocess.Popen(
-                [*command, str(os.getpid()), str(rank)],
-                stdin=subprocess.PIPE,
-                stdout=sys.stderr.fileno(),
-                pass_fds=[write_end],
-            )
-        except OSError:
-            os.close(read_end)
-            raise
-        finally:
-            os.close(write_end)
+        self._child, messages = spawn(module, output=sys.stderr.fileno(), rank=rank)
         self._write(settings.model_dump_json().encode() + b"\n")
-        self.hearing = threading.Thread(target=self._hear, args=(os.fdopen(read_end, "rb"),))
+        self.hearing = threading.Thread(target=self._hear, args=(os.fdopen(messages, "rb"),))
         self.hearing.daemon = True
         self.hearing.start()
 
     def has_ended(self) -> bool:
         """Whether its process is gone."""
-        # Asked of the system: whoever reaps it meanwhile holds a lock that `poll` gives way to.
-        looking = os.WEXITED | os.WNOWAIT | os.WNOHANG
-        with contextlib.suppress(ChildProcessError):
-            return os.waitid(os.P_PID, self._process.pid, looking) is not None
-        return True
+        # Not by `poll`, which says no while the thread waits for the process's end.
+        return self._child.has_ended()
 
     def await_ready(self, beat: Callable[[], None]) -> None:
         """Return once it has its GPU.
@@ -209,14 +196,17 @@ class _Rank:
             retire = self._ends.get(timeout=_END_SECONDS).retire
         except queue.Empty:
             return f"GPU {self._rank} did not end its trial"
-        return None if retire is None else f"GPU {self._rank}: {retire}"
+        if retire is None:
+            return None
+        return f"GPU {self._rank}: {retire}"
 
     def _write(self, line: bytes) -> None:
-        assert self._process.stdin is not None
+        stdin = self._child.process.stdin
+        assert stdin is not None
         # That it is gone is heard, with what it said last.
         with contextlib.suppress(OSError):
-            self._process.stdin.write(line)
-            self._process.stdin.flush()
+            stdin.write(line)
+            stdin.flush()
 
     def _hear(self, messages: IO[bytes]) -> None:
         for line in messages:
@@ -225,7 +215,7 @@ class _Rank:
             except UnreadableError as error:
                 said = f"the process of GPU {self._rank} said {error}"
                 self._on_failure(Crashed(phase="measure", cause="protocol", detail=said))
-        end = End(self._process.wait())
+        end = End(self._child.process.wait())
         if self._is_training or not self._ready.is_set():
             ended = f"the process of GPU {self._rank} ended with {end}"
             self._on_failure(Crashed(phase="measure", cause="exit", detail=ended))

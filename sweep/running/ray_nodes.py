@@ -1,7 +1,7 @@
 """A Ray cluster: joining it within seconds or saying why not, what its nodes are, which of them a
 study runs on, and a runner on each of their GPUs.
 
-Nothing here imports ray at the module's head, as whoever uses no cluster need not have it.
+ray is imported where it is needed: without a cluster it need not be installed.
 """
 
 from __future__ import annotations
@@ -21,8 +21,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from operator import itemgetter
 from typing import Any
 
+from qlora_sweep.reports import units
 from qlora_sweep.search_spaces.errors import (
     NAMED_MAX,
     EnvironmentFault,
@@ -30,19 +32,19 @@ from qlora_sweep.search_spaces.errors import (
     install_extra,
     quote,
 )
-from qlora_sweep.search_spaces.gpus import find_gpu
+from qlora_sweep.search_spaces.gpus import GpuSpec, find_gpu
 from qlora_sweep.search_spaces.kinds import DEVICES, DeviceName
 from qlora_sweep.search_spaces.redaction import shown
 from qlora_sweep.storage.environment import fingerprint
 from qlora_sweep.sweep.running import child
 from qlora_sweep.sweep.running.device_info import Card, read_cards
-from qlora_sweep.sweep.running.ray_runner import RayRunner, on_node, raylet_environment
+from qlora_sweep.sweep.running.ray_runner import RayRunner, Told, as_ray_was_started, on_node
 from qlora_sweep.sweep.running.runner import Lane
 
 AUTO = "auto"
 CPU = "cpu"
 DEFAULT_PORT = 6379
-"""Of a head node, where nobody chose another."""
+"""Of a head node by default."""
 _ADDRESS = re.compile(r"(?P<host>\[[0-9a-fA-F:]+\]|[^\s:/\[\]]+):(?P<port>\d{1,5})")
 _CONNECT_SECONDS = 5.0
 _JOIN_SECONDS = 30.0
@@ -122,8 +124,10 @@ def joined(address: str, *, seconds: float = _JOIN_SECONDS) -> Iterator[Any]:
     _rehearse(address, seconds)
     # Whatever it is told, Ray prints that a node is lost on stdout, where results go; no public
     # setting keeps it from that. What matters of what it has to say is raised as well.
-    worker, logger = ray._private.worker, logging.getLogger("ray")
-    loud, level = worker.print_to_stdstream, logger.level
+    worker = ray._private.worker
+    loud = worker.print_to_stdstream
+    logger = logging.getLogger("ray")
+    level = logger.level
     worker.print_to_stdstream = lambda *_, **__: None
     logger.setLevel(logging.CRITICAL)
     try:
@@ -178,9 +182,11 @@ def _join(ray: Any, address: str) -> None:
 
 
 def _no_answer(address: str, words: str) -> EnvironmentFault:
-    where = "on this machine (--on ray:auto)" if address == AUTO else f"at {address}"
+    where = f"at {address}"
+    if address == AUTO:
+        where = "on this machine (--on ray:auto)"
     lines = shown(words).strip().splitlines()
-    reason = " ".join(line.strip() for line in lines[-6:]) or "nothing"
+    reason = " ".join(map(str.strip, lines[-6:])) or "nothing"
     return EnvironmentFault(
         f"no Ray cluster answers {where}: {reason.rstrip('.')}. `ray start --head` begins one, "
         f"`ray start --address HOST:{DEFAULT_PORT}` on each further machine joins it, and sweep "
@@ -212,8 +218,10 @@ class Node:
 
 def versions() -> dict[str, str | None]:
     """Return the versions of this process that each node must have, without what a build is for."""
-    known = fingerprint(device="cpu")["versions"]
-    return {name: (known[name] or "none").partition("+")[0] for name in ("qlora-sweep", "torch")}
+    installed = fingerprint(device="cpu")["versions"]
+    return {
+        name: (installed[name] or "none").partition("+")[0] for name in ("qlora-sweep", "torch")
+    }
 
 
 def look(gpus: int) -> dict[str, Any]:
@@ -223,9 +231,11 @@ def look(gpus: int) -> dict[str, Any]:
         gpus: how many Ray hands out here.
     """
     # Ray hides them from a process that asks for none.
-    os.environ.pop(_VISIBLE, None)
-    os.environ |= {k: v for k, v in raylet_environment().items() if k == _VISIBLE}
-    return {"cards": read_cards()[:gpus] if gpus else (), "versions": versions()}
+    as_ray_was_started(_VISIBLE)
+    cards: tuple[Card, ...] = ()
+    if gpus:
+        cards = read_cards()[:gpus]
+    return {"cards": cards, "versions": versions()}
 
 
 def chosen(nodes: Sequence[Node], *, gpu: str) -> tuple[Node, ...]:
@@ -242,40 +252,53 @@ def chosen(nodes: Sequence[Node], *, gpu: str) -> tuple[Node, ...]:
         EnvironmentFault: there is no GPU, or a driver does not tell of one.
     """
     if gpu == CPU:
-        if able := tuple(node for node in nodes if node.processors):
-            return able
+        able = tuple(node for node in nodes if node.processors)
+        if not able:
+            raise EnvironmentFault(
+                "the Ray cluster has no processor to run trials on: see `ray status`"
+            )
+        return able
+    with_gpus = tuple(node for node in nodes if node.gpus)
+    if not with_gpus:
         raise EnvironmentFault(
-            "the Ray cluster has no processor to run trials on: see `ray status`"
+            f"the Ray cluster has no GPU among its {units.plural(len(nodes), 'node')}: "
+            "`ray status` shows what it has, and `ray start --num-gpus N` says it where Ray finds "
+            "none by itself"
         )
-    with_cards = tuple(node for node in nodes if node.gpus)
-    if not with_cards:
-        count = f"{len(nodes)} node{'s' * (len(nodes) != 1)}"
-        raise EnvironmentFault(
-            f"the Ray cluster has no GPU among its {count}: `ray status` "
-            "shows what it has, and `ray start --num-gpus N` says it where Ray finds none by itself"
-        )
-    for node in with_cards:
+    counts = Counter[str]()
+    specs: dict[str, GpuSpec | None] = {}
+    addresses: dict[str, str] = {}
+    for node in with_gpus:
         if len(node.cards) < node.gpus:
             raise EnvironmentFault(
                 f"node {node.address}: Ray hands out {node.gpus} GPUs, and the "
                 "driver there does not tell of each: see `sweep doctor` on it"
             )
-    counts = Counter(card.product for node in with_cards for card in node.cards)
+        for card in node.cards:
+            counts[card.product] += 1
+            specs[card.product] = card.known
+            addresses.setdefault(card.product, node.address)
     if len(counts) == 1:
-        return with_cards
-    specs = {card.product: card.known for node in with_cards for card in node.cards}
-    meant = find_gpu(gpu) if gpu != AUTO else None
-    named = tuple(product for product in counts if meant and specs[product] == meant)
-    if only := tuple(node for node in with_cards if node.products == named):
-        return only
-    on = {product: node.address for node in reversed(with_cards) for product in node.products}
-    found = " and ".join(f"{n} x {product} (node {on[product]})" for product, n in counts.items())
-    choice = " or ".join(f"--gpu {spec.name}" for spec in specs.values() if spec is not None)
-    cure = f"name one with {choice}" if choice else "start a cluster of one of them"
-    mixed = next((node.address for node in with_cards if len(node.products) > 1), None)
-    if mixed is not None:
-        cure += f"; on {mixed} start Ray with CUDA_VISIBLE_DEVICES of one product alone"
-    raise InputError(f"a study's GPUs must be one product, and the Ray cluster has {found}: {cure}")
+        return with_gpus
+    if gpu != AUTO:
+        meant = find_gpu(gpu)
+        named = tuple(product for product, spec in specs.items() if spec == meant)
+        only = tuple(node for node in with_gpus if node.products == named)
+        if only:
+            return only
+    several = (f"{n} x {product} (node {addresses[product]})" for product, n in counts.items())
+    choice = " or ".join(f"--gpu {spec.name}" for spec in filter(None, specs.values()))
+    cure = "start a cluster of one of them"
+    if choice:
+        cure = f"name one with {choice}"
+    for node in with_gpus:
+        if len(node.products) > 1:
+            cure += f"; on {node.address} start Ray with CUDA_VISIBLE_DEVICES of one product alone"
+            break
+    raise InputError(
+        f"a study's GPUs must be one product, and the Ray cluster has {' and '.join(several)}: "
+        f"{cure}"
+    )
 
 
 def refuse_differences(nodes: Sequence[Node], *, here: Mapping[str, str | None]) -> None:
@@ -288,17 +311,20 @@ def refuse_differences(nodes: Sequence[Node], *, here: Mapping[str, str | None])
     Raises:
         EnvironmentFault: names the first nodes with what differs.
     """
-    told = [
-        f"node {node.address} has {name} {there}, the driver {here[name]}"
-        for node in nodes
-        for name, there in node.versions.items()
-        if there != here[name]
-    ]
-    if told:
-        more = f"; and {len(told) - NAMED_MAX} more" if len(told) > NAMED_MAX else ""
+    differences = []
+    for node in nodes:
+        for name, there in node.versions.items():
+            if there != here[name]:
+                differences.append(
+                    f"node {node.address} has {name} {there}, the driver {here[name]}"
+                )
+    if differences:
+        listed = "; ".join(differences[:NAMED_MAX])
+        if len(differences) > NAMED_MAX:
+            listed += f"; and {len(differences) - NAMED_MAX} more"
         raise EnvironmentFault(
-            f"a study's trials compare only under the same versions: {'; '.join(told[:NAMED_MAX])}"
-            f"{more}. Install the same on each"
+            f"a study's trials compare only under the same versions: {listed}. Install the same on "
+            "each"
         )
 
 
@@ -315,31 +341,36 @@ class Cluster:
 
     def __init__(self, ray: Any, *, look: Callable[[int], dict[str, Any]] = look) -> None:
         self.ray = ray
-        alive = [node for node in ray.nodes() if node["Alive"]]
-        asked = [
-            ray.remote(look)
-            .options(num_cpus=0, max_retries=0, scheduling_strategy=on_node(ray, node["NodeID"]))
-            .remote(int(node["Resources"].get("GPU", 0)))
-            for node in alive
-        ]
-        ray.wait(asked, num_returns=len(asked), timeout=_LOOK_SECONDS)
-        addresses = Counter(node["NodeManagerAddress"] for node in alive)
-        found = []
-        for node, answer in zip(alive, asked, strict=True):
+        alive = self._alive()
+        answers = []
+        addresses = Counter[str]()
+        for node in alive:
+            here = on_node(ray, node["NodeID"])
+            asked = ray.remote(look).options(num_cpus=0, max_retries=0, scheduling_strategy=here)
+            answers.append(asked.remote(int(node["Resources"].get("GPU", 0))))
+            addresses[node["NodeManagerAddress"]] += 1
+        ray.wait(answers, num_returns=len(answers), timeout=_LOOK_SECONDS)
+        nodes = []
+        for node, answer in zip(alive, answers, strict=True):
             address = str(node["NodeManagerAddress"])
-            told = self._told(address, answer)
+            said = self._said(address, answer)
             if addresses[address] > 1:
                 # Several nodes on one machine.
                 address = f"{address}/{node['NodeID'][:6]}"
-            processors, gpus = (int(node["Resources"].get(of, 0)) for of in ("CPU", "GPU"))
-            found.append(Node(node["NodeID"], address, processors, gpus, **told))
+            processors = int(node["Resources"].get("CPU", 0))
+            gpus = int(node["Resources"].get("GPU", 0))
+            nodes.append(Node(node["NodeID"], address, processors, gpus, **said))
         # Ray tells of them in any order.
-        self.nodes = tuple(sorted(found, key=lambda node: node.address))
+        self.nodes = tuple(sorted(nodes, key=lambda node: node.address))
 
-    def _told(self, address: str, answer: Any) -> dict[str, Any]:
+    def _alive(self) -> list[Any]:
+        """Return what Ray tells of the nodes that are there now."""
+        return [node for node in self.ray.nodes() if node["Alive"]]
+
+    def _said(self, address: str, answer: Any) -> dict[str, Any]:
         """Return what a node says of itself."""
         try:
-            told: dict[str, Any] = self.ray.get(answer, timeout=0)
+            said: dict[str, Any] = self.ray.get(answer, timeout=0)
         except self.ray.exceptions.GetTimeoutError as error:
             raise EnvironmentFault(
                 f"node {address} of the Ray cluster says nothing of itself for {_LOOK_SECONDS:g} s"
@@ -351,7 +382,7 @@ class Cluster:
                 f"'qlora-sweep[ray]=={versions()['qlora-sweep']}', and start Ray from that "
                 "environment"
             ) from error
-        return told
+        return said
 
     def card(self, gpu: str) -> Card | None:
         """Return the GPU that a study of ``gpu`` runs on; None for ``cpu``.
@@ -395,14 +426,17 @@ class Cluster:
             EnvironmentFault: a path is not on each node, or every GPU is held by others.
         """
         # A node may have been lost since it was asked.
-        alive = {node["NodeID"] for node in self.ray.nodes() if node["Alive"]}
-        runners, token = list[RayRunner](), secrets.token_hex(4)
+        alive = set(map(itemgetter("NodeID"), self._alive()))
+        runners: list[RayRunner] = []
+        token = secrets.token_hex(4)
         # Read before the first actor takes one: no more places are waited for.
         free = len(alive)
         if DEVICES[device].is_gpu:
             free = int(self.ray.available_resources().get("GPU", 0))
         try:
-            for node in (node for node in self._chosen(gpu) if node.id in alive):
+            for node in self._chosen(gpu):
+                if node.id not in alive:
+                    continue
                 count = 1
                 if DEVICES[device].is_gpu:
                     count = len(node.cards)
@@ -449,25 +483,43 @@ class Cluster:
                 f"none of the {len(runners)} places of the Ray cluster is free: other jobs hold "
                 "its GPUs or processors, as `ray status` shows"
             )
+        said: dict[RayRunner, Told] = {}
         try:
-            told = {asked[reference]: self.ray.get(reference) for reference in begun}
+            for reference in begun:
+                said[asked[reference]] = self.ray.get(reference)
         except self.ray.exceptions.RayError as error:
             raise EnvironmentFault(
                 f"a runner cannot be started on the Ray cluster: {_last_line(error)}"
             ) from error
-        if lacking := {r.address: said.missing for r, said in told.items() if said.missing}:
-            absent = dict.fromkeys(path for missing in lacking.values() for path in missing)
-            raise EnvironmentFault(
-                f"{', '.join(absent)} is not on {', '.join(lacking)}: each node reads it under the "
-                "same path, so put it there, or on a disk that all of them share (XDG_CACHE_HOME "
-                "moves what sweep prepares)"
-            )
-        of = ""
-        if DEVICES[device].is_gpu:
-            of = " GPU {}"
-        keep({data for said in told.values() for data in said.left})
-        names = {runner: runner.address + of.format(said.gpu) for runner, said in told.items()}
-        return tuple(Lane(runner, names[runner]) for runner in runners if runner in names)
+        _refuse_missing(said)
+        left: set[bytes] = set()
+        for one in said.values():
+            left.update(one.left)
+        keep(left)
+        lanes = []
+        for runner in runners:
+            if runner in said:
+                name = runner.address
+                if DEVICES[device].is_gpu:
+                    name += f" GPU {said[runner].gpu}"
+                lanes.append(Lane(runner, name))
+        return tuple(lanes)
+
+
+def _refuse_missing(said: Mapping[RayRunner, Told]) -> None:
+    """Refuse places that do not have what trials read."""
+    absent: dict[str, None] = {}
+    lacking = []
+    for runner, one in said.items():
+        if one.missing:
+            lacking.append(runner.address)
+            absent |= dict.fromkeys(one.missing)
+    if lacking:
+        raise EnvironmentFault(
+            f"{', '.join(absent)} is not on {', '.join(dict.fromkeys(lacking))}: each node reads "
+            "it under the same path, so put it there, or on a disk that all of them share "
+            "(XDG_CACHE_HOME moves what sweep prepares)"
+        )
 
 
 def _last_line(error: Exception) -> str:

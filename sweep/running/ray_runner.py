@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import os
+import queue
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
@@ -79,8 +79,7 @@ class Host:
         device: DeviceName,
     ) -> None:
         # What Ray sets for its workers: a trial has the threads that it has without Ray.
-        os.environ.pop(_THREADS, None)
-        os.environ |= {k: v for k, v in raylet_environment().items() if k == _THREADS}
+        as_ray_was_started(_THREADS)
         card = None
         cards: tuple[str, ...] = ()
         if DEVICES[device].is_gpu:
@@ -101,16 +100,18 @@ class Host:
             study: the name of the study whose earlier drivers' outcomes are returned.
         """
         missing = tuple(path for path in paths if not Path(path).exists())
-        homes = cache_directory() / "ray"
-        files = homes.glob(f"{study}-????????/*/{OUTCOME}") if study else ()
-        newest = sorted(files, key=lambda file: file.stat().st_mtime)[-_LEFT_MAX:]
-        left = tuple(file.read_bytes() for file in newest)
+        left: tuple[bytes, ...] = ()
+        if study:
+            files = (cache_directory() / "ray").glob(f"{study}-????????/*/{OUTCOME}")
+            newest = sorted(files, key=lambda file: file.stat().st_mtime)[-_LEFT_MAX:]
+            left = tuple(map(Path.read_bytes, newest))
         return Told(os.environ.get("CUDA_VISIBLE_DEVICES", ""), missing, left)
 
     def left(self, request: TrialRequest) -> Outcome | None:
         """Return what a worker of this place left as the outcome of a request's attempt."""
-        attempt = request.attempt
-        return None if attempt is None else self._outcomes.take(attempt.id, request.config)
+        if request.attempt is None:
+            return None
+        return self._outcomes.take(request.attempt.id, request.config)
 
     def start(self) -> None:
         """See `runner.Runner.start`."""
@@ -124,17 +125,18 @@ class Host:
             CardLost: the trial failed, and the GPU has a fault of its own.
             EnvironmentFault: the device is not to be had.
         """
-        told: deque[Progress] = deque()
+        news: queue.SimpleQueue[Progress] = queue.SimpleQueue()
 
         def observe(progress: Progress) -> bool:
-            told.append(progress)
+            news.put(progress)
             return self._stopped.is_set()
 
         self._stopped.clear()
-        trial, is_over = self._trials.submit(self._runner.run, request, observe=observe), False
+        trial = self._trials.submit(self._runner.run, request, observe=observe)
+        is_over = False
         while not is_over:
             is_over = bool(wait([trial], timeout=_ALIVE_SECONDS).done)
-            yield [told.popleft() for _ in range(len(told))]
+            yield [news.get() for _ in range(news.qsize())]
         yield trial.result()
 
     def stop(self) -> None:
@@ -148,7 +150,7 @@ class Host:
 
 
 def raylet_environment() -> dict[str, str]:
-    """Return the variables that Ray was started with on this node; none where nobody may know.
+    """Return the variables that Ray was started with on this node; none where they cannot be read.
 
     Those of this process are not all the node's: Ray sets some for each of its workers.
     """
@@ -156,8 +158,17 @@ def raylet_environment() -> dict[str, str]:
         data = Path(f"/proc/{os.getppid()}/environ").read_bytes()
     except OSError:
         return {}
-    pairs = (entry.partition("=") for entry in os.fsdecode(data).split("\0") if "=" in entry)
-    return {name: value for name, _, value in pairs}
+    entries = filter(lambda entry: "=" in entry, os.fsdecode(data).split("\0"))
+    return dict(entry.split("=", maxsplit=1) for entry in entries)
+
+
+def as_ray_was_started(name: str) -> None:
+    """Give a variable of this process the value that Ray was started with; none where that had
+    none."""
+    os.environ.pop(name, None)
+    variables = raylet_environment()
+    if name in variables:
+        os.environ[name] = variables[name]
 
 
 @dataclass(eq=False)
@@ -221,7 +232,8 @@ class RayRunner(Runner):
             return INTERRUPTED
         if self._lost is not None:
             raise self._lost
-        self._phase, began = "start", time.monotonic()
+        self._phase = "start"
+        began = time.monotonic()
         try:
             # It may have ended while it had nothing to do: that is not this trial's doing.
             if not self._answers():
@@ -236,7 +248,7 @@ class RayRunner(Runner):
                 raise
             raise type(error.cause)(f"node {self.address}: {error.cause}") from error
         except self.ray.exceptions.RayError as error:
-            # Whatever still runs there is nobody's trial.
+            # What still runs there is no trial of this study any more.
             self._kill(no_restart=False)
             if not self._answers():
                 return INTERRUPTED
@@ -249,7 +261,7 @@ class RayRunner(Runner):
             detail = f"the actor's process on node {self.address} ended: {why}"
             return storable(Crashed(phase=self._phase, cause="signal", detail=detail))
         except BaseException:
-            # Whoever watches failed, or was interrupted: nobody hears the rest of this trial.
+            # The observer failed, or was interrupted: the rest of this trial is not read.
             self._kill(no_restart=False)
             raise
 
@@ -260,15 +272,16 @@ class RayRunner(Runner):
         if not self._await(reference):
             return INTERRUPTED
         with contextlib.suppress(self.ray.exceptions.RayError):
-            found = cast(Outcome | None, self.ray.get(reference))
-            left = None if found is None else storable(found)
-            return None if left == self._newest else left
+            left = cast(Outcome | None, self.ray.get(reference))
+            if left is not None and storable(left) != self._newest:
+                return storable(left)
         return None
 
     def _follow(self, request: TrialRequest, observe: Observer) -> Outcome:
         """Have the actor run a trial, and observe it until it has ended."""
         run = self._actor.run.options(num_returns="streaming", max_task_retries=0)
-        stream, is_stopping = run.remote(request), False
+        stream = run.remote(request)
+        is_stopping = False
         while self._await(stream):
             news = self.ray.get(next(stream))
             self._has_spoken = True
@@ -307,7 +320,8 @@ class RayRunner(Runner):
         Raises:
             CardLost: nothing is heard for too long.
         """
-        clock, longest = AttentiveClock(), START_SECONDS
+        clock = AttentiveClock()
+        longest = START_SECONDS
         if self._has_spoken:
             longest = self.silence_seconds
         while not self.ray.wait([reference], timeout=_LOOK_SECONDS, fetch_local=False)[0]:

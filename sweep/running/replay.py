@@ -93,7 +93,9 @@ class ReplayRunner(Runner):
         elif not known:
             outcome = self.otherwise(request.config)
         else:
-            record = known.pop(0) if len(known) > 1 else known[0]
+            record = known[0]
+            if len(known) > 1:
+                known.pop(0)
             self.device_seconds += record.device_seconds
             outcome = record.outcome
         if self.budget_bytes is None:
@@ -115,16 +117,20 @@ def _beats(outcome: Outcome, request: TrialRequest) -> Iterator[Progress]:
     """Yield the beats of a trial; the interval of the median is there from the fewest measured
     steps on."""
     yield Progress(phase="attach")
+    peak = None
+    if isinstance(outcome, OutOfMemory):
+        peak = outcome.peak_allocated_bytes
     if not isinstance(outcome, Measured | PrunedSlow):
-        peak = outcome.peak_allocated_bytes if isinstance(outcome, OutOfMemory) else None
         yield Progress(phase="warmup", allocated_bytes=peak)
         return
     measurement = outcome.measurement
-    peak, interval = measurement.peak_allocated_bytes, measurement.step_seconds_ci95
+    peak = measurement.peak_allocated_bytes
     tokens = measurement.loss_tokens_per_step or request.config.tokens_per_step
     for step in range(1, measurement.steps_warmup + 1):
         yield Progress(phase="warmup", step=step, allocated_bytes=peak)
-    fastest = None if interval is None else tokens / interval[0]
+    fastest = None
+    if measurement.step_seconds_ci95 is not None:
+        fastest = tokens / measurement.step_seconds_ci95[0]
     for step in range(1, measurement.steps_measured + 1):
         yield Progress(
             phase="measure",

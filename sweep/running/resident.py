@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from typing import Any
+from dataclasses import replace
 
 import torch
 
@@ -11,16 +11,16 @@ from qlora_sweep.search_spaces.config import TrialConfig
 from qlora_sweep.search_spaces.errors import InputError
 from qlora_sweep.search_spaces.models import ModelSpec
 from qlora_sweep.search_spaces.space import StepBudget
-from qlora_sweep.storage.records import NEIGHBOUR, Faithfulness, Ineffective, Invalid, Outcome
+from qlora_sweep.storage.records import NEIGHBOUR, Ineffective, Invalid, Outcome
 from qlora_sweep.sweep.nvml import card_at
 from qlora_sweep.sweep.running.wire import WorkerSettings
 from qlora_sweep.sweep.training.adapters import forget_compiled
 from qlora_sweep.sweep.training.device import Device, open_device
 from qlora_sweep.sweep.training.eight_bit import half_dtype
-from qlora_sweep.sweep.training.exceptions import out_of_memory
 from qlora_sweep.sweep.training.meter import CardReader, NeighbourWatch
 from qlora_sweep.sweep.training.model import BaseModel, Unavailable, build_base
-from qlora_sweep.sweep.training.trial import Trial
+from qlora_sweep.sweep.training.step import out_of_memory
+from qlora_sweep.sweep.training.trial import Machine, Trial, TrialTask
 
 DETAIL_LENGTH = 2000
 # What a base may leave behind without being called a leak: a library's late workspace.
@@ -51,10 +51,16 @@ class Resident:
         self.base: BaseModel | None = None
         self._empty_bytes: int | None = None
         """What was allocated before there was a base."""
-        self.compared: dict[TrialConfig, Faithfulness] = {}
-        """What is known of configurations' 8-bit compute."""
         self.device: Device = open_device(settings.device)
-        self.card = CardReader(card_at(_pci_bus_id()) if settings.is_on_gpu else None)
+        bus_id = self.device.pci_bus_id()
+        self.card = CardReader(None if bus_id is None else card_at(bus_id))
+        self.machine = Machine(
+            self.device,
+            self.card,
+            peak_flops=settings.peak_flops,
+            budget_bytes=settings.budget_bytes,
+            is_emulated=settings.is_emulated,
+        )
         self._neighbours = NeighbourWatch(self.device, self.card, settings.budget_bytes)
 
     def prepare(self) -> None:
@@ -66,7 +72,7 @@ class Resident:
         # The libraries' million objects are here to stay; collecting around each trial need not
         # visit them.
         gc.freeze()
-        # This process has its context by now, so whoever comes later is a neighbour.
+        # This process has its context by now, so a process that comes later is a neighbour.
         self.card.remember()
         self.device.cap(self._settings.budget_bytes)
         self._neighbours.start()
@@ -101,7 +107,9 @@ class Resident:
         except Exception as error:
             if not self.device.ran_out(error):
                 raise
-            flags = (NEIGHBOUR,) if self._neighbours.have_robbed() else ()
+            flags: tuple[str, ...] = ()
+            if self._neighbours.have_robbed():
+                flags = (NEIGHBOUR,)
             failed = out_of_memory(error, self.device, None, stage="load", flags=flags)
         # Outside the except blocks: a caught exception keeps the frames, and so the weights, alive.
         self.device.release()
@@ -136,8 +144,9 @@ class Resident:
             forget_compiled()
             self.device.release()
         left = self._bytes_left(before)
-        words = f"memory did not come back: {left} bytes more than before the trial"
-        return words if left else None
+        if not left:
+            return None
+        return f"memory did not come back: {left} bytes more than before the trial"
 
     def _bytes_left(self, before: int | None) -> int:
         """Return what a trial left allocated; 0 for what is no leak."""
@@ -146,29 +155,17 @@ class Resident:
             return 0
         return after - before
 
-    def trial(self, config: TrialConfig, steps: StepBudget, **changes: Any) -> Trial:
-        """Return a trial on the base that is held, with what all trials here have in common."""
-        assert self.base is not None
-        return Trial(
-            base=self.base,
-            config=config,
-            steps=steps,
-            device=self.device,
-            card=self.card,
-            peak_flops=self._settings.peak_flops.get(config.compute_dtype),
-            is_emulated=self._settings.is_emulated,
-            compared=self.compared,
-            **changes,
-        )
-
     def _rehearse(self) -> None:
         """Run one tiny training: lazy imports, threads and workspaces are then no trial's."""
+        compute_dtype = "fp16"
+        if half_dtype() == torch.bfloat16:
+            compute_dtype = "bf16"
         config = TrialConfig(
             micro_batch_size=1,
             seq_len=16,
             checkpoint_fraction=1.0,
             attention="sdpa",
-            compute_dtype="bf16" if half_dtype() == torch.bfloat16 else "fp16",
+            compute_dtype=compute_dtype,
         )
         self.base = build_base(
             config,
@@ -178,11 +175,7 @@ class Resident:
             seed=0,
         )
         steps = StepBudget(warmup_min=1, warmup_max=2, measured_min=2, measured_max=2)
-        self.trial(config, steps).run()
+        machine = replace(self.machine, budget_bytes=None)
+        Trial(self.base, machine, TrialTask(config, steps)).run()
         self.base.close()
         self.base = None
-
-
-def _pci_bus_id() -> str:
-    card: Any = torch.cuda.get_device_properties(torch.cuda.current_device())
-    return f"{card.pci_domain_id:08x}:{card.pci_bus_id:02x}:{card.pci_device_id:02x}.0"

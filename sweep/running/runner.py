@@ -159,7 +159,7 @@ class Lanes:
             self._futures[lane].add_done_callback(
                 lambda future: self._said.put(partial(self._ended, lane, future.result))
             )
-        # Last: of what an interrupt comes between nobody waits for an end.
+        # Last: a trial that an interrupt kept from being launched is not waited for.
         self.running[lane] = trial
 
     def _ended(self, lane: Lane, result: Callable[[], Outcome]) -> Ended | None:
@@ -183,8 +183,7 @@ class Lanes:
     def next_end(self) -> Ended:
         """Wait until one of the running trials ends, and say meanwhile what they have to say.
 
-        Whoever asks so often to stop that nothing is waited for any more has them end interrupted,
-        one after the other.
+        At further requests to stop it does not wait: they end interrupted, one after the other.
         """
         try:
             while (ended := self._said.get()()) is None:
@@ -201,9 +200,9 @@ class Lanes:
             lane.runner.cancel()
 
     def close(self) -> None:
-        """Free all devices; what still runs is for nobody. Idempotent."""
+        """Free all devices and cancel what still runs. Idempotent."""
         with ExitStack() as closing:
-            # Whatever one of them raises, or somebody who does not want to wait: all are closed.
+            # All are closed, whatever one of them raises, and at an interrupt too.
             for lane in self.all:
                 closing.callback(lane.runner.close)
             running = [self._futures[lane] for lane in self.running if lane in self._futures]

@@ -11,7 +11,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.util import cache_from_source, find_spec
 from pathlib import Path
 from typing import IO, Any
@@ -49,6 +49,44 @@ _IMPORTED = (
 """Packages of which a worker imports much, those first that it would come to last."""
 
 
+def spawn(
+    module: str, *, output: int, environment: Mapping[str, str] | None = None, rank: int = 0
+) -> tuple[Child, int]:
+    """Start a worker's process, which reads from its stdin; return it, and the pipe that its
+    messages come from.
+
+    Args:
+        module: what it runs.
+        output: the descriptor that it prints to.
+        environment: its variables; None for this process's own.
+        rank: of those that train together; all but the first are in its session.
+
+    Raises:
+        OSError: the machine has no room for another process.
+    """
+    messages, write_end = os.pipe()
+    # -P: a module of the user's directory must not shadow ours.
+    command = [sys.executable, "-P", "-m", module, str(write_end), str(os.getpid())]
+    if rank:
+        command.append(str(rank))
+    try:
+        child = Child(
+            command,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            pass_fds=[write_end],
+            environment=environment,
+            has_own_session=rank == 0,
+        )
+    except BaseException:
+        os.close(messages)
+        raise
+    finally:
+        # The child's copy is then the only one, so that its death closes the pipe.
+        os.close(write_end)
+    return child, messages
+
+
 class Starting:
     """A worker's process without settings, and the pipes to and from it.
 
@@ -66,29 +104,16 @@ class Starting:
     def __init__(
         self, environment: dict[str, str], *, module: str = MODULE, log: Any | None = None
     ) -> None:
-        self.environment, self.module = environment, module
-        output = log or tempfile.TemporaryFile()  # noqa: SIM115 - closed by whoever ends it
-        self.printed: IO[bytes] | None = None if log else output
+        self.environment = environment
+        self.module = module
+        self.printed: IO[bytes] | None = None
         """What it prints until it has settings, where that is a file of its own."""
-        self.messages, write_end = os.pipe()
-        try:
-            self.child = Child(
-                # -P: a module of the user's directory must not shadow ours.
-                [sys.executable, "-P", "-m", module, str(write_end), str(os.getpid())],
-                stdout=output.fileno(),
-                stderr=subprocess.STDOUT,
-                pass_fds=[write_end],
-                environment=environment,
-            )
-        except BaseException:
-            os.close(self.messages)
-            raise
-        finally:
-            # The child's copy is then the only one, so that its death closes the pipe.
-            os.close(write_end)
+        if log is None:
+            log = self.printed = tempfile.TemporaryFile()  # noqa: SIM115 - closed by `end`
+        self.child, self.messages = spawn(module, output=log.fileno(), environment=environment)
 
     def end(self) -> None:
-        """End a process that nobody needs."""
+        """End a process that is not needed."""
         self.child.kill()
         self.child.end()
         os.close(self.messages)
@@ -118,16 +143,17 @@ def compile_libraries() -> None:
         # What cannot be kept would be compiled again at every start.
         return
     folders = []
-    for package, _, rest in (name.partition("/") for name in _IMPORTED.split()):
+    for name in _IMPORTED.split():
+        package, _, rest = name.partition("/")
         spec = find_spec(package)
-        folders += [str(Path(f, rest)) for f in (spec and spec.submodule_search_locations) or ()]
+        if spec is not None:
+            folders += [str(Path(f, rest)) for f in spec.submodule_search_locations or ()]
     # -P: a module of the user's directory must not shadow the standard library's.
-    options = ["-P", "-m", "compileall", "-qq", "-j", "0", "-x", "/testing/"]
+    command = [sys.executable, "-P", "-m", "compileall", "-qq", "-j", "0", "-x", "/testing/"]
+    nowhere = subprocess.DEVNULL
     with contextlib.suppress(OSError):
-        nobody = subprocess.DEVNULL
-        command = [sys.executable, *options, *folders]
         subprocess.Popen(
-            command, stdin=nobody, stdout=nobody, stderr=nobody, start_new_session=True
+            command + folders, stdin=nowhere, stdout=nowhere, stderr=nowhere, start_new_session=True
         )
 
 
@@ -177,7 +203,9 @@ def worker_environment(
         workers = neighbours + 1
         share = max(1, (len(os.sched_getaffinity(0)) - workers) // workers)
         kept["TORCHINDUCTOR_COMPILE_THREADS"] = str(share)
-    own = {"CUDA_VISIBLE_DEVICES": ",".join(cards)} if cards else {}
+    own = {}
+    if cards:
+        own["CUDA_VISIBLE_DEVICES"] = ",".join(cards)
     if not DEVICES[device].is_gpu:
         own = _CPU_ENVIRONMENT
         kept["OMP_NUM_THREADS"] = "1"

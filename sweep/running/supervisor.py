@@ -90,7 +90,7 @@ class Deadlines:
         return float(getattr(self, phase))
 
     def of_progress(self, phase: Phase, *, micro_steps: int = MICRO_STEPS_TIMED) -> float:
-        """Return how long a phase may go on without a step, which is timed over so many
+        """Return how long a phase may take without a step, which is timed over so many
         micro-steps."""
         return self.silences_per_step * micro_steps / MICRO_STEPS_TIMED * self.of(phase)
 
@@ -138,7 +138,8 @@ class Patience:
         self._heard_at = self.clock.look()
         reached = (_PHASES.index(progress.phase), progress.step)
         if reached > self._furthest:
-            self._furthest, self._progress_at = reached, self._heard_at
+            self._furthest = reached
+            self._progress_at = self._heard_at
 
     def exceeded(self) -> str | None:
         """Return which limit was passed, in words; None where none was."""
@@ -187,14 +188,17 @@ class SupervisedRunner(Runner):
         **settings: Any,
     ) -> None:
         self._outcomes = beside_log(log_path)
-        gpu = match_product(target.emulated_on or target.gpu) if target.is_on_gpu else None
+        peak_flops = {}
+        gpu = match_product(target.emulated_on or target.gpu)
+        if gpu is not None and target.is_on_gpu:
+            peak_flops = dict(gpu.peak_flops)
         self._settings = WorkerSettings(
             device=target.device,
             budget_bytes=target.budget_bytes,
             outcome_path=str(self._outcomes.path),
             model=model.to_json(),
             is_emulated=target.emulated_on is not None,
-            peak_flops={} if gpu is None else dict(gpu.peak_flops),
+            peak_flops=peak_flops,
             **settings,
         )
         watches = [FaultWatch(card) for card in self._settings.cards]
@@ -226,8 +230,9 @@ class SupervisedRunner(Runner):
         # One attempt may take several runs, where another process disturbed the first.
         before = self._left_behind(request)
         # The start of a worker takes of the trial's time, too.
-        seconds_left = request.seconds_left
-        stop_at = None if seconds_left is None else time.monotonic() + seconds_left
+        stop_at = None
+        if request.seconds_left is not None:
+            stop_at = time.monotonic() + request.seconds_left
         command = RunCommand(request=request, run_id=uuid.uuid4().hex, stop_at=stop_at)
         self._phase = "start"
         try:
@@ -235,11 +240,14 @@ class SupervisedRunner(Runner):
         except WorkerFault as fault:
             outcome = self._concluded(fault, request, before)
         except BaseException:
-            # Whoever watches failed, or was interrupted: nobody hears the rest of this trial.
+            # The observer failed, or was interrupted: the rest of this trial is not read.
             self._discard()
             raise
-        if isinstance(outcome, Crashed | TimedOut) and (why := self._fault()) is not None:
-            raise CardLost(f"{' and '.join(self._settings.cards) or 'the card'}: {why}")
+        if isinstance(outcome, Crashed | TimedOut):
+            fault_of_gpu = self._fault()
+            if fault_of_gpu is not None:
+                names = " and ".join(self._settings.cards) or "the card"
+                raise CardLost(f"{names}: {fault_of_gpu}")
         return storable(outcome)
 
     def _sound_worker(self) -> WorkerProcess:
@@ -263,15 +271,20 @@ class SupervisedRunner(Runner):
         """
         request = command.request
         worker.send(to_line(command))
-        self._phase = "attach" if self._is_ready else "start"
-        patience, kills, is_stopping = self._patience(request), oom_kills(), False
+        self._phase = "start"
+        if self._is_ready:
+            self._phase = "attach"
+        patience = self._patience(request)
+        kills = oom_kills()
+        is_stopping = False
         while True:
             message = worker.next_message(worker_message_adapter)
             match message:
                 case None:
                     pass
                 case Ready() if not self._is_ready:
-                    self._is_ready, self._phase = True, "attach"
+                    self._is_ready = True
+                    self._phase = "attach"
                     patience = self._patience(request)
                 case Unusable(reason=reason) if not self._is_ready:
                     raise EnvironmentFault(f"the worker cannot use the device: {shown(reason)}")
@@ -288,12 +301,14 @@ class SupervisedRunner(Runner):
                         return outcome
                     return _without_host_memory(outcome, self._phase)
                 case _:
-                    why = f": {message.reason}" if isinstance(message, Unusable) else ""
-                    said = f"it said '{message.kind}' when nobody expected that{why}"
+                    said = f"it said '{message.kind}' when nobody expected that"
+                    if isinstance(message, Unusable):
+                        said += f": {message.reason}"
                     raise WorkerMisbehaved(said)
             asked = self._cancelled_at
             # Signs of life alone, however many, do not put it off.
-            if (exceeded := patience.exceeded()) is not None:
+            exceeded = patience.exceeded()
+            if exceeded is not None:
                 raise WorkerSilent(exceeded)
             if asked is not None and self._clock.now >= asked + _GRACE_SECONDS:
                 raise WorkerSilent("its result was waited for")
@@ -307,7 +322,7 @@ class SupervisedRunner(Runner):
 
     def cancel(self) -> None:
         """See `runner.Runner.cancel`."""
-        # Before the kill, so that whoever sees the worker end knows why.
+        # Before the kill, so that it is known why the worker ends.
         if self._cancelled_at is None:
             self._cancelled_at = self._clock.now
         if self._worker is not None and self._phase != "detach":
@@ -343,8 +358,10 @@ class SupervisedRunner(Runner):
         if isinstance(fault, WorkerSilent) and self._worker and self._worker.is_stopped():
             fault = WorkerSilent(f"{fault}, as somebody stopped the worker's process (SIGSTOP)")
         # An end that was asked for looks like any other from here.
-        has_ended = isinstance(fault, WorkerEnded)
-        end, words = self._discard(patience=self._deadlines.closed if has_ended else 0.0)
+        patience = 0.0
+        if isinstance(fault, WorkerEnded):
+            patience = self._deadlines.closed
+        end, words = self._discard(patience=patience)
         left = self._left_behind(request)
         if left is not None and left != before:
             return left
@@ -355,24 +372,23 @@ class SupervisedRunner(Runner):
         return outcome_of(fault, self._phase, end, words=words)
 
     def _left_behind(self, request: TrialRequest) -> Outcome | None:
-        attempt = request.attempt
-        return None if attempt is None else self._outcomes.take(attempt.id, request.config)
+        if request.attempt is None:
+            return None
+        return self._outcomes.take(request.attempt.id, request.config)
 
     def _patience(self, request: TrialRequest) -> Patience:
-        has_texts, quality = self._settings.texts is not None, request.quality
-        return Patience(
-            self._deadlines,
-            self._clock,
-            request.steps,
-            micro_steps=max(STRATA_MAX, MICRO_STEPS_TIMED) if has_texts else MICRO_STEPS_TIMED,
-            quality_tokens=0 if quality is None else quality.tokens + quality.eval_tokens,
-            phase=self._phase,
-        )
+        patience = Patience(self._deadlines, self._clock, request.steps, phase=self._phase)
+        if self._settings.texts is not None:
+            patience.micro_steps = max(STRATA_MAX, MICRO_STEPS_TIMED)
+        if request.quality is not None:
+            patience.quality_tokens = request.quality.tokens + request.quality.eval_tokens
+        return patience
 
     def _discard(self, *, patience: float = 0.0) -> tuple[End, str]:
         """End the worker and return how that was, with the last that it printed."""
         self._is_ready = False
-        worker, self._worker = self._worker, None
+        worker = self._worker
+        self._worker = None
         if worker is None:
             return End(0), ""
         end, words = worker.close(patience=patience, kill_seconds=self._deadlines.end)

@@ -31,7 +31,7 @@ class ChildSettings(Message):
     weights: Weights = "random"
     """Random, or loaded with transformers, who may need the hub's token."""
     cards: tuple[str, ...] = ()
-    """Those that it sees, as CUDA names them; none for those of whoever starts it."""
+    """Those that it sees, as CUDA names them; none for those of the process that starts it."""
     neighbours: int = 0
     """Others that share the machine's cores with it."""
     log_path: str | None = None
@@ -85,7 +85,7 @@ class TrialRequest(Message):
     is_soak: bool = False
     """Train until the budget is spent, with an evaluation pass and a checkpoint on the way."""
     attempt: Attempt | None = None
-    """Under which its outcome is left on disk; None where it is nobody's to be kept."""
+    """Under which its outcome is left on disk; None where it is not kept."""
     quality: QualityCommand | None = None
     """What a configuration that fits is asked on top; None for its speed and memory alone."""
     faithfulness: Faithfulness | None = None
@@ -136,7 +136,7 @@ class Finished(Message):
     retire: str | None = None
     """Why a fresh process should run the next trial; None where this one can."""
     is_apart: bool = False
-    """Whether other ranks that train it go on, and wait for this one."""
+    """Whether other ranks that train it continue, and wait for this one."""
 
 
 class Unusable(Message):

@@ -16,8 +16,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Protocol
 
-import torch
-
 from qlora_sweep.search_spaces.config import TrialConfig, canonical
 from qlora_sweep.search_spaces.errors import (
     MORE_DESCRIPTORS,
@@ -61,9 +59,11 @@ from qlora_sweep.sweep.running.wire import (
 )
 from qlora_sweep.sweep.training import team
 from qlora_sweep.sweep.training.adapters import import_compiler, start_compiler_processes
+from qlora_sweep.sweep.training.device import DEVICE_TYPES
 from qlora_sweep.sweep.training.exceptions import is_card_out_of_memory, is_host_out_of_memory
 from qlora_sweep.sweep.training.messages import Message
 from qlora_sweep.sweep.training.quality import Quality
+from qlora_sweep.sweep.training.trial import Trial, TrialTask
 
 NO_ROOM_TO_EVALUATE = "no_room_to_evaluate"
 """Flag of what trained within the budget, and could not be asked what it learned."""
@@ -77,7 +77,7 @@ class TrialEnd:
     retire: str | None = None
     """Why a fresh process should run the next one; None where this one can."""
     is_apart: bool = False
-    """Whether other ranks go on with it."""
+    """Whether other ranks continue it."""
 
 
 class Serving(Protocol):
@@ -104,7 +104,7 @@ def listen(
     leave: Callable[[], None] = leave_process,
 ) -> None:
     """Hear commands from now on, in a thread of their own: a stop must get through while another
-    one trains. When whoever started this is gone, what is trained is for nobody: it leaves.
+    one trains. It leaves when the process that started this one is gone.
     """
 
     def read() -> None:
@@ -193,7 +193,7 @@ class Worker:
             is_fit = done.retire is None
 
     def _answer(self, command: RunCommand, done: Finished) -> None:
-        """Keep the outcome of a command and tell it, unless somebody did."""
+        """Keep the outcome of a command and tell it, unless that was done."""
         with self._lock:
             if self._open is not command:
                 return
@@ -270,7 +270,7 @@ class Worker:
         if is_new_group and ranks > 1:
             device = self._resident.device.torch_device
             team.join(self._rank, ranks, meeting=Path(command.meeting), device=device)
-            # Whoever reaches this GPU from another rank is no neighbour.
+            # Another rank that reaches this GPU is no neighbour.
             self._resident.card.remember()
         before = self._resident.device.allocated_bytes()
         ended = self._measured(command, started=started)
@@ -281,10 +281,8 @@ class Worker:
 
     def _too_few_gpus(self, ranks: int) -> Invalid | None:
         """Return why a trial on so many GPUs cannot be run here; None where it can."""
-        if not self._settings.is_on_gpu:
-            return None
-        visible = torch.cuda.device_count()
-        if ranks <= visible:
+        visible = self._resident.device.count()
+        if visible is None or ranks <= visible:
             return None
         detail = f"data_parallel {ranks}, and {visible} can be seen here"
         return Invalid(rule="data-parallel-needs-cards", detail=detail)
@@ -315,19 +313,19 @@ class Worker:
 
     def _trained(self, request: TrialRequest, *, started: float, limit: team.TimeLimit) -> TrialEnd:
         """Train for speed and memory."""
-        config = request.config
+        base = self._resident.base
+        assert base is not None, "a trial has a base"
+        machine = self._resident.machine
         if request.faithfulness is not None:
-            self._resident.compared[config] = request.faithfulness
-        trial = self._resident.trial(
-            config,
+            machine.compared[request.config] = request.faithfulness
+        task = TrialTask(
+            request.config,
             request.steps,
-            started=started,
-            budget_bytes=self._settings.budget_bytes,
             texts=self._texts,
             is_soak=request.is_soak,
             limit=limit,
-            report=self._report,
         )
+        trial = Trial(base, machine, task, report=self._report, started=started)
         outcome = trial.run()
         return TrialEnd(outcome, is_apart=trial.is_apart)
 
@@ -341,7 +339,7 @@ class Worker:
         rate, known = measured
         if rate == request.config.learning_rate:
             return None
-        flags = {*known.measurement.flags, SPEED_REUSED}
+        flags = set(known.measurement.flags) | {SPEED_REUSED}
         changes = {"quality": None, "flags": tuple(sorted(flags))}
         return Measured(measurement=known.measurement.model_copy(update=changes))
 
@@ -380,7 +378,7 @@ class Worker:
             return TrialEnd(learned, is_apart=quality.is_apart)
         if learned is None:
             # It trains well, and what it learned is not known.
-            flags = (*flags, NO_ROOM_TO_EVALUATE)
+            flags += (NO_ROOM_TO_EVALUATE,)
         changes = {"quality": learned, "flags": flags}
         return TrialEnd(Measured(measurement=outcome.measurement.model_copy(update=changes)))
 
@@ -398,7 +396,8 @@ def crashed(phase: Phase, error: Exception | SystemExit) -> Crashed:
     cause: CrashCause = "exception"
     detail = words_of(error)[:DETAIL_LENGTH]
     if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
-        cause, detail = "too_few_descriptors", f"{detail}; {MORE_DESCRIPTORS}"
+        cause = "too_few_descriptors"
+        detail += f"; {MORE_DESCRIPTORS}"
     elif is_host_out_of_memory(error) and not is_card_out_of_memory(error):
         cause = "host_out_of_memory"
     return Crashed(phase=phase, cause=cause, detail=detail)
@@ -458,17 +457,16 @@ def main(
         with open(settings.log_path, "ab") as log:
             for descriptor in (1, 2):
                 os.dup2(log.fileno(), descriptor)
-    name = "CPU"
+    device = DEVICE_TYPES[settings.device]
     try:
-        if settings.is_on_gpu:
-            if not torch.cuda.is_available():
-                send(Unusable(reason="torch finds no CUDA device; `sweep doctor` says more"))
-                return
-            if settings.may_compile:
-                # They need longer than what is prepared here.
-                start_compiler_processes()
-            torch.cuda.set_device(rank)
-            name = torch.cuda.get_device_name()
+        if not device.is_available():
+            send(Unusable(reason="torch finds no CUDA device; `sweep doctor` says more"))
+            return
+        if settings.is_on_gpu and settings.may_compile:
+            # They need longer than what is prepared here.
+            start_compiler_processes()
+        device.choose(rank)
+        name = device.product()
         serving = worker(settings, send=send, rank=rank)
         serving.prepare()
     except Exception as error:  # noqa: BLE001 - the tuner raises it

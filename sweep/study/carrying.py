@@ -1,11 +1,12 @@
 """What a study takes over from another: trials that would come out the same if they ran again.
 
 Each is stored whole or not at all and knows where it was measured, so that a run that was killed on
-the way goes on where it stopped, and one that is repeated takes nothing twice.
+the way resumes where it stopped, and one that is repeated takes nothing twice.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 
 from qlora_sweep.search_spaces.config import TrialConfig, canonical
@@ -52,7 +53,10 @@ def refuse_incomparable(
         pairs["texts"] = _texts(old), _texts(given)
     if "eval_loss" in given.space.objectives and not is_own:
         pairs["held-out loss"] = ("of its own tokens", "of this study's")
-    lines = [f"{what}: {a} -> {b}" for what, (a, b) in pairs.items() if a != b]
+    lines = []
+    for what, (before, now) in pairs.items():
+        if before != now:
+            lines.append(f"{what}: {before} -> {now}")
     if lines:
         raise InputError(
             f"--from {source.name}: its trials cannot be carried over, as they were measured "
@@ -66,7 +70,8 @@ def _model(definition: StudyDefinition) -> str:
 
 def _texts(definition: StudyDefinition) -> str:
     """Return which rows of which texts a study trains on."""
-    texts, choice = definition.texts, definition.space.data
+    texts = definition.texts
+    choice = definition.space.data
     if texts is None or choice is None:
         return "none"
     held = f"{choice.eval_fraction:g} of them held out by seed {definition.space.seed}"
@@ -88,16 +93,23 @@ def carry_over(
     """
     encoding = Encoding(study.definition.space)
     baseline = study.definition.space.baseline_config()
-    is_own = source.identity == study.known.identity
-    known = (*study.records(), *study.confirmations())
-    settled = [record for record in known if record.verdict not in RETRYABLE]
-    attempts = {record.attempt_id for record in settled} - {None}
-    tried = {canonical(record.config) for record in settled if record.purpose == "search"}
+    attempts: set[str | None] = set()
+    tried: set[TrialConfig] = set()
+    for record in itertools.chain(study.records(), study.confirmations()):
+        if record.verdict not in RETRYABLE:
+            attempts.add(record.attempt_id)
+            if record.purpose == "search":
+                tried.add(canonical(record.config))
+    if source.identity == study.known.identity:
+        found = _own(study, source)
+    else:
+        found = holding(source, study.definition.space)
     new = 0
-    for record in _own(study, source) if is_own else holding(source, study.definition.space):
-        is_searched, config = record.purpose == "search", canonical(record.config)
-        is_there = record.attempt_id in attempts or (is_searched and config in tried)
-        if is_there or not is_valid(record.config):
+    for record in found:
+        is_searched = record.purpose == "search"
+        config = canonical(record.config)
+        is_kept = record.attempt_id is not None and record.attempt_id in attempts
+        if is_kept or (is_searched and config in tried) or not is_valid(record.config):
             continue
         mark = Carried(study=source.name, identity=source.identity, number=record.number)
         changes = {
@@ -107,11 +119,15 @@ def carry_over(
             "wall_seconds": 0.0,
             "device_seconds": 0.0,
         }
-        params = encoding.params_of(record.config) if is_searched else None
-        distributions = {} if params is None else encoding.distributions
+        params = None
+        if is_searched:
+            params = encoding.params_of(record.config)
         taken = record.model_copy(update=changes)
-        study.carry(taken, params=params or {}, distributions=distributions)
-        attempts |= {record.attempt_id} - {None}
+        if params is None:
+            study.carry(taken, params={}, distributions={})
+        else:
+            study.carry(taken, params=params, distributions=encoding.distributions)
+        attempts.add(record.attempt_id)
         if is_searched:
             tried.add(config)
         new += 1
@@ -144,15 +160,18 @@ def take_over(
 
 def _own(study: OpenStudy, source: StudySnapshot) -> Iterator[TrialRecord]:
     """Yield what a study's own spool has and the study has not: of a configuration the last."""
-    lacking = study.lacking((*source.records, *source.confirmations))
-    last = {canonical(r.config): r for r in lacking if r.purpose == "search"}
-    known = {r.number: canonical(r.config) for r in study.records()}
+    lacking = study.lacking(tuple(source.records) + tuple(source.confirmations))
+    last = {}
+    for record in lacking:
+        if record.purpose == "search":
+            last[canonical(record.config)] = record
+    stored = {record.number: canonical(record.config) for record in study.records()}
     for record in lacking:
         config = canonical(record.config)
         if record.purpose == "search":
             if last[config] is record:
                 yield record
-        elif record.confirms is None or known.get(record.confirms) == config:
+        elif record.confirms is None or stored.get(record.confirms) == config:
             yield record
 
 
@@ -166,15 +185,18 @@ def holding(source: StudySnapshot, space: SearchSpace) -> Iterator[TrialRecord]:
     """
     fallen = rank_study(source).fallen
     baseline = space.baseline_config()
-    concluded = (r for r in source.records if r.verdict in CONCLUSIVE)
-    last = {canonical(record.config): record.number for record in concluded}
+    last = {}
+    for record in source.records:
+        if record.verdict in CONCLUSIVE:
+            last[canonical(record.config)] = record.number
     for record in source.records:
         if record.verdict not in HOLDING or record.number in fallen:
             continue
         if last[canonical(record.config)] != record.number:
             continue
         is_asked = record.config == baseline or space.params_of(record.config) is not None
-        measured, steps = record.measurement, space.steps
+        measured = record.measurement
+        steps = space.steps
         is_long_enough = measured is None or (
             measured.steps_warmup >= steps.warmup_min
             and measured.steps_measured >= steps.measured_min

@@ -97,8 +97,8 @@ class Confirmation(Source):
         return ConfirmationPlan(ranking_of(self._study), budget, series, self._since, tokens)
 
     def _series_on(self, lane: Lane, budget: ConfirmBudget) -> int:
-        """Return which series goes on, or is begun: after a further search, on another GPU (no two
-        are as fast), or anew."""
+        """Return which series is continued, or begun: after a further search, on another GPU (no
+        two are as fast), or anew."""
         confirmations = Confirmations(self._study.confirmations())
         newest = confirmations.newest
         if not newest:

@@ -1,6 +1,6 @@
 """Which run is next of a confirmation: read from the runs that are stored, and from nothing else.
 
-So a study that is killed at any moment goes on with the run after the last one that ended.
+So a study that is killed at any moment resumes with the run after the last one that ended.
 """
 
 from __future__ import annotations
@@ -110,10 +110,17 @@ class ConfirmationPlan:
         high = ranking.ratio(winner, baseline).high
         if high is None or high >= 1.0 or not ranking.holds(baseline.config):
             return None
-        tried = {canonical(record.config) for record in ranking.records}
-        if canonical(baseline.config) in tried:
+        if self._newest_of(canonical(baseline.config)) is not None:
             return None
         return baseline
+
+    def _newest_of(self, recipe: TrialConfig) -> TrialRecord | None:
+        """Return the last trial of a canonical configuration; None where it had none."""
+        newest = None
+        for record in self.ranking.records:
+            if canonical(record.config) == recipe:
+                newest = record
+        return newest
 
     @property
     def _steps(self) -> StepBudget:
@@ -150,29 +157,30 @@ class ConfirmationPlan:
         front = ranking.front or ranking.ranked[:1]
         if not front:
             return ()
-        chosen = [front[0], min(ranking.ranked, key=_loss)]
-        chosen.append(max(front, key=lambda r: measured_of(r).tokens_per_second))
-        by_number = {record.number: record for record in chosen}
-        return tuple(by_number.values())
+        knee = front[0]
+        lowest = min(ranking.ranked, key=_loss)
+        fastest = max(front, key=lambda record: measured_of(record).tokens_per_second)
+        # Each once, where one is the same as another.
+        chosen = {knee.number: knee, lowest.number: lowest, fastest.number: fastest}
+        return tuple(chosen.values())
 
     @cached_property
     def contenders(self) -> tuple[Contender, ...]:
         """What is measured again: the winner, what its gain is over, its ties, what was begun, and
         what the gain of the baseline's class takes. Cut short, the gain is known first."""
         ranking = self.ranking
-        begun = {Contender.of(record) for record in self._of("confirm")}
-        tied = [*ranking.ranked[:1], *ranking.close][:CONTENDERS_MAX]
-        begun_before = [record for record in ranking.ranked if Contender.of(record) in begun]
-        rivals = dict.fromkeys(map(Contender.of, tied + begun_before))
+        begun = set(map(Contender.of, self._of("confirm")))
+        rivals = list(map(Contender.of, ranking.ranked[:1] + ranking.close))[:CONTENDERS_MAX]
+        rivals += filter(begun.__contains__, map(Contender.of, ranking.ranked))
         if len(begun) >= BEGUN_MAX:
-            rivals = dict.fromkeys(contender for contender in rivals if contender in begun)
-        # Of what is equal, a reference has the number that its runs are stored with.
-        by_itself = {contender: contender for contender in rivals}
-        by_itself |= {contender: contender for contender in self._references}
-        order = list(rivals)[:1]
+            rivals = list(filter(begun.__contains__, rivals))
+        order = rivals[:1]
         order += self._references[:1]
-        order += by_itself
-        return tuple(by_itself[contender] for contender in dict.fromkeys(order))
+        order += rivals
+        order += self._references
+        # Each where it comes first, as it comes last: of what is equal, a reference has the number
+        # that its runs are stored with.
+        return tuple(dict(zip(order, order, strict=True)).values())
 
     @cached_property
     def _references(self) -> tuple[Contender, ...]:
@@ -193,10 +201,11 @@ class ConfirmationPlan:
         """Return the baseline in a trial's class; none where that is known not to run."""
         config = self.ranking.recipe_for(record.config)
         recipe = canonical(config)
-        tried = [record for record in self.ranking.records if canonical(record.config) == recipe]
-        if tried:
-            newest = tried[-1]
-            return [] if newest.measurement is None else [Contender.of(newest)]
+        newest = self._newest_of(recipe)
+        if newest is not None and newest.measurement is None:
+            return []
+        if newest is not None:
+            return [Contender.of(newest)]
         if recipe in self.ranking.confirmations.fallen:
             return []
         return [Contender(recipe, config)]
@@ -212,12 +221,12 @@ class ConfirmationPlan:
         """Return what ran too seldom beside the winner; past the budget only what there is no
         answer without, and what was begun: a single run counts for nothing.
         """
-        return [
-            contender
-            for contender in self.contenders
-            if self._rounds_of(contender) < RUNS_TO_CONFIRM
-            and (self._spent < self.budget.seconds or self._is_needed(contender))
-        ]
+        wanted = []
+        for contender in self.contenders:
+            is_affordable = self._spent < self.budget.seconds or self._is_needed(contender)
+            if is_affordable and self._rounds_of(contender) < RUNS_TO_CONFIRM:
+                wanted.append(contender)
+        return wanted
 
     def _is_needed(self, contender: Contender) -> bool:
         is_asked = contender in self._references or contender == self._winner
@@ -226,42 +235,51 @@ class ConfirmationPlan:
     @cached_property
     def run_seconds(self) -> float:
         """Expected seconds of a run; 0 where nothing was measured."""
-        seconds = [measured_of(record).measured_seconds for record in self._like_its_runs]
-        if not seconds:
+        runs = self._like_its_runs
+        if not runs:
             return 0.0
-        return self.setup_seconds + statistics.fmean(seconds)
+        return self.setup_seconds + statistics.fmean(run.measured_seconds for run in runs)
 
     @cached_property
     def setup_seconds(self) -> float:
         """Those of them that go by before anything is measured."""
-        seconds = [measured_of(record).setup_seconds for record in self._like_its_runs]
-        if not seconds:
+        runs = self._like_its_runs
+        if not runs:
             return 0.0
-        mean = statistics.fmean(seconds)
+        mean = statistics.fmean(run.setup_seconds for run in runs)
         if self.has_begun:
             return mean
         # The search also built the model and compiled its layers, which is done once.
         return min(mean, TRIAL_SECONDS)
 
     @cached_property
-    def _like_its_runs(self) -> Sequence[TrialRecord]:
+    def _like_its_runs(self) -> Sequence[Measurement]:
         """The runs of this series that were measured; before there are any, the contenders as the
         search measured them."""
-        measured = [record for record in self._of("confirm") if record.measurement is not None]
-        if measured:
-            return measured
-        return [record for record in self.ranking.ranked if Contender.of(record) in self.contenders]
+        if self.has_begun:
+            return self._measured_runs
+        runs = []
+        for record in self.ranking.ranked:
+            if Contender.of(record) in self.contenders:
+                runs.append(measured_of(record))
+        return runs
+
+    @cached_property
+    def _measured_runs(self) -> Sequence[Measurement]:
+        """What the runs of this series measured."""
+        return list(filter(None, (record.measurement for record in self._of("confirm"))))
 
     @property
     def has_begun(self) -> bool:
         """Whether a run of it was measured."""
-        return any(record.measurement is not None for record in self._of("confirm"))
+        return bool(self._measured_runs)
 
     @property
     def least_seconds(self) -> float:
         """Expected seconds of the runs that are still to come, whatever they take."""
-        needed = [contender for contender in self.contenders if self._is_needed(contender)]
-        owed = sum(max(0, RUNS_TO_CONFIRM - self._rounds_of(contender)) for contender in needed)
+        owed = 0
+        for contender in filter(self._is_needed, self.contenders):
+            owed += max(0, RUNS_TO_CONFIRM - self._rounds_of(contender))
         return owed * self.run_seconds
 
     @property
@@ -300,8 +318,7 @@ class ConfirmationPlan:
         if wanted.errand.purpose == "confirm" and not self.has_begun:
             needed = self.least_seconds
         if wanted.quality is not None:
-            trained = [measured_of(record).quality for record in self.ranking.ranked]
-            needed += max((quality.seconds for quality in trained if quality), default=0.0)
+            needed += max(map(_training_seconds, self.ranking.ranked), default=0.0)
         return wanted if needed <= left_seconds else None
 
     def _undecided(self) -> list[Contender]:
@@ -314,13 +331,11 @@ class ConfirmationPlan:
         undecided = self._ties_of(winner)
         if self._is_gain_unsure(winner):
             undecided |= self._pair_of(winner)
-        wanted = [
-            contender
-            for contender in self.contenders
-            if contender in undecided and self._rounds_of(contender) < self.budget.repeats
-        ]
-        newest = {max(self._runs(contender), default=-1) for contender in wanted}
-        is_begun = len(newest) > 1
+        wanted = []
+        for contender in self.contenders:
+            if contender in undecided and self._rounds_of(contender) < self.budget.repeats:
+                wanted.append(contender)
+        is_begun = len(set(map(self._newest_round, wanted))) > 1
         if is_begun or self._spent + self._round_seconds(wanted) <= self.budget.seconds:
             return wanted
         return []
@@ -353,11 +368,13 @@ class ConfirmationPlan:
 
     def _round_seconds(self, contenders: Sequence[Contender]) -> float:
         """Return the expected seconds of a round of contenders; 0 where none of them ran."""
-        runs = [run for contender in contenders for run in self._runs(contender).values()]
-        if not runs:
+        seconds = []
+        for contender in contenders:
+            for run in self._runs(contender).values():
+                seconds.append(run.setup_seconds + run.measured_seconds)
+        if not seconds:
             return 0.0
-        mean = statistics.fmean(run.setup_seconds + run.measured_seconds for run in runs)
-        return mean * len(contenders)
+        return statistics.fmean(seconds) * len(contenders)
 
     def _is_to_soak(self, winner: TrialRecord) -> bool:
         budget = self.budget
@@ -372,30 +389,34 @@ class ConfirmationPlan:
             stood[0], seconds=budget.soak_seconds, steps=budget.soak_steps
         ):
             return False
-        others = (r for r in soaks if r.config != winner.config and not r.is_interrupted)
-        concluded = {canonical(r.config) for r in others}
+        concluded = set()
+        for record in soaks:
+            if record.config != winner.config and not record.is_interrupted:
+                concluded.add(canonical(record.config))
         return len(concluded) < SOAKS_MAX and not self._has_failed(winner.config, soaks)
 
     def _turn(self, wanted: Sequence[Contender]) -> Contender | None:
         """Return whose turn it is of those and the winner, beside which they run, in this round;
         None where nothing may run beside it."""
-        possible = [c for c in self.contenders if self._may_run(c, wanted)]
-        if self._winner is None or possible[:1] != [self._winner]:
+        turns = [c for c in self.contenders if self._may_run(c, wanted)]
+        if self._winner is None or turns[:1] != [self._winner]:
             return None
-        if not any(contender in wanted for contender in possible):
+        if not set(turns).intersection(wanted):
             return None
-        newest_rounds = {c: max(self._runs(c), default=-1) for c in possible}
-        number = max(newest_rounds.values())
-        left = [contender for contender in possible if newest_rounds[contender] < number]
-        if not left:
+        newest_rounds = set(map(self._newest_round, turns))
+        number = max(newest_rounds)
+        if len(newest_rounds) == 1:
+            # All had their turn: the next round begins.
             number += 1
-            left = possible
-        turns = list(possible)
         if number % 2:
             # Every other round the first two change places: A B B A changes half as often as
             # A B A B, and what drifts steadily cancels.
             turns[:2] = reversed(turns[:2])
-        return next(contender for contender in turns if contender in left)
+        return next(c for c in turns if self._newest_round(c) < number)
+
+    def _newest_round(self, contender: Contender) -> int:
+        """Return the last round in which a contender ran; -1 where it did not."""
+        return max(self._runs(contender), default=-1)
 
     def _may_run(self, contender: Contender, wanted: Sequence[Contender]) -> bool:
         """Whether a contender may have a run of a round that is of those and the winner."""
@@ -436,6 +457,14 @@ def _is_enough(ratio: Ratio, *, width: float = math.inf) -> bool:
     if ratio.low <= 1.0:
         return ratio.low * (1.0 + TIE) >= 1.0
     return ratio.high - ratio.low < width * ratio.value
+
+
+def _training_seconds(record: TrialRecord) -> float:
+    """Return what training a trial for its quality took; 0 where it was not."""
+    quality = measured_of(record).quality
+    if quality is None:
+        return 0.0
+    return quality.seconds
 
 
 def _loss(record: TrialRecord) -> float:

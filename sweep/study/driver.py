@@ -5,6 +5,7 @@ Whatever runs beside it, the study is asked and told by one thread alone.
 
 from __future__ import annotations
 
+import itertools
 import math
 import threading
 import time
@@ -62,7 +63,7 @@ from qlora_sweep.sweep.study.stopping import (
 _WATCH_SECONDS = 0.1
 """Between two looks at the time that is left."""
 QUALITY_SECONDS = 60.0
-"""What a trial's training is to take where nobody said on how many tokens."""
+"""What a trial's training is to take by default, where no number of tokens was typed."""
 TOKENS_MIN = 256
 
 
@@ -185,7 +186,8 @@ class Driver:
 
     def _paid_seconds(self) -> float:
         """Return for how long the study's money lasts; infinite without a limit."""
-        dollars, price = self.space.max_dollars, self.limits.usd_per_hour
+        dollars = self.space.max_dollars
+        price = self.limits.usd_per_hour
         if dollars is None or price is None:
             return math.inf
         seconds = dollars / price * 3600.0 - self.study.known.card_seconds
@@ -219,7 +221,9 @@ class Driver:
         """Return why nothing more is run, whatever is left to do; None where it may be."""
         if self.interruption.is_requested():
             return StopReason.INTERRUPTED
-        return self.time.reason if self.time.is_over else None
+        if self.time.is_over:
+            return self.time.reason
+        return None
 
     def recover(self) -> None:
         """Close what an earlier driver left open, and learn from what it found out."""
@@ -302,17 +306,10 @@ class Driver:
 
     def _begin(self, wanted: Wanted, lane: Lane) -> Running:
         """Ask storage for a trial, mark it begun, and say what is expected of it."""
-        started_seconds, study = self.clock(), self.study
-        config, errand = wanted.config, wanted.errand
-        if config is None:
-            handle = study.ask(self.encoding.distributions)
-            config = self.space.config(self.encoding.decode(handle.params))
-        elif errand == SEARCH:
-            params = self.encoding.params_of(config)
-            distributions = {} if params is None else self.encoding.distributions
-            handle = study.ask(distributions, params=params)
-        else:
-            handle = study.ask_again()
+        started_seconds = self.clock()
+        study = self.study
+        errand = wanted.errand
+        handle, config = self._ask(wanted)
         started_at = moment_now()
         begun = study.begin(handle, config, started_at, errand=errand)
         failed = study.ledger.attempts(config, errand)
@@ -356,11 +353,27 @@ class Driver:
             kept_seconds=wanted.kept_seconds,
         )
 
+    def _ask(self, wanted: Wanted) -> tuple[optuna.trial.Trial, TrialConfig]:
+        """Ask storage for a trial of what is wanted; return it with its configuration."""
+        config = wanted.config
+        if config is None:
+            handle = self.study.ask(self.encoding.distributions)
+            return handle, self.space.config(self.encoding.decode(handle.params))
+        if wanted.errand != SEARCH:
+            return self.study.ask_again(), config
+        params = self.encoding.params_of(config)
+        distributions = {}
+        if params is not None:
+            distributions = self.encoding.distributions
+        return self.study.ask(distributions, params=params), config
+
     def _compared(self, config: TrialConfig) -> Faithfulness | None:
         """Return what an earlier trial found of a configuration's 8-bit compute."""
-        ran = [*self.study.records(), *self.study.confirmations()]
-        measured = (r.measurement for r in ran if r.config == config and r.measurement)
-        return next((m.faithfulness for m in measured if m.faithfulness is not None), None)
+        for record in itertools.chain(self.study.records(), self.study.confirmations()):
+            measured = record.measurement
+            if record.config == config and measured and measured.faithfulness is not None:
+                return measured.faithfulness
+        return None
 
     def _measure(self, trial: Running, lane: Lane) -> Outcome:
         """Run a trial, again where another process disturbed it, and return the outcome to keep.
@@ -368,7 +381,8 @@ class Driver:
         Raises:
             EnvironmentFault: the device is not to be had, and nothing was measured on it before.
         """
-        started, outcomes = self.clock(), list[Outcome]()
+        started = self.clock()
+        outcomes: list[Outcome] = []
         try:
             while True:
                 try:
@@ -389,8 +403,9 @@ class Driver:
         finally:
             trial.device_seconds += self.clock() - started
         kept = outcome_to_keep(outcomes)
-        is_cut = kept == INTERRUPTED and self.reason_to_stop() is self.time.reason
-        return OUT_OF_TIME if is_cut else kept
+        if kept == INTERRUPTED and self.reason_to_stop() is self.time.reason:
+            return OUT_OF_TIME
+        return kept
 
     def _timed(self, trial: Running) -> TrialRequest:
         """Return what is asked of a trial now, with the time that it has."""
@@ -404,16 +419,23 @@ class Driver:
         trial.progress = progress
         event = TrialProgress(number=trial.record.number, progress=progress)
         self.lanes.say(partial(self.on_event, event))
-        config, rivals = trial.record.config, trial.rivals
+        config = trial.record.config
+        rivals = trial.rivals
         if rivals is None or trial.record.is_baseline:
             return False
-        decided, objectives = rivals.as_decided(progress, config), self.space.objectives
-        return is_hopeless(decided, config=config, rivals=rivals.of(config), objectives=objectives)
+        return is_hopeless(
+            rivals.as_decided(progress, config),
+            config=config,
+            rivals=rivals.of(config),
+            objectives=self.space.objectives,
+        )
 
     def _conclude(self, ended: Ended, source: Source) -> None:
         """Store what a trial came to that ran to its end, or that its lane was lost under."""
         trial: Running = ended.trial
-        lane, result, config = ended.lane, ended.result, trial.record.config
+        lane = ended.lane
+        result = ended.result
+        config = trial.record.config
         if isinstance(result, EnvironmentFault):
             # The database matters less now, and the spool has it.
             with suppress(EnvironmentFault):
@@ -445,7 +467,7 @@ class Driver:
             self._retire(lane, fault)
 
     def _retire(self, lane: Lane, fault: EnvironmentFault) -> None:
-        """Go on without a lane.
+        """Close a lane that is lost; the others continue.
 
         Raises:
             EnvironmentFault: it was the last one.
@@ -508,10 +530,11 @@ def default_tokens(tokens_per_second: float, epoch: EpochRecord | None) -> int:
         tokens_per_second: of the first configuration that fits, as a rule the baseline.
         epoch: of the texts as that trains on them; None where that is not known.
     """
-    wanted = max(TOKENS_MIN, tokens_per_second * QUALITY_SECONDS)
-    most = wanted if epoch is None else min(wanted, max(TOKENS_MIN, epoch.loss_tokens))
-    unit = 10 ** max(0, math.floor(math.log10(most)) - 1)
-    return int(most // unit * unit)
+    tokens = max(TOKENS_MIN, tokens_per_second * QUALITY_SECONDS)
+    if epoch is not None:
+        tokens = min(tokens, max(TOKENS_MIN, epoch.loss_tokens))
+    unit = 10 ** max(0, math.floor(math.log10(tokens)) - 1)
+    return int(tokens // unit * unit)
 
 
 def quality_command(
@@ -521,5 +544,6 @@ def quality_command(
     the search's; None before the tokens are known, and where nothing is asked."""
     if tokens is None:
         return None
-    seed = space.seed if seed is None else seed
+    if seed is None:
+        seed = space.seed
     return QualityCommand(tokens=tokens, seed=seed, eval_seq_len=eval_seq_len(space))

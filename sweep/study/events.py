@@ -201,7 +201,7 @@ class Interruption:
     def handling_signals(self) -> Iterator[None]:
         """Take the signals as requests inside the ``with``."""
         numbers = set(STOP_SIGNALS)
-        # Whoever started this under nohup wants it to outlive the terminal.
+        # Under nohup it is to outlive the terminal.
         if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
             numbers.remove(signal.SIGHUP)
         with handled(dict.fromkeys(numbers, lambda *_: self.request())):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -48,18 +49,22 @@ def space_of(surface: Surface, space: SearchSpace) -> SearchSpace:
             f"{surface.name}: its trials are of {surface.model.name} on random examples: say "
             f"--model {surface.model.name}, and leave --data out"
         )
-    known = {
-        key: list(dict.fromkeys(getattr(row.config, key) for row in surface.rows))
-        for key in CONFIG_KEYS
-    }
-    free = {key: values for key, values in known.items() if len(values) > 1}
-    choices = {key: sorted(of) if are_numbers(of) else of for key, of in free.items()}
+    dimensions: dict[str, Any] = {}
+    fixed = {}
+    for key in CONFIG_KEYS:
+        choices = list(dict.fromkeys(getattr(row.config, key) for row in surface.rows))
+        if len(choices) == 1:
+            fixed[key] = choices[0]
+        elif are_numbers(choices):
+            dimensions[key] = {"choices": sorted(choices)}
+        else:
+            dimensions[key] = {"choices": choices}
     values = space.model_dump() | {
         "name": f"{space.name}-recorded",
         "confirm": None,
         "leave_out": [],
-        "dimensions": {key: {"choices": of} for key, of in choices.items()},
-        "fixed": {key: values[0] for key, values in known.items() if key not in free},
+        "dimensions": dimensions,
+        "fixed": fixed,
     }
     return validate(SearchSpace, values, Document(surface.name))
 
@@ -71,8 +76,10 @@ def are_numbers(values: Iterable[Any]) -> bool:
 
 def target_of(surface: Surface, target: Target) -> Target:
     """Return a target whose trials are a surface's."""
-    product, date = units.with_article(surface.card.product), surface.header.date
-    return target.model_copy(update={"recorded": f"{product}, {date}" if date else product})
+    recorded = units.with_article(surface.card.product)
+    if surface.header.date:
+        recorded += f", {surface.header.date}"
+    return target.model_copy(update={"recorded": recorded})
 
 
 def within(surface: Surface, space: SearchSpace, *, budget_bytes: int) -> Surface:
@@ -81,14 +88,17 @@ def within(surface: Surface, space: SearchSpace, *, budget_bytes: int) -> Surfac
     Raises:
         InputError: nothing does.
     """
-    rows = tuple(row for row in surface.rows if space.holds(row.config))
-    if budget_bytes > (surface.header.budget_bytes or math.inf):
+    is_larger = budget_bytes > (surface.header.budget_bytes or math.inf)
+    rows = []
+    for row in surface.rows:
         # What ran out of a smaller budget may fit this one.
-        rows = tuple(row for row in rows if row.verdict != "oom")
+        is_open = is_larger and row.verdict == "oom"
+        if space.holds(row.config) and not is_open:
+            rows.append(row)
     if not rows:
         fixed = ", ".join(f"{key} {value}" for key, value in space.fixed.items())
         raise InputError(f"{surface.name}: no recorded trial has {fixed}")
-    return replace(surface, rows=rows)
+    return replace(surface, rows=tuple(rows))
 
 
 def recorded_study(name: str) -> StudySnapshot:
@@ -103,9 +113,12 @@ def recorded_study(name: str) -> StudySnapshot:
     gpu = find_gpu(surface.gpu)
     own = parse_space(starting_text(gpu.name, None), label=gpu.name)
     own = own.model_copy(update={"model": surface.model.name})
-    known = {identity(row.config) for row in surface.rows}
-    baselines = [space.baseline_config() for space in (own, *shipped_presets())]
-    baseline = next((b for b in baselines if identity(b) in known), baselines[0])
+    recorded = _identities(surface)
+    baseline = own.baseline_config()
+    for space in itertools.chain([own], shipped_presets()):
+        if identity(space.baseline_config()) in recorded:
+            baseline = space.baseline_config()
+            break
     values = own.model_dump() | {"baseline": baseline.model_dump()}
     space = space_of(surface, validate(SearchSpace, values, Document(surface.name)))
     budget_bytes = surface.header.budget_bytes or gpu.budget_bytes
@@ -115,10 +128,12 @@ def recorded_study(name: str) -> StudySnapshot:
         budget_bytes=budget_bytes,
         emulated_on=None if surface.card == gpu else surface.card.product,
     )
-    records = [
-        record.model_copy(update={"is_baseline": identity(record.config) == identity(baseline)})
-        for record in records_of(surface, budget_bytes=budget_bytes)
-    ]
+    records = []
+    wall_seconds = 0.0
+    for record in records_of(surface, budget_bytes=budget_bytes):
+        wall_seconds += record.device_seconds
+        is_baseline = identity(record.config) == identity(baseline)
+        records.append(record.model_copy(update={"is_baseline": is_baseline}))
     return StudySnapshot(
         name=Path(surface.name).stem,
         definition=StudyDefinition(
@@ -129,7 +144,7 @@ def recorded_study(name: str) -> StudySnapshot:
         ),
         environment={},
         records=tuple(records),
-        wall_seconds=sum(record.device_seconds for record in records),
+        wall_seconds=wall_seconds,
     )
 
 
@@ -143,7 +158,8 @@ def records_of(surface: Surface, *, budget_bytes: int) -> list[TrialRecord]:
 
 def record_of(row: SurfaceRow, model: ModelSpec, *, number: int, budget_bytes: int) -> TrialRecord:
     """Return a row as the trial of a number, of a study under a budget."""
-    seconds, speed = row.step_seconds or 0.0, row.tokens_per_second or 0.0
+    seconds = row.step_seconds or 0.0
+    speed = row.tokens_per_second or 0.0
     outcome: Outcome = OutOfMemory(stage="forward")
     if row.fits(budget_bytes):
         measurement = Measurement(
@@ -169,8 +185,11 @@ def record_of(row: SurfaceRow, model: ModelSpec, *, number: int, budget_bytes: i
 
 def recorded_peaks(surface: Surface) -> dict[str, int]:
     """Return what a surface says was predicted of its rows, bytes by identity."""
-    known = ((identity(row.config), row.predicted_peak_allocated_bytes) for row in surface.rows)
-    return {key: peak for key, peak in known if peak is not None}
+    peaks = {}
+    for row in surface.rows:
+        if row.predicted_peak_allocated_bytes is not None:
+            peaks[identity(row.config)] = row.predicted_peak_allocated_bytes
+    return peaks
 
 
 class RecordedPeaks(MemoryPredictor):
@@ -187,7 +206,7 @@ class RecordedPeaks(MemoryPredictor):
         self, configs: Sequence[TrialConfig], *, on_progress: OnProgress = tell_nobody
     ) -> WholeMemory:
         """See `MemoryPredictor.predict_all`."""
-        return WholeMemory(configs, [self._known(config) for config in configs])
+        return WholeMemory(configs, list(map(self._known, configs)))
 
     def _known(self, config: TrialConfig) -> MemoryPrediction | InputError:
         peak = self._peaks.get(identity(config))
@@ -205,6 +224,15 @@ class RecordedPeaks(MemoryPredictor):
 
 def only_recorded(surface: Surface) -> Callable[[TrialConfig], Violation | None]:
     """Return the rule of a study of recorded trials: nothing is known of any other."""
-    known = {identity(row.config) for row in surface.rows}
-    unknown = Violation("not-recorded", "no trial of it was recorded")
-    return lambda config: None if identity(config) in known else unknown
+    recorded = _identities(surface)
+
+    def rule(config: TrialConfig) -> Violation | None:
+        if identity(config) in recorded:
+            return None
+        return Violation("not-recorded", "no trial of it was recorded")
+
+    return rule
+
+
+def _identities(surface: Surface) -> set[str]:
+    return {identity(row.config) for row in surface.rows}

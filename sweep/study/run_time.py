@@ -97,7 +97,9 @@ class CommandStart:
         speed = None
         if forecaster.speed is not None:
             speed = forecaster.speed.predict(space.baseline_config())
-        return seconds if speed is None else seconds + tokens / speed
+        if speed is not None:
+            seconds += tokens / speed
+        return seconds
 
 
 @dataclass(eq=False)
@@ -135,8 +137,9 @@ class RunTime:
             spent_seconds: of the time budget, what is no part of this time.
             paid_seconds: that its money pays for.
         """
-        budget = space.time_budget_seconds
-        seconds = math.inf if budget is None else budget - spent_seconds
+        seconds = math.inf
+        if space.time_budget_seconds is not None:
+            seconds = space.time_budget_seconds - spent_seconds
         if paid_seconds < seconds:
             return cls(clock, paid_seconds, StopReason.DOLLARS_SPENT)
         return cls(clock, seconds)

@@ -52,7 +52,7 @@ REMEASURED_AT_MOST = 2
 REMEASURED = "remeasured"
 LOSS_MARGIN = 1.0
 """What counts as a tie where a held-out loss is asked for as well: only what is less than half as
-fast goes untrained. A slow one may learn more, and nobody takes one that takes twice as long."""
+fast goes untrained. A slow one may learn more, but not one that takes twice as long."""
 
 
 @dataclass(frozen=True)
@@ -87,8 +87,9 @@ class Stopping:
             return StopReason.EXHAUSTED
         # Twice in a row: one trial may make believe that there is nothing left, and the next may
         # show otherwise. On 24 replays that left 0.02 % to be found instead of 0.3 %.
-        is_over = self.is_little_left(records) and self.is_little_left(records, records[-1].number)
-        return StopReason.GAIN_SPENT if is_over else None
+        if self.is_little_left(records) and self.is_little_left(records, records[-1].number):
+            return StopReason.GAIN_SPENT
+        return None
 
     def is_little_left(self, records: Sequence[TrialRecord], besides: int | None = None) -> bool:
         """Whether too little is to be gained by what the trials say, one of them apart."""
@@ -120,10 +121,15 @@ class Stopping:
             def is_wanted(config: TrialConfig, numerics: str = numerics) -> bool:
                 return config.numerics == numerics and ranking.is_asked(config)
 
-            tried = [r for r in ranking.of_space if not r.is_baseline and is_wanted(r.config)]
-            if len(tried) >= CLASS_TRIALS_MAX:
+            tried = 0
+            to_outrun = []
+            for record in ranking.of_space:
+                if not record.is_baseline and is_wanted(record.config):
+                    tried += 1
+                    if record.verdict is Verdict.FITS:
+                        to_outrun.append(record.config)
+            if tried >= CLASS_TRIALS_MAX:
                 continue
-            to_outrun = [record.config for record in tried if record.verdict is Verdict.FITS]
             if not winner.config.is_8bit_compute:
                 to_outrun.append(winner.config)
             owed = self.fastest_of(is_wanted, to_outrun)
@@ -150,17 +156,21 @@ def outlook_document(
         }
         for one in classes
     ]
-    if outlook is None or outlook.config is None:
-        return document if outlook is None else document | {"open": 0}
-    # Infinite where nothing fits yet, which JSON has no number for.
-    gain = outlook.gain if outlook.gain < float("inf") else None
-    is_possible = gain is not None and outlook.chance > 0
+    if outlook is None:
+        return document
+    if outlook.config is None:
+        return document | {"open": 0}
     promising = {
         "config": outlook.config.model_dump(mode="json"),
         "chance": outlook.chance,
-        "gain": gain,
-        "gain_if_better": outlook.gain / outlook.chance if is_possible else None,
+        "gain": None,
+        "gain_if_better": None,
     }
+    # Infinite where nothing fits yet, which JSON has no number for.
+    if outlook.gain < float("inf"):
+        promising["gain"] = outlook.gain
+        if outlook.chance > 0:
+            promising["gain_if_better"] = outlook.gain / outlook.chance
     return document | {
         "open": outlook.open,
         "looked_at": outlook.looked_at,
@@ -169,7 +179,7 @@ def outlook_document(
 
 
 def price_of(space: SearchSpace, *, gpu: str) -> float | None:
-    """Return what an hour of a GPU costs at least; None where nobody set a limit.
+    """Return what an hour of a GPU costs at least; None without a limit.
 
     Raises:
         InputError: a limit in dollars is set, and no price is known.
@@ -219,7 +229,7 @@ class Rivals:
         self._confirmations = tuple(confirmations)
         self._space = rank((), definition)
         self._model = ModelSpec.from_json(definition.model)
-        self._known: dict[str, Rival] = {}
+        self._rivals: dict[str, Rival] = {}
         """By the identity of what they were of."""
         self._is_target = definition.target.emulated_on is None
         self._measured: tuple[TrialRecord, ...] = ()
@@ -234,36 +244,36 @@ class Rivals:
         They are ranked, but with the speed that the search measured: what runs is measured by the
         search as well.
         """
-        told = {record.number: record for record in records}
-        ranking = rank(told.values(), self._definition, self._confirmations)
-        # Others, as what runs in another thread reads the ones that were.
-        known = dict(self._known)
-        if not self._is_target:
-            new = [record for record in told.values() if record.measurement is not None]
-            self._measured = (*self._measured, *new)
-            self._running = {}
+        by_number = {record.number: record for record in records}
+        ranking = rank(by_number.values(), self._definition, self._confirmations)
+        # Another mapping, as what runs in another thread reads the one that was.
+        rivals = dict(self._rivals)
         for ranked in ranking.records:
-            record = ranked if ranked.number in ranking.fallen else told[ranked.number]
-            if record.verdict not in CONCLUSIVE or not self._space.holds(record.config):
-                continue
-            key, measured = identity(record.config), record.measurement
-            known.pop(key, None)
-            interval = None if measured is None else measured.speed_interval
-            if record.verdict is Verdict.FITS and measured is not None and interval is not None:
-                peak = measured.peak_allocated_bytes
-                known[key] = Rival(record.config, interval[0], peak)
-        self._known = known if self._is_target else self._on_target(known)
+            record = ranked
+            if ranked.number not in ranking.fallen:
+                record = by_number[ranked.number]
+            if record.verdict in CONCLUSIVE and self._space.holds(record.config):
+                key = identity(record.config)
+                rivals.pop(key, None)
+                rival = _rival(record)
+                if rival is not None:
+                    rivals[key] = rival
+        if not self._is_target:
+            self._measured += tuple(filter(_is_measured, by_number.values()))
+            self._running = {}
+            rivals = self._on_target(rivals)
+        self._rivals = rivals
 
-    def _on_target(self, known: Mapping[str, Rival]) -> dict[str, Rival]:
+    def _on_target(self, rivals: Mapping[str, Rival]) -> dict[str, Rival]:
         """Return rivals with what is predicted of them on the target; those of which nothing is
         stop nobody."""
         on_target = OnTarget(self._definition, self._measured)
-        found: dict[str, Rival] = {}
-        for key, rival in known.items():
+        predicted: dict[str, Rival] = {}
+        for key, rival in rivals.items():
             speed = on_target.speed_of(rival.config)
             if speed is not None:
-                found[key] = replace(rival, tokens_per_second=speed.tokens_per_second)
-        return found
+                predicted[key] = replace(rival, tokens_per_second=speed.tokens_per_second)
+        return predicted
 
     def as_decided(self, progress: Progress, config: TrialConfig) -> Progress:
         """Return a running trial's progress with the speed that rivals are compared by: its best
@@ -276,28 +286,45 @@ class Rivals:
         if config not in running:
             running[config] = OnTarget(self._definition, self._measured, [config])
         speed = running[config].speed_at(config, high)
-        best_case = None if speed is None else speed.tokens_per_second
+        best_case = None
+        if speed is not None:
+            best_case = speed.tokens_per_second
         return progress.model_copy(update={"tokens_per_second_high": best_case})
 
     def of(self, config: TrialConfig) -> tuple[Rival, ...]:
         """Return what a running trial has to beat.
 
         A baseline outside the space cannot win it, so it stops nothing either. A speed without an
-        interval beats nobody for sure. The capacity class that would be recommended from and the
-        baseline's are stopped by their like alone, though smaller adapters are faster. So is a
-        class of numerics where another GPU stands in for the target: which of them is the faster
+        interval is not surely faster than any. The capacity class that would be recommended from
+        and the baseline's are stopped by their like alone, though smaller adapters are faster. So
+        is a class of numerics where another GPU stands in for the target: which is the faster
         there is not sure.
         """
-        capacities = {self._space.capacity_class(rival.config) for rival in self._known.values()}
+        all_rivals = tuple(self._rivals.values())
         own = self._space.capacity_class(config)
-        is_asked = nearest_capacity({*capacities, own}, self._model) == own
+        capacities = {self._space.capacity_class(rival.config) for rival in all_rivals} | {own}
+        is_asked = nearest_capacity(capacities, self._model) == own
         is_apart = is_asked or self._space.is_of_baselines_class(config)
-        return tuple(
-            rival
-            for rival in self._known.values()
-            if (self._is_target or rival.config.numerics == config.numerics)
-            and (not is_apart or self._space.capacity_class(rival.config) == own)
-        )
+        chosen = []
+        for rival in all_rivals:
+            if not self._is_target and rival.config.numerics != config.numerics:
+                continue
+            if not is_apart or self._space.capacity_class(rival.config) == own:
+                chosen.append(rival)
+        return tuple(chosen)
+
+
+def _is_measured(record: TrialRecord) -> bool:
+    return record.measurement is not None
+
+
+def _rival(record: TrialRecord) -> Rival | None:
+    """Return what a trial is to others; None where it does not fit, or its speed is not known."""
+    measured = record.measurement
+    if record.verdict is not Verdict.FITS or measured is None or measured.speed_interval is None:
+        return None
+    slowest, _ = measured.speed_interval
+    return Rival(record.config, slowest, measured.peak_allocated_bytes)
 
 
 def is_hopeless(
@@ -313,9 +340,9 @@ def is_hopeless(
 
     The best case is the fast end of the median's 95 % interval. Before there are steps enough for
     one it is a generous guess, so that only a trial that is far behind is stopped by it; during the
-    warm-up there is none, as those steps are not the rate. What a trial would learn nobody knows:
+    warm-up there is none, as those steps are not the rate. What a trial would learn is not known:
     how far behind it is decides, by `LOSS_MARGIN`. Both intervals hold whenever they are looked at.
-    A trial within a tie of a rival goes on, as ties are shown.
+    A trial within a tie of a rival continues, as ties are shown.
 
     Args:
         progress: the newest sign of life; `tokens_per_second_high` is the trial's best case.
@@ -323,18 +350,23 @@ def is_hopeless(
         rivals: what has been measured so far.
         objectives: the study's; where there are several, a rival has to dominate (Pareto).
     """
-    high, allocated = progress.tokens_per_second_high, progress.allocated_bytes
+    high = progress.tokens_per_second_high
     if progress.phase != "measure" or high is None or "tokens_per_second" not in objectives:
         return False
     margin = LOSS_MARGIN if "eval_loss" in objectives else TIE
-    better = [r for r in rivals if r.tokens_per_second > high * (1.0 + margin)]
-    if "peak_memory" in objectives:
+    for rival in rivals:
+        is_better = rival.tokens_per_second > high * (1.0 + margin)
         # What is allocated by now bounds the peak from below: it can only get worse.
-        better = [r for r in better if r.peak_allocated_bytes <= (allocated or 0)]
-    if "trainable_parameters" in objectives:
+        is_smaller = rival.peak_allocated_bytes <= (progress.allocated_bytes or 0)
         # A running trial does not report its count; equal adapters have equal counts.
-        better = [r for r in better if r.config.capacity() == config.capacity()]
-    return bool(better)
+        is_as_lean = rival.config.capacity() == config.capacity()
+        if "peak_memory" in objectives and not is_smaller:
+            is_better = False
+        if "trainable_parameters" in objectives and not is_as_lean:
+            is_better = False
+        if is_better:
+            return True
+    return False
 
 
 def is_disturbed(outcome: Outcome) -> bool:
@@ -356,20 +388,24 @@ def outcome_to_keep(outcomes: Sequence[Outcome]) -> Outcome:
     """
     kept = outcomes[-1]
     measured = [outcome for outcome in outcomes if isinstance(outcome, Measured | PrunedSlow)]
-    if is_disturbed(kept) or (measured and kept.verdict in RETRYABLE):
-        complete = [outcome for outcome in measured if isinstance(outcome, Measured)] or measured
-        if not complete:
-            assert isinstance(kept, OutOfMemory)
-            return Crashed(
-                phase="build" if kept.stage == "load" else "warmup",
-                detail=f"another process held memory that this trial was to have: {kept.detail}",
-            )
-        kept = max(complete, key=lambda outcome: outcome.measurement.tokens_per_second)
+    if is_disturbed(kept) and not measured:
+        assert isinstance(kept, OutOfMemory)
+        return Crashed(
+            phase="build" if kept.stage == "load" else "warmup",
+            detail=f"another process held memory that this trial was to have: {kept.detail}",
+        )
+    if measured and (is_disturbed(kept) or kept.verdict in RETRYABLE):
+        # One that was measured to its end before one that was stopped.
+        kept = max(measured, key=lambda o: (o.verdict is Verdict.FITS, _speed(o)))
     if len(outcomes) == 1 or not isinstance(kept, Measured | PrunedSlow):
         return kept
-    flags = (*kept.measurement.flags, REMEASURED)
+    flags = kept.measurement.flags + (REMEASURED,)
     measurement = kept.measurement.model_copy(update={"flags": flags})
     return kept.model_copy(update={"measurement": measurement})
+
+
+def _speed(outcome: Measured | PrunedSlow) -> float:
+    return outcome.measurement.tokens_per_second
 
 
 class ConsecutiveFailures:
@@ -392,8 +428,8 @@ class ConsecutiveFailures:
         if not isinstance(outcome, Crashed | TimedOut):
             self._failures = []
             return
-        alike = [failure for failure in self._failures if _kind(failure) == _kind(outcome)]
-        self._failures = [*alike, outcome]
+        self._failures = [one for one in self._failures if _kind(one) == _kind(outcome)]
+        self._failures.append(outcome)
         if len(self._failures) >= FAILURES_IN_A_ROW:
             how, suspect, cure = _words_of(self._failures[0])
             raise EnvironmentFault(
@@ -406,9 +442,10 @@ class ConsecutiveFailures:
 def _kind(failure: Crashed | TimedOut) -> tuple[str, str]:
     """Return what failures have in common that are the machine's doing; what the host lacks it
     lacks in whichever phase."""
-    cause = failure.cause if isinstance(failure, Crashed) else None
-    is_of_host = cause in ("host_out_of_memory", "too_few_descriptors")
-    return failure.verdict, str(cause) if is_of_host else failure.phase
+    match failure:
+        case Crashed(cause="host_out_of_memory" | "too_few_descriptors"):
+            return failure.verdict, str(failure.cause)
+    return failure.verdict, failure.phase
 
 
 def nothing_concluded(records: Iterable[TrialRecord]) -> EnvironmentFault | None:
@@ -420,7 +457,9 @@ def nothing_concluded(records: Iterable[TrialRecord]) -> EnvironmentFault | None
     failures = [r.outcome for r in known if isinstance(r.outcome, Crashed | TimedOut)]
     if not failures or any(record.verdict in WORTH_KEEPING for record in known):
         return None
-    count = "the only trial that ran" if len(failures) == 1 else f"all {len(failures)} trials"
+    count = f"all {len(failures)} trials"
+    if len(failures) == 1:
+        count = "the only trial that ran"
     _, suspect, cure = _words_of(failures[0])
     return EnvironmentFault(
         f"nothing is known of what fits: {count} failed, and {suspect}. "

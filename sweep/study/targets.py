@@ -65,26 +65,34 @@ def resolve_target(space: SearchSpace, card: Card | None) -> ResolvedTarget:
             )
         target = Target(gpu="cpu", device="cpu", budget_bytes=int(space.budget_gib * GIB))
         return ResolvedTarget(target, None, None)
-    wanted = None if space.gpu == "auto" else find_gpu(space.gpu)
+    wanted = None
+    asked = "a GPU"
+    if space.gpu != "auto":
+        wanted = find_gpu(space.gpu)
+        asked = f"the {wanted.name}"
     if card is None:
-        asked = "a GPU" if wanted is None else f"the {wanted.name}"
         raise EnvironmentFault(
             f"space '{space.name}' is for {asked}, and this machine shows no NVIDIA GPU: {ADVICE}"
         )
     host = card.known
-    capability = card.compute_capability or (None if host is None else host.compute_capability)
-    stands_in = wanted is not None and wanted != host
-    here = card.product if host is None else product_of(host)
-    spec = wanted if stands_in else host
+    here = card.product
+    capability = card.compute_capability
+    if host is not None:
+        here = product_of(host)
+        capability = capability or host.compute_capability
+    if wanted is None or wanted == host:
+        name = card.product if host is None else host.name
+        budget_bytes = _budget(space, card, host, stands_in=False)
+        target = Target(gpu=name, device="cuda", budget_bytes=budget_bytes)
+        return ResolvedTarget(target, capability, capability)
     target = Target(
-        gpu=card.product if spec is None else spec.name,
+        gpu=wanted.name,
         device="cuda",
-        budget_bytes=_budget(space, card, spec, stands_in=stands_in),
-        emulated_on=here if stands_in else None,
+        budget_bytes=_budget(space, card, wanted, stands_in=True),
+        emulated_on=here,
     )
-    both = (capability, spec.compute_capability if stands_in and spec is not None else None)
-    least = min((known for known in both if known is not None), default=None)
-    return ResolvedTarget(target, least, capability)
+    capabilities = filter(None, (capability, wanted.compute_capability))
+    return ResolvedTarget(target, min(capabilities, default=None), capability)
 
 
 def _budget(space: SearchSpace, card: Card, spec: GpuSpec | None, *, stands_in: bool) -> int:
@@ -92,7 +100,7 @@ def _budget(space: SearchSpace, card: Card, spec: GpuSpec | None, *, stands_in: 
 
     Args:
         space: what is searched.
-        GPU: that is here.
+        card: the GPU that is here.
         spec: of the target; None for one that the catalogue does not have.
         stands_in: whether the GPU stands in for another target.
     """
@@ -105,15 +113,17 @@ def _budget(space: SearchSpace, card: Card, spec: GpuSpec | None, *, stands_in: 
             f"the {card.product} here has {units.gib(card.memory_bytes)} and cannot stand in "
             f"for the {spec.name}, whose trainings may take {units.gib(spec.budget_bytes)}"
         )
+    gpu = card.product
     if spec is not None:
-        # A slice of a GPU, or one with ECC on, has less than the catalogue says.
-        missing = 0 if stands_in else max(0, spec.memory_bytes - card.memory_bytes)
-        available = spec.budget_bytes - missing
+        gpu = spec.name
+        available = spec.budget_bytes
+        if not stands_in:
+            # A slice of a GPU, or one with ECC on, has less than the catalogue says.
+            available -= max(0, spec.memory_bytes - card.memory_bytes)
     if space.budget_gib is None:
         return available
-    name = card.product if spec is None else spec.name
     try:
-        return asked_bytes(space.budget_gib, available=available, gpu=name)
+        return asked_bytes(space.budget_gib, available=available, gpu=gpu)
     except InputError as error:
         raise InputError(f"space '{space.name}': {error}") from error
 
@@ -141,9 +151,10 @@ def least_weight_bytes(space: SearchSpace, model: ModelSpec) -> int | None:
     embeddings and head never are, nor experts that are one tensor a layer. Constants, norms and
     everything that trains come on top.
     """
-    experts, shapes = expert_weights(model), linear_shapes(model)
+    experts = expert_weights(model)
     if experts is not None:
         return 2 * (experts + model.vocab_size * model.hidden_size)
+    shapes = linear_shapes(model)
     if shapes is None:
         return None
     bits = min(QUANTIZATIONS[kind].bits for kind in space.values_of("quantization"))

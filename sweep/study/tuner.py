@@ -35,14 +35,15 @@ def tune(driver: Driver, *, is_anew: bool = False) -> StopReason:
     Args:
         driver: of this run.
         is_anew: whether the winner is measured again, whatever was measured of it before, and
-            nothing is searched. What was begun of that and not finished goes on.
+            nothing is searched. What was begun of that and not finished is resumed.
 
     Raises:
         InputError: the time budget is too short for one trial; nothing was begun.
         EnvironmentFault: the device or the database is not to be had, trial after trial fails in
             the same way, or no trial that ran came to anything else. What was measured is stored.
     """
-    study, interruption = driver.study, driver.interruption
+    study = driver.study
+    interruption = driver.interruption
     with driver.within_time():
         with interruption.interruptible():
             driver.recover()
@@ -93,7 +94,8 @@ class Search(Source):
 
     def __init__(self, driver: Driver) -> None:
         self._driver = driver
-        self._study, self._space = driver.study, driver.space
+        self._study = driver.study
+        self._space = driver.space
         self._since = driver.study.ledger.next_number
         # The guided sampler alone never asks for what a rule forbids.
         rules = driver.forecaster.is_valid if self._space.sampler == "guided" else None
@@ -103,8 +105,10 @@ class Search(Source):
         self._rivals = Rivals(
             driver.study.definition, records, confirmations=driver.study.confirmations()
         )
-        self._tried = {identity(record.config) for record in records}
+        self._tried: set[str] = set()
         """What was begun, by identity: told or running."""
+        for record in records:
+            self._tried.add(identity(record.config))
         self._failures: dict[Lane, ConsecutiveFailures] = {}
         self._failed_on: dict[TrialConfig, Lane] = {}
         """Where what is tried again failed last: another lane may know better."""
@@ -117,7 +121,7 @@ class Search(Source):
         """
         driver = self._driver
         work = self._work()
-        self._tried |= {identity(config) for config in work.running}
+        self._tried.update(map(identity, work.running))
         if self._tokens is None:
             self._tokens = tokens_of(self._study)
         kept_seconds = self._kept_seconds()
@@ -192,7 +196,8 @@ class Search(Source):
     def _reason_to_stop(self, work: _Work) -> StopReason | TrialConfig | None:
         """Return why no further trial should start; or a configuration that is to be tried before
         the search may end, or None for whatever is next."""
-        driver, limits = self._driver, self._driver.limits
+        driver = self._driver
+        limits = driver.limits
         reason = driver.reason_to_stop()
         if reason is StopReason.INTERRUPTED:
             return reason
@@ -219,7 +224,8 @@ class Search(Source):
 
     def _kept_seconds(self) -> float:
         """Return how much of the run's time is kept for confirming what is the winner now."""
-        time, budget = self._driver.time, self._space.confirm
+        time = self._driver.time
+        budget = self._space.confirm
         if not time.is_limited or budget is None:
             return 0.0
         ranking = ranking_of(self._study)
@@ -234,10 +240,10 @@ class Search(Source):
         """Whether another trial would be cut short, as long as trials take in the median."""
         if not self._driver.time.is_limited:
             return False
-        ran = [record.run_seconds for record in self._study.records() if record.device_seconds]
+        seconds = [record.run_seconds for record in self._study.records() if record.device_seconds]
         usual_seconds = 0.0
-        if ran:
-            usual_seconds = statistics.median(ran)
+        if seconds:
+            usual_seconds = statistics.median(seconds)
         return self._driver.time.left_seconds - kept_seconds <= usual_seconds
 
     @cached_property

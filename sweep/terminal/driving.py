@@ -38,8 +38,9 @@ from qlora_sweep.sweep.running.runner import Lanes, Runner
 from qlora_sweep.sweep.stop_signals import INTERRUPTED
 from qlora_sweep.sweep.study import recorded, session
 from qlora_sweep.sweep.study.events import Interruption, Listener, StopReason, undisturbed
+from qlora_sweep.sweep.study.prepared import Prepared, prepare, prepare_again
 from qlora_sweep.sweep.study.run_time import MARGIN, CommandStart
-from qlora_sweep.sweep.study.session import Prepared, Watch, drive, prepare, prepare_again
+from qlora_sweep.sweep.study.session import Watch, drive
 from qlora_sweep.sweep.terminal import console
 from qlora_sweep.sweep.terminal.board import Board, fixed_words, search_words
 from qlora_sweep.sweep.terminal.commands import read_for_report

@@ -207,9 +207,13 @@ def recompute(
 def held_share(attachment: Attached) -> float:
     """Return how much of the decoder layers' weights this process holds: all, where nothing is
     sharded."""
-    parameters = [p for layer in attachment.layers for p in layer.parameters()]
-    whole = sum(p.numel() for p in parameters)
-    return sum(local(p).numel() for p in parameters) / whole if whole else 1.0
+    whole = 0
+    held = 0
+    for layer in attachment.layers:
+        for parameter in layer.parameters():
+            whole += parameter.numel()
+            held += local(parameter).numel()
+    return held / whole if whole else 1.0
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:

@@ -8,7 +8,7 @@ import gc
 import platform
 import resource
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -95,21 +95,64 @@ class Memory:
 
 
 class Device(Protocol):
-    """What a process trains on; another kind of GPU is another class."""
+    """What a process trains on. Another kind of GPU is another class, in `DEVICE_TYPES`; what it
+    does not say itself is as on a CPU."""
 
     torch_device: torch.device
+
+    @staticmethod
+    def is_available() -> bool:
+        """Whether torch finds one."""
+        return True
+
+    @staticmethod
+    def choose(index: int) -> None:
+        """Make one of those that can be seen this process's own, before it is opened."""
+        return
+
+    @staticmethod
+    def count() -> int | None:
+        """Return how many can be seen; None where that limits nothing."""
+        return None
+
+    @staticmethod
+    def product() -> str:
+        """Return what the driver calls the one that was chosen."""
+        return "CPU"
+
+    @staticmethod
+    def pci_bus_id() -> str | None:
+        """Return where the one that was chosen is plugged in; None where it is in no slot."""
+        return None
+
+    @staticmethod
+    def random_states() -> list[torch.Tensor]:
+        """Return the states of its random generators; none where they are the host's."""
+        return []
+
+    @property
+    def rng_devices(self) -> list[torch.device]:
+        """Devices whose random generators `torch.random.fork_rng` has to keep."""
+        return []
 
     def cap(self, budget_bytes: int) -> None:
         """Keep the trainings of this process within a budget."""
 
+    def stop_limiting_host(self) -> None:
+        """Let this process take what it likes of the host's memory from now on."""
+        return
+
     def expand_segments(self, is_expandable: bool) -> None:
-        """Make the allocator's segments that are taken from now on grow, or keep their size."""
+        """Make the allocator's segments that are taken from now on grow, or keep their size, where
+        it has any."""
+        return
 
     def warm_up(self) -> None:
         """Take now what libraries take once, so that no trial is charged for it."""
 
     def mark(self) -> Mark:
         """Return a mark behind everything that is queued by now."""
+        return Mark()
 
     def release(self) -> None:
         """Give back what nothing refers to any more."""
@@ -132,6 +175,7 @@ class Device(Protocol):
     def room_bytes(self) -> int | None:
         """Return the bytes that this process holds or could still have; None where that is not
         its own to have."""
+        return None
 
     def ran_out(self, error: BaseException) -> bool:
         """Whether an exception, still being handled, means that memory ran out."""
@@ -142,9 +186,9 @@ class CudaDevice(Device):
 
     def __init__(self) -> None:
         self.torch_device = torch.device("cuda", torch.cuda.current_device())
-        card: Any = torch.cuda.get_device_properties(self.torch_device)
-        self._total_bytes = int(card.total_memory)
-        self._shares_the_hosts = bool(getattr(card, "is_integrated", False))
+        properties: Any = torch.cuda.get_device_properties(self.torch_device)
+        self._total_bytes = int(properties.total_memory)
+        self._shares_the_hosts = bool(getattr(properties, "is_integrated", False))
         # Under Windows the driver answers a full GPU with the host's memory.
         self._can_spill = "microsoft" in platform.release().lower()
         self._retries_before = 0
@@ -154,6 +198,42 @@ class CudaDevice(Device):
         """Of the step that is observed."""
         self._peak_stage: Stage = "load"
         self._peak_seen = 0
+
+    @staticmethod
+    def is_available() -> bool:
+        """See `Device.is_available`."""
+        return torch.cuda.is_available()
+
+    @staticmethod
+    def choose(index: int) -> None:
+        """See `Device.choose`."""
+        torch.cuda.set_device(index)
+
+    @staticmethod
+    def count() -> int | None:
+        """See `Device.count`."""
+        return torch.cuda.device_count()
+
+    @staticmethod
+    def product() -> str:
+        """See `Device.product`."""
+        return torch.cuda.get_device_name()
+
+    @staticmethod
+    def pci_bus_id() -> str | None:
+        """See `Device.pci_bus_id`."""
+        gpu: Any = torch.cuda.get_device_properties(torch.cuda.current_device())
+        return f"{gpu.pci_domain_id:08x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0"
+
+    @staticmethod
+    def random_states() -> list[torch.Tensor]:
+        """See `Device.random_states`."""
+        return torch.cuda.get_rng_state_all()
+
+    @property
+    def rng_devices(self) -> list[torch.device]:
+        """See `Device.rng_devices`."""
+        return [self.torch_device]
 
     def cap(self, budget_bytes: int) -> None:
         """Refuse, for real, what would take the trainings of this process past the budget."""
@@ -198,7 +278,8 @@ class CudaDevice(Device):
         counts = torch.cuda.memory_stats()
         self._retries_before = counts.get("num_alloc_retries", 0)
         self._rooms["trial"] = self._room_bytes()
-        self._peak_stage, self._peak_seen = "load", counts.get("allocated_bytes.all.peak", 0)
+        self._peak_stage = "load"
+        self._peak_seen = counts.get("allocated_bytes.all.peak", 0)
 
     @contextlib.contextmanager
     def observed(self) -> Iterator[None]:
@@ -216,27 +297,32 @@ class CudaDevice(Device):
             return
         peak = torch.cuda.max_memory_allocated()
         if peak > self._peak_seen:
-            self._peak_seen, self._peak_stage = peak, self._stage
+            self._peak_seen = peak
+            self._peak_stage = self._stage
         self._stage = stage
 
     def memory(self) -> Memory:
         """Return the counters since `reset_peak`."""
         counts = torch.cuda.memory_stats()
         reserved = counts.get("reserved_bytes.all.peak", 0)
+        spilled_bytes = 0
         # Elsewhere more than there was to have means that a neighbour left.
-        is_spilled = self._can_spill and self._rooms
+        if self._can_spill and self._rooms:
+            spilled_bytes = bytes_beyond(reserved, min(self._rooms.values()))
         return Memory(
             peak_allocated_bytes=counts.get("allocated_bytes.all.peak", 0),
             peak_stage=self._peak_stage,
             peak_reserved_bytes=reserved,
             allocator_retries=counts.get("num_alloc_retries", 0) - self._retries_before,
-            spilled_bytes=bytes_beyond(reserved, min(self._rooms.values())) if is_spilled else 0,
+            spilled_bytes=spilled_bytes,
         )
 
     def room_bytes(self) -> int | None:
         """Return the bytes that this process holds or could still have; None where the host's
         memory is the GPU's, which all use."""
-        return None if self._shares_the_hosts else self._room_bytes()
+        if self._shares_the_hosts:
+            return None
+        return self._room_bytes()
 
     def ran_out(self, error: BaseException) -> bool:
         """Whether an exception, still being handled, means that the GPU's memory ran out."""
@@ -282,8 +368,10 @@ class CpuDevice(Device):
             )
         self._budget = budget_bytes
 
-    def expand_segments(self, is_expandable: bool) -> None:
-        """Do nothing: the heap has no segments."""
+    def stop_limiting_host(self) -> None:
+        """Lift the limit on private memory until the next `reset_peak`: what a long training keeps
+        beside its tensors is no part of the budget."""
+        _limit_data(resource.RLIM_INFINITY)
 
     def warm_up(self) -> None:
         """Take now what is taken once: threads and their stacks, kernels, the profiler."""
@@ -291,10 +379,6 @@ class CpuDevice(Device):
             weight = torch.randn(512, 512, dtype=dtype, requires_grad=True)
             with self.observed():
                 (weight @ weight).sum().backward()
-
-    def mark(self) -> Mark:
-        """Return a mark, passed at once."""
-        return Mark()
 
     def release(self) -> None:
         """Give back what nothing refers to any more."""
@@ -359,10 +443,6 @@ class CpuDevice(Device):
         """Return the peak since `reset_peak`."""
         return self._memory
 
-    def room_bytes(self) -> int | None:
-        """Return None: nobody can take it."""
-        return None
-
     def ran_out(self, error: BaseException) -> bool:
         """Whether memory ran out: at the limit, libraries fail in ways of their own."""
         if is_host_out_of_memory(error):
@@ -379,25 +459,30 @@ def _is_at_limit() -> bool:
 def _highest_total(watch: profile) -> tuple[int, Stage]:
     """Return the highest running total of allocated minus freed bytes, and the stage it was in."""
     results: Any = watch.profiler and watch.profiler.kineto_results
+    if not results:
+        return 0, "load"
     total = highest = 0
     stage = highest_stage = "load"
-    for event in sorted(results.events() if results else (), key=lambda event: event.start_ns()):
+    for event in sorted(results.events(), key=lambda event: event.start_ns()):
         name = event.name()
         if name.startswith(_MARK):
             stage = name.removeprefix(_MARK)
         elif name == "[memory]":
             total += event.nbytes()
             if total > highest:
-                highest, highest_stage = total, stage
+                highest = total
+                highest_stage = stage
     return highest, cast(Stage, highest_stage)
 
 
 def _limit_data(soft: int) -> None:
-    """Limit this process's private memory, where somebody's own limit (`ulimit -d`) is no lower."""
+    """Limit this process's private memory, where the user's limit (`ulimit -d`) is no lower."""
     _, hard = resource.getrlimit(resource.RLIMIT_DATA)
-    if hard != resource.RLIM_INFINITY:
-        # Who is not root may not raise it.
-        soft = hard if soft == resource.RLIM_INFINITY else min(soft, hard)
+    # Who is not root may not raise the hard one.
+    if soft == resource.RLIM_INFINITY:
+        soft = hard
+    elif hard != resource.RLIM_INFINITY:
+        soft = min(soft, hard)
     resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
 
 
@@ -405,20 +490,25 @@ def _bytes_of(kind: str) -> int:
     """Return what the kernel counts of this process under a name (Linux): ``VmData`` is what
     `RLIMIT_DATA` limits."""
     status = Path("/proc/self/status").read_text(encoding="ascii")
-    return next(
-        int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith(f"{kind}:")
-    )
+    values = dict(line.split(":", maxsplit=1) for line in status.splitlines())
+    return int(values[kind].split()[0]) * 1024
 
 
 def bytes_beyond(reserved_bytes: int, room: int) -> int:
     """Return how much of what was reserved a GPU with so much room cannot have held itself."""
     beyond = reserved_bytes - room
-    return beyond if beyond > _SPILL_SLACK_BYTES else 0
+    if beyond <= _SPILL_SLACK_BYTES:
+        return 0
+    return beyond
 
 
-_DEVICES: Mapping[str, Callable[[], Device]] = {"cuda": CudaDevice, "cpu": CpuDevice}
+DEVICE_TYPES: Mapping[str, type[CudaDevice] | type[CpuDevice]] = {
+    "cuda": CudaDevice,
+    "cpu": CpuDevice,
+}
+"""By torch's names, as `search_spaces.kinds.DEVICES` has them."""
 
 
 def open_device(name: str) -> Device:
     """Return the device that torch calls ``cuda`` or ``cpu``."""
-    return _DEVICES[name]()
+    return DEVICE_TYPES[name]()

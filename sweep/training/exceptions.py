@@ -5,21 +5,15 @@ from __future__ import annotations
 import re
 import traceback
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 import torch
 
 from qlora_sweep.search_spaces.config import TrialConfig
-from qlora_sweep.search_spaces.errors import words_of
-from qlora_sweep.storage.records import OutOfMemory, Stage
-
-if TYPE_CHECKING:
-    from qlora_sweep.sweep.training.device import Device
-    from qlora_sweep.sweep.training.step import TrainingLoop
+from qlora_sweep.storage.records import Outcome
 
 DETAIL_LENGTH = 600
 
-_CARD_MEMORY = re.compile(
+_GPU_MEMORY = re.compile(
     r"CUDA out of memory"
     r"|CUDA (?:driver )?error: out of memory"
     r"|cuda runtime error \(2\)"
@@ -51,24 +45,36 @@ _REQUESTED = re.compile(r"(?:Tried to allocate|tried to allocate) ([\d.]+) ?(byt
 _UNITS = {None: 1, "bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 
 
+class TrialEnded(Exception):  # noqa: N818 - the end of a trial may be an answer
+    """The trial is over before it was measured."""
+
+    def __init__(self, outcome: Outcome) -> None:
+        super().__init__(outcome.verdict)
+        self.outcome = outcome
+
+
 def is_card_out_of_memory(error: BaseException) -> bool:
     """Whether an exception means that the GPU's memory ran out, and not the host's."""
-    causes = [cause for cause in _causes(error) if _HOST_ALLOCATOR not in str(cause)]
-    is_memory = any(
-        isinstance(cause, torch.OutOfMemoryError)
-        or (isinstance(cause, RuntimeError) and _CARD_MEMORY.search(str(cause)))
-        for cause in causes
-    )
-    return is_memory and not lacks_kernel_resources(error)
+    if lacks_kernel_resources(error):
+        return False
+    for cause in _causes(error):
+        if _HOST_ALLOCATOR in str(cause):
+            continue
+        if isinstance(cause, torch.OutOfMemoryError):
+            return True
+        if isinstance(cause, RuntimeError) and _GPU_MEMORY.search(str(cause)):
+            return True
+    return False
 
 
 def is_host_out_of_memory(error: BaseException) -> bool:
     """Whether an exception means that the memory of the process ran out."""
-    return any(
-        isinstance(cause, torch.OutOfMemoryError | MemoryError)
-        or (isinstance(cause, RuntimeError | OSError) and _HOST_MEMORY.search(str(cause)))
-        for cause in _causes(error)
-    )
+    for cause in _causes(error):
+        if isinstance(cause, torch.OutOfMemoryError | MemoryError):
+            return True
+        if isinstance(cause, RuntimeError | OSError) and _HOST_MEMORY.search(str(cause)):
+            return True
+    return False
 
 
 def lacks_kernel_resources(error: BaseException) -> bool:
@@ -91,7 +97,9 @@ def knob_at_fault(error: BaseException, config: TrialConfig) -> str | None:
         # Dynamo also raises what the traced code raised, and then names the lines it was tracing.
         is_dynamos_own = isinstance(error, torch._dynamo.exc.TorchDynamoException)
         is_compilers = is_dynamos_own or "from user code:" in str(error)
-        return "compile" if config.compile and is_compilers else None
+        if config.compile and is_compilers:
+            return "compile"
+        return None
     for cause in _causes(error):
         # From where it was raised outwards.
         for frame, _ in reversed(list(traceback.walk_tb(cause.__traceback__))):
@@ -108,36 +116,9 @@ def knob_at_fault(error: BaseException, config: TrialConfig) -> str | None:
 def requested_bytes(error: BaseException) -> int | None:
     """Return the size of the allocation that failed, where the message tells it."""
     match = _REQUESTED.search(str(error))
-    return None if match is None else int(float(match[1]) * _UNITS[match[2]])
-
-
-def out_of_memory(
-    error: Exception,
-    device: Device,
-    loop: TrainingLoop | None,
-    *,
-    stage: Stage = "forward",
-    doing: str = "",
-    flags: tuple[str, ...] = (),
-) -> OutOfMemory:
-    """Return the outcome of a training that ran out of memory, in strings and numbers alone.
-
-    Args:
-        error: still being handled.
-        device: on which.
-        loop: whose steps were done; None before there is one.
-        stage: where that was, if there was no step.
-        doing: what else than a training step was being done, to begin a sentence with.
-        flags: of the outcome.
-    """
-    return OutOfMemory(
-        stage=stage if loop is None or loop.stage == "load" else loop.stage,
-        step=0 if loop is None else loop.micro_step,
-        requested_bytes=requested_bytes(error),
-        peak_allocated_bytes=device.memory().peak_allocated_bytes,
-        detail=(doing + words_of(error))[:DETAIL_LENGTH],
-        flags=flags,
-    )
+    if match is None:
+        return None
+    return int(float(match[1]) * _UNITS[match[2]])
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:

@@ -7,7 +7,6 @@ from __future__ import annotations
 import statistics
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -24,9 +23,7 @@ from qlora_sweep.sweep.training.fitting import (
     multiplying_in,
     without_dropout,
 )
-
-if TYPE_CHECKING:
-    from qlora_sweep.sweep.training.step import TrainingLoop
+from qlora_sweep.sweep.training.step import TrainingLoop
 
 MICRO_BATCHES = 16
 """On which a step in 8 bits is compared at most. Of two with some fifty supervised tokens together
@@ -55,21 +52,23 @@ def products_of(found: Fitted) -> EightBitProducts:
 def _by_projection(errors: Sequence[LayerErrors]) -> Iterator[ProductErrors]:
     """Yield the errors of the layers of one name together, such as all ``down_proj``."""
     together = defaultdict[str, list[LayerErrors]](list)
-    for found in errors:
-        projection = found.name.removesuffix(".base_layer").rpartition(".")[2]
-        together[projection].append(found)
-    for projection, of_layers in together.items():
-        forward = [found.forward for found in of_layers]
-        gradient = [found.gradient for found in of_layers]
+    for layer in errors:
+        projection = layer.name.removesuffix(".base_layer").rpartition(".")[2]
+        together[projection].append(layer)
+    for projection, layers in together.items():
+
+        def figures(name: str, layers: list[LayerErrors] = layers) -> list[float]:
+            return [getattr(layer, name) for layer in layers]
+
         yield ProductErrors(
             projection=projection,
-            layers=len(of_layers),
-            forward=statistics.median(forward),
-            forward_worst=max(forward),
-            forward_16_bit=statistics.median(found.forward_16_bit for found in of_layers),
-            gradient=statistics.median(gradient),
-            gradient_worst=max(gradient),
-            gradient_16_bit=statistics.median(found.gradient_16_bit for found in of_layers),
+            layers=len(layers),
+            forward=statistics.median(figures("forward")),
+            forward_worst=max(figures("forward")),
+            forward_16_bit=statistics.median(figures("forward_16_bit")),
+            gradient=statistics.median(figures("gradient")),
+            gradient_worst=max(figures("gradient")),
+            gradient_16_bit=statistics.median(figures("gradient_16_bit")),
         )
 
 
@@ -87,8 +86,11 @@ def compared(loop: TrainingLoop) -> Faithfulness:
     whole = [loop.next_batch()]
     while len(whole) < MICRO_BATCHES and sum(map(loss_tokens, whole)) < COMPARED_TOKENS:
         whole.append(loop.next_batch())
-    count, rows = 4 if attached.checkpointed else 1, loop.rows_per_sample
-    parts = [part for batch in whole for part in in_parts(batch, count, rows)]
+    parts = whole
+    if attached.checkpointed:
+        parts = []
+        for batch in whole:
+            parts += in_parts(batch, 4, loop.rows_per_sample)
     with without_dropout(model), as_texts(loop.trained):
         narrow_loss, narrow = _gradients(loop, whole)
         with eager(layers), all_recomputed(model):
@@ -96,7 +98,9 @@ def compared(loop: TrainingLoop) -> Faithfulness:
                 wide_loss, wide = _gradients(loop, parts)
             with multiplying_in(model, "nf4"):
                 coarse_loss, coarse = _gradients(loop, parts)
-    length, narrow_off, coarse_off = _dot(wide, wide), narrow - wide, coarse - wide
+    length = _dot(wide, wide)
+    narrow_off = narrow - wide
+    coarse_off = coarse - wide
     return Faithfulness(
         loss_error=abs(narrow_loss - wide_loss) / abs(wide_loss),
         gradient_error=(_dot(narrow_off, narrow_off) / length) ** 0.5,

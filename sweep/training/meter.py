@@ -52,7 +52,10 @@ def _interval_ranks(most: int) -> tuple[int, ...]:
     to 5 % less a rest that falls with the square of the count (alpha spending), so that six steps,
     of which the extremes miss in 1 of 32 cases, have an interval and ten bear one that was held up.
     """
-    walk, missed, rank, ranks = np.ones(1), 0.0, 0, [0]
+    walk = np.ones(1)
+    missed = 0.0
+    rank = 0
+    ranks = [0]
     for count in range(1, most + 1):
         walk = (np.append(walk, 0.0) + np.append(0.0, walk)) / 2.0
         allowed = 0.05 * (1.0 - 0.375 * (6.0 / count) ** 2) + 1e-12
@@ -85,7 +88,7 @@ def is_steady(seconds: Sequence[float], *, tolerance: float = 0.05) -> bool:
     """
     if len(seconds) < 2:
         return False
-    last, before = seconds[-1], seconds[-2]
+    before, last = seconds[-2:]
     return abs(last - before) <= tolerance * min(last, before)
 
 
@@ -118,7 +121,9 @@ def fastest_median(seconds: Sequence[float]) -> float | None:
     interval = median_interval(seconds)
     if interval is not None:
         return interval[0]
-    return _LENIENCY * min(seconds) if len(seconds) >= _STEPS_TO_JUDGE else None
+    if len(seconds) < _STEPS_TO_JUDGE:
+        return None
+    return _LENIENCY * min(seconds)
 
 
 def mean_step_seconds(
@@ -183,11 +188,15 @@ class CardReader:
         )
 
     def energy_joules(self) -> float | None:
-        """Return the energy that the GPU has used so far; None where nobody counts it."""
-        return None if self._card is None else self._card.energy_joules()
+        """Return the energy that the GPU has used so far; None where it is not counted."""
+        if self._card is None:
+            return None
+        return self._card.energy_joules()
 
     def _processes(self) -> set[int]:
-        return set() if self._card is None else {p.pid for p in self._card.processes()}
+        if self._card is None:
+            return set()
+        return {process.pid for process in self._card.processes()}
 
 
 @dataclass
@@ -207,7 +216,7 @@ class NeighbourWatch:
     budget_bytes: int | None
     has_paged_memory: bool = False
     _least_room: int = 0
-    """So much is left where nobody came."""
+    """So much is left while no other process takes memory."""
 
     def start(self) -> None:
         """Take what the device has for this process now as what it had before anybody came."""
@@ -252,7 +261,8 @@ class EnergyCount:
 
     def end(self) -> None:
         """Let it not count any more."""
-        (started, before), now = self._begun, self.card.energy_joules()
+        started, before = self._begun
+        now = self.card.energy_joules()
         self.seconds += time.perf_counter() - started
         if self.joules is None or before is None or now is None:
             self.joules = None
@@ -271,7 +281,7 @@ class Meter:
     """The steps of one trial: what each took, and whether there are enough.
 
     Attributes:
-        is_soak: whether it goes on, however precise the steps are, until their budget is spent.
+        is_soak: whether it continues, however precise the steps are, until their budget is spent.
     """
 
     config: TrialConfig
@@ -329,8 +339,9 @@ class Meter:
         is_spent = done >= steps.measured_max or elapsed_seconds >= steps.seconds_max
         if is_spent or self.is_soak:
             return is_spent
-        wanted, most = steps.relative_interval, steps.measured_max
-        return self._is_precise() or is_in_vain(self.measured, relative=wanted, steps_max=most)
+        return self._is_precise() or is_in_vain(
+            self.measured, relative=steps.relative_interval, steps_max=steps.measured_max
+        )
 
     def _is_precise(self) -> bool:
         return is_precise(self.measured, relative=self.steps.relative_interval)
@@ -357,7 +368,10 @@ class Meter:
         }
 
     def _throttle_reasons(self) -> tuple[str, ...]:
-        return tuple(sorted({reason for r in self._readings for reason in r.throttle_reasons}))
+        reasons: set[str] = set()
+        for reading in self._readings:
+            reasons.update(reading.throttle_reasons)
+        return tuple(sorted(reasons))
 
     def flags(self) -> dict[str, bool]:
         """Return what makes the measured seconds less sure, by flag."""
@@ -396,12 +410,22 @@ def flops_per_token(
     )
 
 
+def _first_of(text: PreTrainedConfig, keys: Sequence[str]) -> Any:
+    """Return what a config has under the first of some keys that it has; None without any."""
+    for key in keys:
+        if hasattr(text, key):
+            return getattr(text, key)
+    return None
+
+
 def _multiplied(attachment: Attached, text: PreTrainedConfig) -> Iterator[tuple[str, float | None]]:
     """Yield of each module with how many weights each token is multiplied; None where it is of a
     kind that is not known. A token meets as many experts as the router sends it to."""
-    count = next((getattr(text, key) for key in _EXPERTS if hasattr(text, key)), None)
-    routed = next((getattr(text, key) for key in _ROUTED if hasattr(text, key)), None)
-    share = routed / count if isinstance(count, int) and isinstance(routed, int) else None
+    count = _first_of(text, _EXPERTS)
+    routed = _first_of(text, _ROUTED)
+    share = None
+    if isinstance(count, int) and isinstance(routed, int):
+        share = routed / count
     modules = dict(attachment.model.named_modules())
     experts = tuple(f"{name}." for name in modules if name.rpartition(".")[2] == "experts")
     for name, module in modules.items():

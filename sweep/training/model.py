@@ -188,15 +188,18 @@ def decoder_layers(model: PreTrainedModel) -> list[torch.nn.Module]:
     several (a hybrid's). A model that counts otherwise has them in the longest list of modules
     that transformers can checkpoint. Experts may be more than layers, and are neither.
     """
-    lists = [list(m) for m in model.modules() if isinstance(m, torch.nn.ModuleList)]
     count = getattr(model.config.get_text_config(), "num_hidden_layers", None)
-    counted = [layers for layers in lists if len(layers) == count]
-    if counted:
-        return counted[0]
-    checkpointed = [
-        layers for layers in lists if all(isinstance(m, GradientCheckpointingLayer) for m in layers)
-    ]
-    return max(checkpointed, key=len, default=[])
+    longest: list[torch.nn.Module] = []
+    for module in model.modules():
+        if not isinstance(module, torch.nn.ModuleList):
+            continue
+        layers = list(module)
+        if len(layers) == count:
+            return layers
+        can_checkpoint = all(isinstance(m, GradientCheckpointingLayer) for m in layers)
+        if can_checkpoint and len(layers) > len(longest):
+            longest = layers
+    return longest
 
 
 def unquantized_layers(model: PreTrainedModel, config: TrialConfig) -> list[str]:
@@ -234,14 +237,18 @@ def quantized_share(
     if not config.is_quantized:
         return None
     left = tuple(f"{name}." for name in unquantized_layers(model, config))
-    stored = list(spec.stored.left or ()) if spec is not None and spec.stored is not None else []
-    weights = {True: 0, False: 0}
+    stored: list[str] = []
+    if spec is not None and spec.stored is not None:
+        stored += spec.stored.left or ()
+    quantized = 0
+    total = 0
     for name, module, count in _matrices(model):
         is_left = not should_convert_module(name.removesuffix(".weight"), stored)
         if not name.startswith(left) and not is_left:
-            weights[isinstance(module, bnb.nn.Linear4bit | EightBitLinear)] += count
-    total = sum(weights.values())
-    return weights[True] / total if total else 1.0
+            total += count
+            if isinstance(module, bnb.nn.Linear4bit | EightBitLinear):
+                quantized += count
+    return quantized / total if total else 1.0
 
 
 def _matrices(model: PreTrainedModel) -> Iterator[tuple[str, torch.nn.Module, int]]:
@@ -259,12 +266,10 @@ def _matrices(model: PreTrainedModel) -> Iterator[tuple[str, torch.nn.Module, in
             continue
         for name, parameter in module.named_parameters(recurse=False):
             if isinstance(module, LINEAR):
-                count = weights_of(module) if name == "weight" else 0
-            else:
-                is_large = parameter.ndim == 2 and parameter.numel() > square
-                count = parameter.numel() if is_large or parameter.ndim >= 3 else 0
-            if count:
-                yield f"{path}.{name}", module, count
+                if name == "weight":
+                    yield f"{path}.{name}", module, weights_of(module)
+            elif parameter.ndim >= 3 or (parameter.ndim == 2 and parameter.numel() > square):
+                yield f"{path}.{name}", module, parameter.numel()
 
 
 def weights_of(linear: Any) -> int:
@@ -283,7 +288,7 @@ def _kept_modules(model: PreTrainedModel, config: TrialConfig, spec: ModelSpec) 
         return kept
     # It takes a pattern for the start of a name, so that layer 1 would match layer 10 too.
     left = [f"{re.escape(name)}\\." for name in unquantized_layers(model, config)]
-    return [*get_keys_to_not_convert(model), *left]
+    return list(get_keys_to_not_convert(model)) + left
 
 
 def _bnb_config(config: TrialConfig, kept: list[str] | None) -> BitsAndBytesConfig:
@@ -383,7 +388,7 @@ def give_weights(
         if module.bias is not None:
             bias = torch.zeros(module.out_features, device=device, dtype=compute_type(config))
             module.bias = torch.nn.Parameter(bias, requires_grad=False)
-    elif [*module.parameters(recurse=False), *module.buffers(recurse=False)]:
+    elif list(own_tensors(module)):
         module.to_empty(device=device, recurse=False)
         fill_module(model, module)
 
@@ -393,17 +398,22 @@ def take_weights(
 ) -> None:
     """Give a module of a skeleton the weights of the same one on the host, quantized at once where
     they are to be."""
-    for name, tensor in [
-        *whole.named_buffers(recurse=False),
-        *whole.named_parameters(recurse=False),
-    ]:
+    named = list(whole.named_buffers(recurse=False))
+    named += whole.named_parameters(recurse=False)
+    for name, tensor in named:
         if name == "weight" and isinstance(module, bnb.nn.Linear4bit):
             _quantize(module, tensor.detach(), config=config, device=device)
             continue
         value = tensor.detach().to(device, copy=True)
-        is_parameter = isinstance(tensor, torch.nn.Parameter)
-        own = torch.nn.Parameter(value, requires_grad=False) if is_parameter else value
-        setattr(module, name, own)
+        if isinstance(tensor, torch.nn.Parameter):
+            value = torch.nn.Parameter(value, requires_grad=False)
+        setattr(module, name, value)
+
+
+def own_tensors(module: torch.nn.Module) -> Iterator[torch.Tensor]:
+    """Yield a module's own parameters and buffers."""
+    yield from module.parameters(recurse=False)
+    yield from module.buffers(recurse=False)
 
 
 def fill_module(model: PreTrainedModel, module: torch.nn.Module) -> None:
@@ -412,7 +422,7 @@ def fill_module(model: PreTrainedModel, module: torch.nn.Module) -> None:
     Some get theirs where the module is made, which happens on the meta device here: what is left of
     other programs in their memory would make the loss infinite now and then.
     """
-    for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
+    for tensor in own_tensors(module):
         if tensor.dim() > 1 and tensor.is_floating_point():
             torch.nn.init.normal_(tensor, std=0.02)
         else:

@@ -92,7 +92,8 @@ class Preference(torch.nn.Module):
     def __init__(self, model: PeftModel, config: Settings) -> None:
         super().__init__()
         # A model's `config` is one of transformers', which Trainer changes.
-        self.model, self._settings = model, config
+        self.model = model
+        self._settings = config
         self._adapters = [m for m in model.modules() if isinstance(m, LoraLayer)]
         self.newest: Pairs | None = None
         """The newest micro-batch, without gradients."""
@@ -115,7 +116,8 @@ class Preference(torch.nn.Module):
             reference = self.reference(batch)
         pairs = Pairs(log_probabilities(self.model, batch).sum(1), reference, tokens)
         loss = pairs.losses(self._settings).mean()
-        self.newest, self.loss = pairs._replace(policy=pairs.policy.detach()), loss.detach()
+        self.newest = pairs._replace(policy=pairs.policy.detach())
+        self.loss = loss.detach()
         return CausalLMOutput(loss=loss)
 
     @torch.no_grad()
@@ -157,7 +159,8 @@ class _LogProbabilities(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: torch.Tensor, labels: torch.Tensor, head: Any) -> torch.Tensor:
         ctx.save_for_backward(hidden, labels)
-        ctx.head, ctx.dtype = head, _dtype_of_products(hidden, head)
+        ctx.head = head
+        ctx.dtype = _dtype_of_products(hidden, head)
         of_tokens = _of_tokens(head, ctx.dtype)
         found = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)
         for part in chunks(len(hidden), len(head.weight)):

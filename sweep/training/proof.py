@@ -11,8 +11,9 @@ from __future__ import annotations
 import math
 import pkgutil
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter, itemgetter
 from typing import Any, TypeVar
 
 import bitsandbytes as bnb
@@ -36,8 +37,15 @@ from qlora_sweep.sweep.training.preference import Preference
 from qlora_sweep.sweep.training.step import TrainingLoop, rate_of
 from qlora_sweep.sweep.training.team import Look
 
-_SCORE_DROPOUTS = ("attention_dropout", "attn_pdrop", "attn_dropout", "attention_dropout_prob")
-"""What architectures call the share of attention scores that training drops."""
+_BEYOND_A_CPUS_KERNEL = (
+    "attention_dropout",
+    "attn_pdrop",
+    "attn_dropout",
+    "attention_dropout_prob",
+    "v_head_dim",
+)
+"""What architectures call the share of attention scores that training drops, and the width of
+values that have their own."""
 _FAST_ATTENTION = ("flash_attention", "efficient_attention", "cudnn_attention", "fused_attention")
 _FLASH_ATTN = "flash_attn"
 """What flash-attn's own operators are called, and no operator of torch is."""
@@ -109,7 +117,8 @@ class ProductWatch:
         for event in self._profile.profiler.kineto_results.events():
             left = _PRODUCTS.get(event.name().partition("::")[2].partition(".")[0])
             if left is not None:
-                kind, shapes = _PROFILED_TYPES.get(event.dtypes()[left]), event.shapes()
+                kind = _PROFILED_TYPES.get(event.dtypes()[left])
+                shapes = event.shapes()
                 self.product_work[kind] += math.prod(shapes[left]) * shapes[left + 1][-1]
 
 
@@ -131,7 +140,9 @@ class StepEvidence:
     @property
     def kernels(self) -> KernelWatch | None:
         """What was seen of kernels; None where nothing could see them, as in a compiled graph."""
-        return self.watch if isinstance(self.watch, KernelWatch) else None
+        if isinstance(self.watch, KernelWatch):
+            return self.watch
+        return None
 
     @property
     def layers(self) -> list[torch.nn.Module]:
@@ -151,17 +162,25 @@ class StepEvidence:
     @property
     def pairs(self) -> Preference | None:
         """What trained on pairs; None where nothing did."""
-        return self.loop.trained if isinstance(self.loop.trained, Preference) else None
+        if isinstance(self.loop.trained, Preference):
+            return self.loop.trained
+        return None
 
     @property
     def rows(self) -> int:
         """Of a micro-batch; packed rows may go through as one long row."""
-        is_one = self.epoch is not None and is_flattened(self.epoch.config)
-        return self.epoch.config.micro_batch_size if is_one else len(self.loop.newest)
+        if self.epoch is not None and is_flattened(self.epoch.config):
+            return int(self.epoch.config.micro_batch_size)
+        return len(self.loop.newest)
 
     def modules(self, kind: type[Module]) -> list[Module]:
         """Return the model's modules of a kind."""
         return [m for m in self.loop.attached.model.modules() if isinstance(m, kind)]
+
+    def of_adapters(self, name: str) -> Iterator[Any]:
+        """Yield what each layer with adapters has under a name."""
+        for layer in self.modules(LoraLayer):
+            yield getattr(layer, name)[_ADAPTER]
 
     def four_bit_states(self) -> list[Any]:
         """Return the constants of each 4-bit weight."""
@@ -177,21 +196,28 @@ class StepEvidence:
 
 def ineffective(config: TrialConfig, seen: StepEvidence) -> Ineffective | None:
     """Return the first setting without effect in the steps done so far; None where all had one."""
-    found = ((knob, proof(config, seen)) for knob, proof in PROOFS.items())
-    return next((Ineffective(knob=knob, detail=d) for knob, d in found if d is not None), None)
+    for setting, proof in PROOFS.items():
+        detail = proof(config, seen)
+        if detail is not None:
+            return Ineffective(knob=setting, detail=detail)
+    return None
 
 
 def _other(asked: Any, found: Iterable[Any]) -> str | None:
     """Return words about the first that is found and was not asked for; None where all were."""
-    other = next((value for value in found if value != asked), asked)
-    return None if other == asked else f"{other}, not {asked}".replace("torch.", "")
+    for value in found:
+        if value != asked:
+            return f"{value}, not {asked}".replace("torch.", "")
+    return None
 
 
 def _quantization(config: TrialConfig, seen: StepEvidence) -> str | None:
     kinds = {getattr(state, "quant_type", None) for state in seen.four_bit_states()}
-    kinds |= {layer.kind for layer in seen.modules(EightBitLinear)}
+    kinds |= set(map(attrgetter("kind"), seen.modules(EightBitLinear)))
+    if not config.is_quantized and not kinds:
+        return None
     if not config.is_quantized:
-        return "quantized layers are left" if kinds else None
+        return "quantized layers are left"
     if not kinds:
         return f"no layer is in {config.weight_bits} bits: use quantization none"
     if kinds != {config.quantization}:
@@ -206,16 +232,19 @@ def _quantization(config: TrialConfig, seen: StepEvidence) -> str | None:
 
 
 def _layers(asked: Collection[int], found: Collection[int]) -> str | None:
-    words = f"{len(found)} of {len(asked)} layers, or others than those"
-    return None if found == asked else words
+    if found == asked:
+        return None
+    return f"{len(found)} of {len(asked)} layers, or others than those"
 
 
 def _quantized_layers(config: TrialConfig, seen: StepEvidence) -> str | None:
     """Each layer that is to be quantized has such a matrix, and none of the others has one."""
     kinds = bnb.nn.Linear4bit | EightBitLinear
-    has = [any(isinstance(m, kinds) for m in layer.modules()) for layer in seen.layers]
-    quantized = {index for index, is_quantized in enumerate(has) if is_quantized}
-    asked = config.quantized_layers(len(has)) - seen.loop.attached.layers_left
+    quantized = set()
+    for index, layer in enumerate(seen.layers):
+        if any(isinstance(module, kinds) for module in layer.modules()):
+            quantized.add(index)
+    asked = config.quantized_layers(len(seen.layers)) - seen.loop.attached.layers_left
     return _layers(asked, quantized)
 
 
@@ -223,21 +252,28 @@ def _loss_of_pairs(config: TrialConfig, seen: StepEvidence) -> str | None:
     """The newest loss is what its log-probabilities come to."""
     if seen.pairs is None or seen.pairs.newest is None or seen.pairs.loss is None:
         return None
-    asked, found = float(seen.pairs.newest.losses(config).mean()), float(seen.pairs.loss)
-    return None if math.isclose(asked, found, rel_tol=1e-5) else f"a loss is {found}, not {asked}"
+    asked = float(seen.pairs.newest.losses(config).mean())
+    loss = float(seen.pairs.loss)
+    if math.isclose(asked, loss, rel_tol=1e-5):
+        return None
+    return f"a loss is {loss}, not {asked}"
 
 
 def _reference(config: TrialConfig, seen: StepEvidence) -> str | None:
     """Each micro-batch has its own pass of the reference, or none has."""
     if seen.pairs is None:
         return None
-    done, asked = seen.pairs.references, config.references * seen.loop.micro_step
-    return None if done == asked else f"{done} of {asked} passes of the reference"
+    done = seen.pairs.references
+    asked = config.references * seen.loop.micro_step
+    if done == asked:
+        return None
+    return f"{done} of {asked} passes of the reference"
 
 
 def _length(config: TrialConfig, seen: StepEvidence) -> str | None:
     """Rows of texts are as wide as the longest of the epoch, and no wider than what is asked."""
-    shape, epoch = tuple(seen.loop.newest.shape), seen.epoch
+    shape = tuple(seen.loop.newest.shape)
+    epoch = seen.epoch
     if epoch is None:
         return _other(config.seq_len, [shape[1]])
     other = _other(config.seq_len, [epoch.config.seq_len])
@@ -251,7 +287,9 @@ def _accumulation(config: TrialConfig, seen: StepEvidence) -> str | None:
         return f"an update takes {loop.micro_steps} micro-batches"
     # The most of any tensor: a layer that a step drops, or an expert that it asks nothing of, has
     # no gradient in it.
-    updates = max((int(s["step"]) for _, s in seen.states(from_elements=1)), default=0)
+    updates = 0
+    for _, state in seen.states(from_elements=1):
+        updates = max(updates, int(state["step"]))
     # fp16 skips its first updates while the loss scale settles.
     if compute_type(config) != torch.float16 and updates != loop.micro_step // loop.micro_steps:
         return f"{loop.micro_step} micro-batches made {updates} updates"
@@ -260,14 +298,21 @@ def _accumulation(config: TrialConfig, seen: StepEvidence) -> str | None:
 
 def _kernels(config: TrialConfig, seen: StepEvidence) -> str | None:
     """Liger's fused loss is the forward of the whole model, its other kernels are of its parts."""
-    of_whole, *of_parts = (
-        str(getattr(getattr(module, "forward", None), "__module__", "")).startswith("liger_kernel")
-        for module in seen.base.modules()
-    )
-    ran = "liger" if any(of_parts) else "fused-loss" if of_whole else "hf"
+    of_whole, *of_parts = map(_is_ligers, seen.base.modules())
+    ran = "hf"
+    if any(of_parts):
+        ran = "liger"
+    elif of_whole:
+        ran = "fused-loss"
     asked = canonical(config)
     has_fused_loss = asked.kernels_kind.fuses_loss and not config.has_head_of_trl
     return _other(asked.kernels, [ran]) or _other(has_fused_loss, [of_whole])
+
+
+def _is_ligers(module: torch.nn.Module) -> bool:
+    """Whether a module's forward is one of Liger's."""
+    forward = getattr(module, "forward", None)
+    return str(getattr(forward, "__module__", "")).startswith("liger_kernel")
 
 
 def _optimizer(config: TrialConfig, seen: StepEvidence) -> str | None:
@@ -277,29 +322,35 @@ def _optimizer(config: TrialConfig, seen: StepEvidence) -> str | None:
     made = seen.loop.optimizer.optimizer
     other = _other(pkgutil.resolve_name(kind.built_by).__name__, [type(made).__name__])
     for key, value in kind.arguments.items():
-        other = other or _other(value, (group[key] for group in made.param_groups))
+        other = other or _other(value, map(itemgetter(key), made.param_groups))
     if other is not None:
         return other
-    states = [s.get("state1") for _, s in seen.states(from_elements=4096)]
-    large = [s.get("state1") for p, s in seen.states(from_elements=100_000) if p.is_cuda]
-    are_8bit = [getattr(state, "dtype", None) == torch.uint8 for state in states]
-    are_paged = [getattr(state, "is_paged", False) for state in large]
+    are_8bit = set()
+    are_paged = set()
+    for parameter, states in seen.states(from_elements=4096):
+        state = states.get("state1")
+        are_8bit.add(getattr(state, "dtype", None) == torch.uint8)
+        if parameter.is_cuda and parameter.numel() >= 100_000:
+            are_paged.add(getattr(state, "is_paged", False))
     for words, is_asked, found in (
         ("8-bit", kind.has_8_bit_moments, are_8bit),
         ("paged", config.is_paged, are_paged),
     ):
         if found and any(found) != is_asked:
-            return f"its state is {'not ' if is_asked else ''}{words}"
+            return f"its state is not {words}" if is_asked else f"its state is {words}"
     return None
 
 
 def _compile(config: TrialConfig, seen: StepEvidence) -> str | None:
     """Each layer ran as one compiled graph in each micro-step, whenever that was compiled."""
-    done, asked = seen.loop.attached.compilation, seen.loop.micro_step * len(seen.layers)
+    done = seen.loop.attached.compilation
     if not config.compile:
-        return None if done is None else "layers are compiled"
+        return "layers are compiled" if done else None
     calls = done.calls if done else 0
-    return None if calls >= asked else f"{calls} of {asked} calls of layers were compiled"
+    asked = seen.loop.micro_step * len(seen.layers)
+    if calls >= asked:
+        return None
+    return f"{calls} of {asked} calls of layers were compiled"
 
 
 def _segments(config: TrialConfig, seen: StepEvidence) -> str | None:
@@ -308,9 +359,14 @@ def _segments(config: TrialConfig, seen: StepEvidence) -> str | None:
     A fixed segment that a library holds a part of may serve a growing base too, but not most of it.
     """
     parameters = [local(p) for p in seen.loop.attached.model.parameters() if p.is_cuda]
-    segments = torch.cuda.memory_snapshot() if parameters else []
-    share = expandable_share(parameters, segments)
-    if share > 0.5 if config.expandable_segments else share == 0:
+    share = 0.0
+    if parameters:
+        share = expandable_share(parameters, torch.cuda.memory_snapshot())
+    if config.expandable_segments:
+        has_effect = share > 0.5
+    else:
+        has_effect = share == 0
+    if has_effect:
         return None
     return f"{in_percent(share)} of the weights are in expandable segments"
 
@@ -324,34 +380,48 @@ def expandable_share(
         tensors: on the GPU.
         segments: as `torch.cuda.memory_snapshot` tells them.
     """
-    growing = [
-        range(segment["address"], segment["address"] + segment["total_size"])
-        for segment in segments
-        if segment.get("is_expandable")
-    ]
-    inside = [t.nbytes for t in tensors if any(t.data_ptr() in places for places in growing)]
-    return sum(inside) / (sum(tensor.nbytes for tensor in tensors) or 1)
+    growing = []
+    for segment in segments:
+        if segment.get("is_expandable"):
+            address = segment["address"]
+            growing.append(range(address, address + segment["total_size"]))
+    whole = 0
+    inside = 0
+    for tensor in tensors:
+        whole += tensor.nbytes
+        if any(tensor.data_ptr() in places for places in growing):
+            inside += tensor.nbytes
+    return inside / (whole or 1)
 
 
 def _upcast(config: TrialConfig, seen: StepEvidence) -> str | None:
     """The norms and the embeddings tell: they are fp32 with the upcast, and not all without."""
     if config.compute_kind.bits == 32:
         return None
-    modules = (m for m in seen.base.modules() if not isinstance(m, torch.nn.Linear))
-    own = (p for module in modules for p in module.parameters(recurse=False))
-    norms = [p for p in own if p.dim() == 1 and not p.requires_grad]
-    kept = [seen.base.get_input_embeddings().weight, *norms]
+    kept = [seen.base.get_input_embeddings().weight]
+    for module in seen.base.modules():
+        if not isinstance(module, torch.nn.Linear):
+            for parameter in module.parameters(recurse=False):
+                if parameter.dim() == 1 and not parameter.requires_grad:
+                    kept.append(parameter)
     is_wide = all(p.dtype == torch.float32 for p in kept if p.is_floating_point())
-    words = f"norms and embeddings are {'' if is_wide else 'not '}in fp32"
-    return None if is_wide == config.upcast_fp32 else words
+    if is_wide == config.upcast_fp32:
+        return None
+    if is_wide:
+        return "norms and embeddings are in fp32"
+    return "norms and embeddings are not in fp32"
 
 
 def _packing(config: TrialConfig, seen: StepEvidence) -> str | None:
     """Packed rows hold several texts; grouped ones have fewer pads than rows in random order."""
     epoch = seen.epoch
-    ran = "none" if epoch is None else epoch.config.packing
+    ran = "none"
+    if epoch is not None:
+        ran = epoch.config.packing
+    if ran != config.packing and config.packing != "none":
+        return f"rows are not {config.packing}"
     if ran != config.packing:
-        return f"rows are not {config.packing}" if config.packing != "none" else f"rows are {ran}"
+        return f"rows are {ran}"
     if config.packing == "packed" and epoch.rows.counts().max() < 2:
         return "no row holds more than one text: use packing none"
     if config.packing == "grouped" and _padded(seen, "grouped") >= _padded(seen, "none"):
@@ -371,12 +441,16 @@ def _padded(seen: StepEvidence, packing: str) -> int:
 
 
 def _dropout(config: TrialConfig, seen: StepEvidence) -> str | None:
-    asked, watch = config.lora_dropout, seen.kernels
-    drops = (layer.lora_dropout[_ADAPTER] for layer in seen.modules(LoraLayer))
+    asked = config.lora_dropout
+    watch = seen.kernels
+    drops = seen.of_adapters("lora_dropout")
     other = _other(asked, (getattr(drop, "p", 0.0) for drop in drops))
+    if other is not None:
+        return other
     # Torch leaves dropout of 0 and of 1 out; a model may have dropouts of its own.
-    is_unseen = watch is not None and 0.0 < asked < 1.0 and not watch.dropouts
-    return other or ("nothing was dropped" if is_unseen else None)
+    if watch is not None and 0.0 < asked < 1.0 and not watch.dropouts:
+        return "nothing was dropped"
+    return None
 
 
 def _targets(config: TrialConfig, seen: StepEvidence) -> str | None:
@@ -389,13 +463,15 @@ def _targets(config: TrialConfig, seen: StepEvidence) -> str | None:
     if is_still or not seen.loop.optimizer.state:
         return None
     model = seen.loop.attached.model
-    layers = {name: m for name, m in model.named_modules() if isinstance(m, LoraLayer)}
+    adapters = {name: m for name, m in model.named_modules() if isinstance(m, LoraLayer)}
     for target in model.peft_config[_ADAPTER].target_modules:
-        adapters = [a for n, a in layers.items() if n == target or n.endswith(f".{target}")]
-        if not adapters:
+        weights = []
+        for name, adapter in adapters.items():
+            if name == target or name.endswith(f".{target}"):
+                weights.append(local(adapter.lora_B[_ADAPTER].weight).detach())
+        if not weights:
             return f"{target} has no adapter"
-        own = [local(a.lora_B[_ADAPTER].weight).detach() for a in adapters]
-        highest = [weight.abs().amax() for weight in own if weight.numel()]
+        highest = [weight.abs().amax() for weight in weights if weight.numel()]
         if highest and not bool(torch.stack(highest).any()):
             return f"no adapter of {target} learned"
     return None
@@ -416,12 +492,15 @@ def _compute_dtype(config: TrialConfig, seen: StepEvidence) -> str | None:
     kind = torch.float32
     if DEVICES[seen.base.device.type].is_gpu:
         kind = EIGHT_BIT_TYPES[config.compute_dtype]
-    frozen = (m for m in seen.base.modules() if hasattr(m, "row_scales"))
-    weights = sum(m.in_features * m.out_features for m in frozen)
+    weights = 0
+    for module in seen.base.modules():
+        if hasattr(module, "row_scales"):
+            weights += module.in_features * module.out_features
     tokens = seen.loop.newest.numel() * seen.loop.micro_steps
     share = work.get(kind, 0) / (2 * weights * tokens)
-    is_whole = share > _LEAST_8_BIT_SHARE
-    return None if is_whole else f"{in_percent(share)} of the products are in 8 bits"
+    if share > _LEAST_8_BIT_SHARE:
+        return None
+    return f"{in_percent(share)} of the products are in 8 bits"
 
 
 def _attention(config: TrialConfig, seen: StepEvidence) -> str | None:
@@ -435,9 +514,10 @@ def _attention(config: TrialConfig, seen: StepEvidence) -> str | None:
     watch = seen.kernels
     if watch is None:
         return None
-    fused = sorted(n for n in watch.attention if any(kind in n for kind in _FAST_ATTENTION))
-    flash = sorted(n for n in watch.attention if _FLASH_ATTN in n)
-    reasons = (getattr(seen.base.config, name, None) for name in (*_SCORE_DROPOUTS, "v_head_dim"))
+    operators = sorted(watch.attention)
+    fused = [name for name in operators if any(kind in name for kind in _FAST_ATTENTION)]
+    flash = [name for name in operators if _FLASH_ATTN in name]
+    reasons = [getattr(seen.base.config, name, None) for name in _BEYOND_A_CPUS_KERNEL]
     is_beyond_a_cpus = seen.base.device.type == "cpu" and any(reasons)
     has_none = config.compute_kind.bits == 32 or is_beyond_a_cpus
     match config.attention:
@@ -455,20 +535,21 @@ def _attention(config: TrialConfig, seen: StepEvidence) -> str | None:
 def _parallel(config: TrialConfig, seen: StepEvidence) -> str | None:
     """GPUs that trained on different rows have the same adapters, to the last bit; the longest rows
     of texts come first on each."""
-    asked, looks = config.data_parallel, seen.looks
+    asked = config.data_parallel
+    looks = seen.looks
     if max(1, len(looks)) != asked:
         return f"{max(1, len(looks))} of {asked} GPUs trained"
     if asked == 1:
         return None
-    sizes = {look.size for look in looks}
+    sizes = set(map(attrgetter("size"), looks))
     if sizes != {asked}:
         return f"a GPU trained with {min(sizes) - 1} others"
-    if seen.texts is None and len({look.tokens for look in looks}) < asked:
+    if seen.texts is None and len(set(map(attrgetter("tokens"), looks))) < asked:
         return "two GPUs had the same rows"
-    apart = [look.rank for look in looks if look.adapters != looks[0].adapters]
-    if config.is_sharded or not apart:
-        return None
-    return f"the adapters of GPU {apart[0]} are others than the first one's"
+    for look in looks:
+        if look.adapters != looks[0].adapters and not config.is_sharded:
+            return f"the adapters of GPU {look.rank} are others than the first one's"
+    return None
 
 
 def _sharding(config: TrialConfig, seen: StepEvidence) -> str | None:
@@ -477,19 +558,21 @@ def _sharding(config: TrialConfig, seen: StepEvidence) -> str | None:
     attached = seen.loop.attached
     if attached.gathered is not None and not attached.gathered.is_whole:
         return "4-bit weights are gathered as others than they were shared out as"
-    asked = 1 / config.data_parallel if config.is_sharded else 1.0
-    held = (look.held_share for look in seen.looks)
-    wrong = next((share for share in held if abs(share - asked) > _SHARE_SLACK), None)
-    if wrong is None:
-        return None
-    return f"a GPU holds {in_percent(wrong)} of the layers' weights, not {in_percent(asked)}"
+    asked = 1.0
+    if config.is_sharded:
+        asked = 1 / config.data_parallel
+    for look in seen.looks:
+        if abs(look.held_share - asked) > _SHARE_SLACK:
+            share = in_percent(look.held_share)
+            return f"a GPU holds {share} of the layers' weights, not {in_percent(asked)}"
+    return None
 
 
 PROOFS: dict[str, Callable[[TrialConfig, StepEvidence], str | None]] = {
     "quantization": _quantization,
     "quantized_fraction": _quantized_layers,
     "double_quant": lambda config, seen: _other(
-        config.double_quant, (state.nested for state in seen.four_bit_states())
+        config.double_quant, map(attrgetter("nested"), seen.four_bit_states())
     ),
     "method": lambda config, seen: _other(config.is_on_pairs, [seen.pairs is not None]),
     "loss_type": _loss_of_pairs,
@@ -508,22 +591,20 @@ PROOFS: dict[str, Callable[[TrialConfig, StepEvidence], str | None]] = {
     "compile": _compile,
     "expandable_segments": _segments,
     "upcast_fp32": _upcast,
-    "lora_rank": lambda config, seen: _other(
-        config.lora_rank, (layer.r[_ADAPTER] for layer in seen.modules(LoraLayer))
-    ),
+    "lora_rank": lambda config, seen: _other(config.lora_rank, seen.of_adapters("r")),
     "lora_alpha": lambda config, seen: _other(
-        config.alpha / config.lora_rank,
-        (layer.scaling[_ADAPTER] for layer in seen.modules(LoraLayer)),
+        config.alpha / config.lora_rank, seen.of_adapters("scaling")
     ),
     "learning_rate": lambda config, seen: _other(
         # The schedule keeps its highest rate beside the one of the moment.
         rate_of(config, seen.loop.attached.model),
-        (group["initial_lr"] for group in seen.loop.optimizer.param_groups),
+        map(itemgetter("initial_lr"), seen.loop.optimizer.param_groups),
     ),
     "packing": _packing,
     "lora_dropout": _dropout,
     "adapter_dtype": lambda config, seen: _other(
-        DTYPES[config.adapter_dtype], (p.dtype for p in seen.loop.attached.trainable_parameters())
+        DTYPES[config.adapter_dtype],
+        map(attrgetter("dtype"), seen.loop.attached.trainable_parameters()),
     ),
     "target_modules": _targets,
     "compute_dtype": _compute_dtype,

@@ -27,10 +27,9 @@ from qlora_sweep.sweep.data.batches import (
 )
 from qlora_sweep.sweep.training.adapters import Attached, attached
 from qlora_sweep.sweep.training.device import Device
-from qlora_sweep.sweep.training.exceptions import out_of_memory
 from qlora_sweep.sweep.training.messages import Progress, QualityCommand
 from qlora_sweep.sweep.training.model import BaseModel
-from qlora_sweep.sweep.training.step import TrainingLoop, told_in_evaluation
+from qlora_sweep.sweep.training.step import TrainingLoop, out_of_memory, told_in_evaluation
 from qlora_sweep.sweep.training.team import NO_LIMIT, TimeLimit, gathered, rank, world_size
 
 _EVALUATED_AT_ONCE = 4096
@@ -66,7 +65,7 @@ class Quality:
     Attributes:
         report: called now and then.
         limit: until when it may train; cut short, it says nothing.
-        is_apart: whether it ended where other ranks go on, for good.
+        is_apart: whether it ended where other ranks continue, for good.
     """
 
     base: BaseModel
@@ -107,19 +106,19 @@ class Quality:
         return outcome
 
     def _learn(self, attachment: Attached) -> QualityReport | Diverged | Lost | None:
-        begun, asked = time.perf_counter(), self.question
-        budget = {"tokens": asked.tokens, "seed": asked.seed}
-        lesson = Lesson(self.texts, self.config, **budget, rank=rank())
+        begun = time.perf_counter()
+        asked = self.question
+        lesson = Lesson(self.texts, self.config, tokens=asked.tokens, seed=asked.seed, rank=rank())
         steps = len(lesson) // self.config.accumulation_steps
-        schedule = (SCHEDULE_WARMUP_STEPS, steps)
-        self._loop = loop = TrainingLoop(
+        loop = TrainingLoop(
             attachment,
             self.config,
             seed=asked.seed,
             batches=[lesson],
-            schedule=schedule,
+            schedule=(SCHEDULE_WARMUP_STEPS, steps),
             on_stage=lambda _: self._beat(),
         )
+        self._loop = loop
         losses: list[float] = []
         for step in range(steps):
             if self.limit.is_over():
@@ -137,17 +136,20 @@ class Quality:
         if evaluated is None:
             return None
         total, blocks = evaluated
-        is_on_pairs = self.config.is_on_pairs
         eval_loss = total.loss / total.weight
         if not math.isfinite(eval_loss):
             return Diverged(step=steps, detail=f"held-out texts: loss {eval_loss}")
+        wins = interval = None
+        if self.config.is_on_pairs:
+            wins = total.wins
+            interval = binomial_ci95(total.wins, total.rows)
         tokens = lesson.tokens.reshape(steps, -1).sum(1)
         return QualityReport(
             eval_loss=eval_loss,
             eval_tokens=total.tokens,
             eval_rows=total.rows,
-            eval_wins=total.wins if is_on_pairs else None,
-            reward_accuracy_ci95=binomial_ci95(total.wins, total.rows) if is_on_pairs else None,
+            eval_wins=wins,
+            reward_accuracy_ci95=interval,
             eval_blocks=blocks,
             eval_seq_len=asked.eval_seq_len,
             train_tokens=int(tokens.sum()),
@@ -164,38 +166,43 @@ class Quality:
         plain = self.config.changed(packing="none", compile=False, seq_len=asked.eval_seq_len)
         most = min(_EVALUATED_AT_ONCE, self.config.tokens_per_micro_batch)
         batches = held_out_batches(self.texts, plain, tokens=asked.eval_tokens, tokens_at_once=most)
-        total, blocks = _Judged(), defaultdict[int, _Judged](_Judged)
+        total = _Judged()
+        blocks = defaultdict[int, _Judged](_Judged)
         # A compiled layer would be compiled for each of these shapes.
         with torch.compiler.set_stance("force_eager"), loop.evaluating():
             for block, batch in batches:
                 found = self._judged(loop, batch)
                 if found is None:
                     return None
-                total, blocks[block] = total.plus(found), blocks[block].plus(found)
+                total = total.plus(found)
+                blocks[block] = blocks[block].plus(found)
                 self._beat()
         return total, tuple((one.loss / one.weight, one.weight) for one in blocks.values())
 
     def _judged(self, loop: TrainingLoop, batch: Batch) -> _Judged | None:
         """Return what a micro-batch comes to, of its halves where there is no room for all of it;
         None where there is none for a single text or pair."""
-        device, each = self.base.model.device, self.config.rows_per_sample
-        rows, tokens = len(batch["input_ids"]) // each, loss_tokens(batch)
-        told = told_in_evaluation(self.config)
+        device = self.base.model.device
+        rows_per_sample = self.config.rows_per_sample
+        samples = len(batch["input_ids"]) // rows_per_sample
+        tokens = loss_tokens(batch)
+        options = told_in_evaluation(self.config)
         try:
-            loss = loop.loss_of({**{key: v.to(device) for key, v in batch.items()}, **told})
+            # Nothing here keeps what is on the device where that fails.
+            loss = loop.loss_of({key: value.to(device) for key, value in batch.items()} | options)
         except Exception as error:
             if not self.device.ran_out(error):
                 raise
         else:
-            if each == 1:
-                return _Judged(loss * tokens, tokens, tokens, rows)
+            if not self.config.is_on_pairs:
+                return _Judged(loss * tokens, tokens, tokens, samples)
             wins = int((loop.trained.newest.margins(self.config) > 0).sum())
-            return _Judged(loss * rows, rows, tokens, rows, wins)
+            return _Judged(loss * samples, samples, tokens, samples, wins)
         self.device.release()
-        if rows == 1:
+        if samples == 1:
             return None
         total = _Judged()
-        for half in in_parts(batch, 2, each):
+        for half in in_parts(batch, 2, rows_per_sample):
             found = self._judged(loop, half)
             if found is None:
                 return None

@@ -35,13 +35,15 @@ from torch.utils.data import DataLoader
 from transformers import get_linear_schedule_with_warmup
 
 from qlora_sweep.search_spaces.config import MAX_GRAD_NORM, TrialConfig
+from qlora_sweep.search_spaces.errors import words_of
 from qlora_sweep.search_spaces.learning_rates import MODEL_KEYS, learning_rate_of
-from qlora_sweep.storage.records import EightBitProducts, Stage
+from qlora_sweep.storage.records import OutOfMemory, Stage
 from qlora_sweep.sweep.data.batches import WEIGHT, Batch
 from qlora_sweep.sweep.data.rows import IGNORED
 from qlora_sweep.sweep.training.adapters import Attached, local
-from qlora_sweep.sweep.training.faithfulness import products_of
-from qlora_sweep.sweep.training.fitting import fit
+from qlora_sweep.sweep.training.device import Device
+from qlora_sweep.sweep.training.exceptions import DETAIL_LENGTH, requested_bytes
+from qlora_sweep.sweep.training.fitting import Fitted, fit
 from qlora_sweep.sweep.training.in_trl import trained
 from qlora_sweep.sweep.training.model import compute_type
 from qlora_sweep.sweep.training.preference import REFERENCE
@@ -105,43 +107,49 @@ class TrainingLoop:
         self._is_sharded = config.is_sharded
         self._parameters = attached.trainable_parameters()
         # Not whether a GPU is there: a trial for the CPU never goes to it.
-        is_on_cpu = all(parameter.device.type == "cpu" for parameter in self._parameters)
+        self._is_on_cpu = all(parameter.device.type == "cpu" for parameter in self._parameters)
         self._accelerator = _accelerator(
-            config, attached, micro_steps=self.micro_steps, is_on_cpu=is_on_cpu
+            config, attached, micro_steps=self.micro_steps, is_on_cpu=self._is_on_cpu
         )
         optimizer = make_optimizer(config, self._parameters, rate=rate_of(config, attached.model))
+        warmup, last = schedule
         # accelerate takes one of its steps for each process.
-        warmup, last = (steps * world_size() for steps in schedule)
-        rates = get_linear_schedule_with_warmup(optimizer, warmup, last)
+        rates = get_linear_schedule_with_warmup(
+            optimizer, warmup * world_size(), last * world_size()
+        )
         self.trained: Any = trained(attached.model, config)
         """What a step calls."""
         if world_size() > 1 and not config.is_sharded:
             keep_from_others(self.trained)
         # accelerate puts a model into its precision, but for one that it shards.
-        self._precision: Callable[[], contextlib.AbstractContextManager[None]] = (
-            self._accelerator.autocast if config.is_sharded else contextlib.nullcontext
-        )
+        self._precision: Callable[[], contextlib.AbstractContextManager[None]]
+        self._precision = contextlib.nullcontext
+        if config.is_sharded:
+            self._precision = self._accelerator.autocast
         self._model, self.optimizer, self._schedule = self._accelerator.prepare(
             self.trained, optimizer, rates
         )
         self._has_texts = batches is not None
         if batches is not None:
-            self._loaders = [self._loader(source, 1, itemgetter(0)) for source in batches]
+            self._loaders = self._loaders_of(batches)
         else:
             size = config.micro_batch_size * config.rows_per_sample
             rows = list(random_rows(config, attached.model, seed=seed + rank()))
             self._loaders = [self._loader(rows, size, collate) for collate in full_rows(config)]
         if config.is_on_pairs and config.reference == "precomputed":
-            known = [list(map(self._with_reference, loader)) for loader in self._loaders]
-            self._loaders = [self._loader(source, 1, itemgetter(0)) for source in known]
+            with_references = [list(map(self._with_reference, loader)) for loader in self._loaders]
+            self._loaders = self._loaders_of(with_references)
         self._batches = _endless(self._loaders[0])
+
+    def _loaders_of(self, sources: Sequence[Any]) -> list[Any]:
+        """Return what puts the micro-batches of each dataset of them on the device."""
+        return [self._loader(source, 1, itemgetter(0)) for source in sources]
 
     def _loader(self, source: Any, size: int, collate: Callable[[Any], Batch]) -> Any:
         """Return what puts micro-batches on the device, all of them, as each process has rows of
-        its own; pinned where a GPU is to fetch them while the host goes on."""
-        is_on_cpu = self._accelerator.device.type == "cpu"
+        its own; pinned where a GPU is to fetch them while the host continues."""
         return prepare_data_loader(
-            DataLoader(source, batch_size=size, collate_fn=collate, pin_memory=not is_on_cpu),
+            DataLoader(source, batch_size=size, collate_fn=collate, pin_memory=not self._is_on_cpu),
             device=self._accelerator.device,
             num_processes=1,
             process_index=0,
@@ -193,7 +201,9 @@ class TrainingLoop:
 
         As Trainer evaluates: in evaluation mode, under the same precision, the loss alone kept.
         """
-        source = _endless(self._loaders[0]) if len(self._loaders) > 1 else self._batches
+        source = self._batches
+        if len(self._loaders) > 1:
+            source = _endless(self._loaders[0])
         with self.evaluating():
             return sum(self.loss_of(next(source)) for _ in range(batches)) / batches
 
@@ -238,13 +248,13 @@ class TrainingLoop:
         """Return one of the largest micro-batches, on the device."""
         return next(_endless(self._loaders[0]))
 
-    def fit_8_bits(self) -> EightBitProducts:
+    def fit_8_bits(self) -> Fitted:
         """Fit 8-bit products to the model's real weights, on one of the largest micro-batches."""
         batch = self.largest_batch()
         batch.pop(WEIGHT, None)
         config = self._config
         with self.as_trained():
-            found = fit(
+            fitted = fit(
                 self.attached.model,
                 self.trained,
                 batch,
@@ -253,16 +263,18 @@ class TrainingLoop:
             )
         # What a look recomputed says nothing of a step.
         self.attached.recomputed.clear()
-        return products_of(found)
+        return fitted
 
     def save(self, directory: Path) -> None:
         """Write a checkpoint as Trainer does: the adapter, the optimizer's and the schedule's
         state.
         """
         if self._is_sharded:
-            # As FSDP does where nobody wants one file: each process its own share.
-            named = self.attached.model.named_parameters()
-            shares = {name: local(p) for name, p in named if p.requires_grad}
+            # As FSDP does where not all is to be in one file: each process its own share.
+            shares = {}
+            for name, parameter in self.attached.model.named_parameters():
+                if parameter.requires_grad:
+                    shares[name] = local(parameter)
             torch.save(shares, directory / "adapter_share.pt")
         else:
             # PEFT would otherwise ask the hub whether the vocabulary is still the base's.
@@ -325,10 +337,9 @@ def full_rows(config: TrialConfig) -> tuple[Callable[[list[torch.Tensor]], Batch
 def full_rows_in_turn(config: TrialConfig) -> Callable[[list[torch.Tensor]], Batch]:
     """Return what makes micro-batches of full rows of a training: those that need most memory come
     in its first steps, as in a trial."""
-    largest, *others = full_rows(config)
-    plain = others[0] if others else largest
-    left = itertools.repeat(largest, config.accumulation_steps)
-    return lambda rows: next(left, plain)(rows)
+    kinds = full_rows(config)
+    left = itertools.repeat(kinds[0], config.accumulation_steps)
+    return lambda rows: next(left, kinds[-1])(rows)
 
 
 def stacked(rows: list[torch.Tensor]) -> Batch:
@@ -385,6 +396,40 @@ def evaluating(model: torch.nn.Module) -> Iterator[None]:
         model.train()
 
 
+def out_of_memory(
+    error: Exception,
+    device: Device,
+    loop: TrainingLoop | None,
+    *,
+    stage: Stage = "forward",
+    doing: str = "",
+    flags: tuple[str, ...] = (),
+) -> OutOfMemory:
+    """Return the outcome of a training that ran out of memory, in strings and numbers alone.
+
+    Args:
+        error: still being handled.
+        device: on which.
+        loop: whose steps were done; None before there is one.
+        stage: where that was, if there was no step.
+        doing: what else than a training step was being done, to begin a sentence with.
+        flags: of the outcome.
+    """
+    step = 0
+    if loop is not None:
+        step = loop.micro_step
+        if loop.stage != "load":
+            stage = loop.stage
+    return OutOfMemory(
+        stage=stage,
+        step=step,
+        requested_bytes=requested_bytes(error),
+        peak_allocated_bytes=device.memory().peak_allocated_bytes,
+        detail=(doing + words_of(error))[:DETAIL_LENGTH],
+        flags=flags,
+    )
+
+
 def rate_of(config: TrialConfig, model: Any) -> float:
     """Return the highest learning rate that a model is trained with."""
     decoder = model.config.get_text_config()
@@ -413,8 +458,8 @@ def keep_from_others(model: torch.nn.Module) -> None:
 
     Each has the frozen base from the same seed or file; sending it would take as long as loading.
     """
-    frozen = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
-    frozen += [name for name, _ in model.named_buffers()]
+    frozen = [name for name, _ in model.named_buffers()]
+    frozen += [name for name, p in model.named_parameters() if not p.requires_grad]
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, frozen)
 
 
@@ -428,7 +473,12 @@ def _accelerator(
     GradientState._reset_state()
     for name in ("ACCELERATE_USE_FSDP", "FSDP_CPU_RAM_EFFICIENT_LOADING"):
         os.environ.pop(name, None)
-    plugin = fsdp_plugin(attached.layers) if config.is_sharded else None
+    plugin = None
+    if config.is_sharded:
+        plugin = fsdp_plugin(attached.layers)
+    handlers = []
+    if world_size() > 1:
+        handlers.append(BUCKETS)
     accelerator = Accelerator(
         cpu=is_on_cpu,
         mixed_precision=_MIXED_PRECISION[compute_type(config)],
@@ -438,7 +488,7 @@ def _accelerator(
             sync_with_dataloader=False,
         ),
         dataloader_config=DataLoaderConfiguration(non_blocking=not is_on_cpu),
-        kwargs_handlers=[BUCKETS] if world_size() > 1 else [],
+        kwargs_handlers=handlers,
         fsdp_plugin=plugin,
     )
     if plugin is not None and is_on_cpu:

@@ -34,7 +34,7 @@ from qlora_sweep.sweep.training.device import Memory
 from qlora_sweep.sweep.training.model import BaseModel, give_weights, take_weights
 
 _DEFAULTS = {
-    # All of them are on one host. Whoever says otherwise in the environment is not overruled.
+    # All of them are on one host. The environment is not overruled.
     "GLOO_SOCKET_IFNAME": "lo",
     "NCCL_SOCKET_IFNAME": "lo",
     "MASTER_ADDR": "127.0.0.1",
@@ -79,7 +79,7 @@ def join(rank: int, size: int, *, meeting: Path, device: torch.device) -> None:
     Args:
         rank: this process's, and the index of its GPU among those that can be seen.
         size: how many train together.
-        meeting: a file that the processes of this group alone have, and that nobody wrote before.
+        meeting: a new file that the processes of this group alone have.
         device: what it trains on.
     """
     global _control
@@ -248,7 +248,8 @@ def share_head(model: torch.nn.Module, base: PreTrainedModel) -> None:
         model: all of it, its decoder layers sharded.
         base: the model with the head.
     """
-    head, embedding = base.get_output_embeddings(), base.get_input_embeddings()
+    head = base.get_output_embeddings()
+    embedding = base.get_input_embeddings()
     if head.weight is embedding.weight:
         fully_shard(model, mp_policy=AS_STORED)
         return
@@ -262,7 +263,8 @@ class Gathered:
     layer is called: within, a compiler would have to see it."""
 
     def __init__(self, layer: torch.nn.Module, packed: bnb.nn.Linear4bit) -> None:
-        self._packed, self._before = packed, fingerprint([packed.weight])
+        self._packed = packed
+        self._before = fingerprint([packed.weight])
         self._after: str | None = None
         self._hook = layer.register_forward_pre_hook(self._look)
 

@@ -37,11 +37,11 @@ from qlora_sweep.sweep.finetuning.protocol import (
 )
 from qlora_sweep.sweep.finetuning.results import Comparison, compared
 from qlora_sweep.sweep.finetuning.training import fault_of, follow
+from qlora_sweep.sweep.json_child import last_words
 from qlora_sweep.sweep.paths import runs_directory
 from qlora_sweep.sweep.processes import Child
 from qlora_sweep.sweep.running.device_info import environment_with, read_card
 from qlora_sweep.sweep.scratch import scratch
-from qlora_sweep.sweep.subprocess_jobs import last_words
 
 STEPS = 40
 _CHILD = (sys.executable, "-P", "-m", "qlora_sweep.sweep.verifying")

@@ -21,7 +21,8 @@ from qlora_sweep.sweep.request import RunRequest
 from qlora_sweep.sweep.running.device_info import read_card
 from qlora_sweep.sweep.study import events
 from qlora_sweep.sweep.study.events import Event, Interruption, Listener
-from qlora_sweep.sweep.study.session import drive, prepare
+from qlora_sweep.sweep.study.prepared import prepare
+from qlora_sweep.sweep.study.session import drive
 from tests.bench.harness import stamp, write
 
 

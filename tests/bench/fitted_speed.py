@@ -27,6 +27,7 @@ from qlora_sweep.search_spaces.config import TrialConfig
 from qlora_sweep.search_spaces.models import load_model_spec
 from qlora_sweep.sweep.training.adapters import attached
 from qlora_sweep.sweep.training.eight_bit import changed
+from qlora_sweep.sweep.training.faithfulness import products_of
 from qlora_sweep.sweep.training.fitting import _narrow_layers
 from qlora_sweep.sweep.training.model import build_base
 from qlora_sweep.sweep.training.step import TrainingLoop
@@ -67,13 +68,13 @@ def fitting(loop: TrainingLoop) -> Row:
     """Fit, and return what it took and found."""
     torch.cuda.reset_peak_memory_stats()
     began = time.perf_counter()
-    found = loop.fit_8_bits()
+    fitted = loop.fit_8_bits()
     torch.cuda.synchronize()
     return {
         "fit_seconds": time.perf_counter() - began,
         "fit_peak_allocated_bytes": torch.cuda.max_memory_allocated(),
-        "layers_over_the_bounds": len(found.kept_in_16_bits),
-        "errors": [error.model_dump(mode="json") for error in found.errors],
+        "layers_over_the_bounds": len(fitted.kept_in_16_bits),
+        "errors": [error.model_dump(mode="json") for error in products_of(fitted).errors],
     }
 
 

@@ -41,7 +41,8 @@ from qlora_sweep.sweep.running.supervisor import Deadlines, SupervisedRunner
 from qlora_sweep.sweep.running.wire import TrialRequest
 from qlora_sweep.sweep.study import session
 from qlora_sweep.sweep.study.events import Event, StopReason, TrialFinished
-from qlora_sweep.sweep.study.session import Prepared, drive
+from qlora_sweep.sweep.study.prepared import Prepared
+from qlora_sweep.sweep.study.session import drive
 from qlora_sweep.sweep.study.targets import resolve_target
 from qlora_sweep.sweep.terminal.edge import guarded
 from tests.faults.kinds import INTERRUPTED, Fault

@@ -9,7 +9,8 @@ from qlora_sweep.search_spaces.config import TrialConfig
 from qlora_sweep.storage.records import Outcome
 from qlora_sweep.sweep.running.replay import ReplayRunner
 from qlora_sweep.sweep.study.events import StopReason
-from qlora_sweep.sweep.study.session import Prepared, drive
+from qlora_sweep.sweep.study.prepared import Prepared
+from qlora_sweep.sweep.study.session import drive
 
 
 def driving_on(train: Callable[[TrialConfig], Outcome]) -> Callable[..., StopReason]:

@@ -12,8 +12,6 @@ import hashlib
 import json
 import os
 import sys
-import tempfile
-import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Generator, Iterable
@@ -23,11 +21,12 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Protocol
 
-from qlora_sweep.search_spaces.errors import EnvironmentFault, InputError, words_of
+from qlora_sweep.search_spaces.errors import EnvironmentFault, InputError
 from qlora_sweep.search_spaces.models import ModelSpec
 from qlora_sweep.search_spaces.rules import attention_of
 from qlora_sweep.storage import files
 from qlora_sweep.sweep.child_environment import child_environment
+from qlora_sweep.sweep.json_child import JsonChild
 from qlora_sweep.sweep.predict.memory.profiles import Profile, Structure, Untraceable, mixed
 from qlora_sweep.sweep.predict.memory.shipped import (
     NOTHING,
@@ -36,8 +35,6 @@ from qlora_sweep.sweep.predict.memory.shipped import (
     ShippedProfiles,
     is_as_committed,
 )
-from qlora_sweep.sweep.processes import Child
-from qlora_sweep.sweep.subprocess_jobs import last_words
 
 _LIBRARIES = ("torch", "transformers", "peft", "bitsandbytes")
 TRACED_BY = (
@@ -335,15 +332,14 @@ class TracingChildren:
                         structure = waiting.popleft()
                         try:
                             child = self._free_child()
-                        except OSError as error:
-                            reason = f"the tracing process cannot be started: {words_of(error)}"
-                            yield structure, EnvironmentFault(reason)
+                        except EnvironmentFault as fault:
+                            yield structure, fault
                             continue
                         busy[pool.submit(child.trace, model, structure)] = child, structure
                     for answer in wait(busy, return_when=FIRST_COMPLETED).done:
                         child, structure = busy.pop(answer)
                         if isinstance(answer.result(), EnvironmentFault):
-                            child.end()
+                            child.close()
                         else:
                             self._idle.append(child)
                         yield structure, answer.result()
@@ -374,14 +370,10 @@ def trace_layers(model: ModelSpec) -> list[dict[str, Any]]:
         InputError: its config cannot be built.
         EnvironmentFault: the process does not answer.
     """
-    try:
-        child = _idle_child(_left) or _Child(_COMMAND)
-    except OSError as error:
-        reason = f"the tracing process cannot be started: {words_of(error)}"
-        raise EnvironmentFault(reason) from error
-    answer = child.ask({"model": model.to_json(), "attention": attention_of(model)})
+    child = _idle_child(_left) or _Child(_COMMAND)
+    answer = child.answer({"model": model.to_json(), "attention": attention_of(model)})
     if isinstance(answer, EnvironmentFault):
-        child.end()
+        child.close()
         raise answer
     _left.append(child)
     match answer:
@@ -393,33 +385,19 @@ def trace_layers(model: ModelSpec) -> list[dict[str, Any]]:
             raise InputError(str(answer.get("input")))
 
 
-class _Child:
-    """One process, asked one question at a time, that ends with the thread that started it.
-
-    Raises:
-        OSError: it cannot be started.
-    """
+class _Child(JsonChild):
+    """One tracing process, asked one question at a time."""
 
     def __init__(self, command: tuple[str, ...]) -> None:
-        with contextlib.ExitStack() as opened:
-            self._printed = opened.enter_context(tempfile.TemporaryFile())
-            self.process = Child(
-                [*command, str(os.getpid())],
-                stderr=self._printed,
-                # It walks shapes: the GPU's memory is the trials'. transformers goes through sets
-                # of words, in an order that decides what is freed first: the same each time.
-                environment=child_environment()
-                | {"CUDA_VISIBLE_DEVICES": "", "PYTHONHASHSEED": "0"},
-            )
-            stdin, stdout = self.process.process.stdin, self.process.process.stdout
-            assert stdin is not None
-            assert stdout is not None
-            self._stdin, self._stdout = map(opened.enter_context, (stdin, stdout))
-            self._opened = opened.pop_all()
+        # It walks shapes: the GPU's memory is the trials'. transformers goes through sets of
+        # words, in an order that decides what is freed first: the same each time.
+        fixed = {"CUDA_VISIBLE_DEVICES": "", "PYTHONHASHSEED": "0"}
+        environment = child_environment() | fixed
+        super().__init__(command, environment=environment, name="the tracing process")
 
     def trace(self, model: ModelSpec, structure: Structure) -> Traced:
         """Return the profile of a structure, or why it has none."""
-        answer = self.ask({"model": model.to_json(), "structure": structure.to_json()})
+        answer = self.answer({"model": model.to_json(), "structure": structure.to_json()})
         match answer:
             case {"profile": dict(profile)}:
                 return profile
@@ -430,17 +408,12 @@ class _Child:
         assert isinstance(answer, EnvironmentFault), answer
         return answer
 
-    def ask(self, question: dict[str, Any]) -> dict[str, Any] | EnvironmentFault:
+    def answer(self, question: dict[str, Any]) -> dict[str, Any] | EnvironmentFault:
         """Return the answer to a question, or why there is none."""
-        late = threading.Timer(_DEADLINE_SECONDS, self.process.kill)
-        late.start()
-        # It may have ended before it reads; how, is still to be heard.
-        with contextlib.suppress(OSError):
-            self._stdin.write(json.dumps(question).encode() + b"\n")
-            self._stdin.flush()
-        said = self._stdout.readline(_ANSWER_BYTES_MAX)
-        is_late = not late.is_alive()
-        late.cancel()
+        with self.deadline(_DEADLINE_SECONDS) as timer:
+            self.ask(question)
+            said = self.next_line(bytes_max=_ANSWER_BYTES_MAX)
+            is_late = not timer.is_alive()
         try:
             answer = json.loads(said)
         except ValueError:
@@ -452,19 +425,14 @@ class _Child:
                 return dict(answer)
         if said.endswith(b"\n") or len(said) == _ANSWER_BYTES_MAX:
             text = said[:200].decode(errors="replace").rstrip("\n")
-            return EnvironmentFault(f"the tracing process said what is no answer: {text!r}")
-        end = self.process.end(patience=_LAST_MOMENT_SECONDS)
-        how = "it took too long" if is_late else "it closed its pipe"
-        how = how if end.was_killed else f"it ended with {end}"
-        fault = f"the tracing process gave no answer: {how}{last_words(self._printed)}"
-        return EnvironmentFault(fault)
-
-    def end(self) -> None:
-        """End the process with all that it started."""
-        self.process.end()
-        # What was not read by then is lost with it.
-        with contextlib.suppress(OSError):
-            self._opened.close()
+            return EnvironmentFault(f"{self.name} said what is no answer: {text!r}")
+        end = self.end(patience=_LAST_MOMENT_SECONDS)
+        how = "it closed its pipe"
+        if not end.was_killed:
+            how = f"it ended with {end}"
+        elif is_late:
+            how = "it took too long"
+        return EnvironmentFault(f"{self.name} gave no answer: {how}{self.last_words()}")
 
 
 _left: list[_Child] = []
@@ -478,10 +446,10 @@ def _idle_child(idle: list[_Child]) -> _Child | None:
         if not child.process.has_ended():
             return child
         # With the thread that started it, or by somebody's hand.
-        child.end()
+        child.close()
     return None
 
 
 def _end(children: list[_Child]) -> None:
     while children:
-        children.pop().end()
+        children.pop().close()

@@ -21,7 +21,7 @@ from qlora_sweep.sweep.predict import building
 from qlora_sweep.sweep.predict.building import shapes_of_study
 from qlora_sweep.sweep.request import RunRequest
 from qlora_sweep.sweep.running.replay import ReplayRunner
-from qlora_sweep.sweep.study.session import prepare
+from qlora_sweep.sweep.study.prepared import prepare
 from qlora_sweep.sweep.terminal.commands import read_for_report
 from tests.sweep.simulated_device import at_speed
 from tests.sweep.study.test_session import a_card, read, run

@@ -39,7 +39,7 @@ from qlora_sweep.sweep.study.events import (
     StopReason,
     TrialFinished,
 )
-from qlora_sweep.sweep.study.session import prepare, prepare_again
+from qlora_sweep.sweep.study.prepared import prepare, prepare_again
 from qlora_sweep.sweep.study.stopping import FAILURES_IN_A_ROW, Stopping
 from tests.sweep.imagined_memory import ImaginedPredictor
 from tests.sweep.simulated_device import a_study, at_speed, train

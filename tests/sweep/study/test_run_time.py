@@ -21,8 +21,8 @@ from qlora_sweep.sweep.running.replay import ReplayRunner
 from qlora_sweep.sweep.running.runner import Lane, Lanes, Observer, keep_going
 from qlora_sweep.sweep.running.wire import Progress, TrialRequest
 from qlora_sweep.sweep.study.events import StopReason
+from qlora_sweep.sweep.study.prepared import prepare_again
 from qlora_sweep.sweep.study.run_time import CommandStart
-from qlora_sweep.sweep.study.session import prepare_again
 from qlora_sweep.sweep.study.stopping import Stopping
 from qlora_sweep.sweep.terminal.summary import last_screen
 from tests.sweep.simulated_device import a_measurement, a_study, peak_bytes, tokens_per_second

@@ -45,13 +45,8 @@ from qlora_sweep.sweep.study.events import (
     StopReason,
     TrialFinished,
 )
-from qlora_sweep.sweep.study.session import (
-    Prepared,
-    drive,
-    prepare,
-    prepare_again,
-    supervised_runner,
-)
+from qlora_sweep.sweep.study.prepared import Prepared, prepare, prepare_again
+from qlora_sweep.sweep.study.session import drive, supervised_runner
 from qlora_sweep.sweep.study.targets import check_budget, least_weight_bytes, resolve_target
 from qlora_sweep.sweep.terminal.driving import LocalGpus
 from qlora_sweep.sweep.terminal.options import settings

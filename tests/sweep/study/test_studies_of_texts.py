@@ -18,7 +18,7 @@ from qlora_sweep.sweep.predict.memory.profiles import Untraceable
 from qlora_sweep.sweep.request import RunRequest
 from qlora_sweep.sweep.running.replay import ReplayRunner
 from qlora_sweep.sweep.study import session
-from qlora_sweep.sweep.study.session import Prepared, prepare, prepare_again
+from qlora_sweep.sweep.study.prepared import Prepared, prepare, prepare_again
 from tests.sweep.imagined_memory import ImaginedPredictor
 from tests.sweep.prepared_texts import Reader, prepared_texts
 from tests.sweep.simulated_device import a_measurement

@@ -286,7 +286,9 @@ def test_work_that_no_module_tells_is_not_shown() -> None:
     config = tiny_config(attention="eager", quantization="none", double_quant=False)
     assert counted(spec_of("jamba"), config) is None
     with tiny_base(config, spec=spec_of("jamba")) as base:
-        found = measured(trial_on(base, config, steps=BRIEF, peak_flops=1e12).run())
+        found = measured(
+            trial_on(base, config, steps=BRIEF, peak_flops={config.compute_dtype: 1e12}).run()
+        )
     assert found.flops_utilization is None
 
 

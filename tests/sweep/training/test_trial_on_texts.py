@@ -227,7 +227,7 @@ def test_work_is_counted_of_what_is_computed(texts: Any) -> None:
     from qlora_sweep.sweep.training.meter import flops_per_token
 
     config, most = tiny_config(), 1e12
-    found = on_texts(texts, config, peak_flops=most)
+    found = on_texts(texts, config, peak_flops={config.compute_dtype: most})
     shapes = shapes_of(round_of(texts, config))
     with tiny_loop(config) as loop:
         model = loop.attached.model.config

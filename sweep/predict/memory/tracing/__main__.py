@@ -7,7 +7,6 @@ of the process that started it.
 from __future__ import annotations
 
 import json
-import os
 import sys
 from collections.abc import Callable, Mapping
 from functools import cache
@@ -15,20 +14,16 @@ from typing import Any
 
 from qlora_sweep.search_spaces.errors import InputError
 from qlora_sweep.search_spaces.models import ModelSpec
+from qlora_sweep.sweep.json_child import answers_to_parent
 from qlora_sweep.sweep.predict.memory.profiles import Structure, Untraceable
-from qlora_sweep.sweep.processes import bind_to_parent
 from qlora_sweep.sweep.training.libraries import OPTIONAL, lean_imports
 
 
 def main() -> None:
-    """Answer until the input ends. Whatever else is printed goes to standard error."""
-    # Before anything that takes time: the parent may end at any moment.
-    bind_to_parent(int(sys.argv[1]))
-    with os.fdopen(os.dup(1), "w", encoding="utf-8") as out:
-        os.dup2(2, 1)
+    """Answer until the input ends."""
+    with answers_to_parent() as (say, _):
         for line in sys.stdin:
-            out.write(json.dumps(answer(json.loads(line))) + "\n")
-            out.flush()
+            say(answer(json.loads(line)))
 
 
 def answer(question: Mapping[str, Any]) -> dict[str, Any]:
