@@ -177,8 +177,9 @@ def plan(
         EnvironmentFault: a file, the hub, the database or the tracing process is not available.
     """
     from qlora_sweep.search_spaces.costs import AskedWork
+    from qlora_sweep.sweep.planning.answers import GpuPlans, answer
+    from qlora_sweep.sweep.planning.documents import card_document
     from qlora_sweep.sweep.planning.question import PlanRequest
-    from qlora_sweep.sweep.terminal.plan import answer
 
     request = PlanRequest(
         space=None if space is None else os.fspath(space),
@@ -191,13 +192,33 @@ def plan(
         data=_data(data),
         study=study,
         storage=storage,
-        as_json=True,
     )
-    document = dict(answer(request, read_texts=_read_texts, tell=_warn).documents[0])
+    found = answer(request, read_texts=_read_texts, tell=_warn)
+    assert isinstance(found, GpuPlans), "nothing else is asked"
     # A space that is named for another GPU has a plan of its own beside that of the one named.
-    document = document["plans"][-1] if "plans" in document else document
-    shown = document.get("recommended") or {}
-    return Plan.model_validate({**shown, **document, "printed": document})
+    of_gpu = found.plans[-1]
+    about = Gpu(name=of_gpu.gpu.name, budget_bytes=of_gpu.forecaster.budget_bytes)
+    model_name = of_gpu.forecaster.model.name
+    printed = card_document(of_gpu)
+    shown = of_gpu.shown
+    if shown is None:
+        return Plan(gpu=about, model=model_name, notes=of_gpu.all_notes, printed=printed)
+    memory = shown.memory
+    speed = shown.speed
+    return Plan(
+        gpu=about,
+        model=model_name,
+        config=shown.config,
+        fits=shown.fits,
+        peak_allocated_bytes=shown.peak_allocated_bytes,
+        peak_reserved_bytes=None if memory is None else memory.peak_reserved_bytes,
+        step_seconds=shown.step_seconds,
+        tokens_per_second=shown.tokens_per_second,
+        tokens_per_second_range=shown.tokens_per_second_range,
+        bottleneck=None if speed is None else speed.bottleneck,
+        notes=of_gpu.all_notes,
+        printed=printed,
+    )
 
 
 def tune(

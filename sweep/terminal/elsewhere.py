@@ -31,6 +31,7 @@ from qlora_sweep.storage.urls import SqliteUrl, parse_url
 from qlora_sweep.sweep.data.tokenizers import find_tokenizer
 from qlora_sweep.sweep.launching import parcel, remote, rented, slurm
 from qlora_sweep.sweep.paths import STORAGE, cache_directory, runs_directory, storage_url
+from qlora_sweep.sweep.planning.answers import stored_study, tracing
 from qlora_sweep.sweep.planning.question import PlanRequest, Predictor, resolve_request
 from qlora_sweep.sweep.predict.memory.profile_store import TracingChildren
 from qlora_sweep.sweep.request import REQUEST, RunRequest, Where
@@ -49,7 +50,6 @@ from qlora_sweep.sweep.terminal.console import (
 )
 from qlora_sweep.sweep.terminal.dataset import prepared
 from qlora_sweep.sweep.terminal.edge import WORST_FIRST
-from qlora_sweep.sweep.terminal.plan import stored_study, tracing
 
 _INPUTS = "inputs"
 """Directory on the machine that is reached by ssh, below the study's."""
