@@ -181,8 +181,11 @@ def plan(
     from qlora_sweep.sweep.planning.documents import card_document
     from qlora_sweep.sweep.planning.question import PlanRequest
 
+    named = None
+    if space is not None:
+        named = os.fspath(space)
     request = PlanRequest(
-        space=None if space is None else os.fspath(space),
+        space=named,
         gpus=() if gpu is None else (gpu,),
         model=model,
         configuration=settings,
@@ -279,7 +282,7 @@ def tune(
     from qlora_sweep.sweep.study.run_time import CommandStart
     from qlora_sweep.sweep.terminal import driving
 
-    overrides = {
+    overrides: dict[str, Any] = {
         "gpu": gpu,
         "model": model,
         "data": _data(data),
@@ -289,8 +292,9 @@ def tune(
         "sampler": sampler,
         "numerics": numerics,
         "seed": seed,
-        "confirm": None if confirm else False,
     }
+    if not confirm:
+        overrides["confirm"] = False
     request = RunRequest(
         space=os.fspath(space),
         overrides=overrides,
@@ -302,13 +306,15 @@ def tune(
     def unwatched(*_: object) -> AbstractContextManager[Listener]:
         return nullcontext(lambda event: None)
 
-    quiet: Any = {"watch": unwatched, "tell": _warn, "warn": _warn, "read": _read_texts}
+    quiet: Any = {}
+    if not progress:
+        quiet = {"watch": unwatched, "tell": _warn, "warn": _warn, "read": _read_texts}
     prepared, reason = driving.tune(
         request,
         Where.parse(on),
         url=storage_url(storage),
         start=CommandStart(began_seconds),
-        **({} if progress else quiet),
+        **quiet,
     )
     if reason is StopReason.INTERRUPTED:
         raise KeyboardInterrupt(f"study '{prepared.name}' was stopped; the same call resumes it")
@@ -329,9 +335,12 @@ def best(study: str | Study, *, storage: str | None = None) -> Winner:
     """
     from qlora_sweep.sweep.export.record import record_of
 
-    name, url = (study, storage) if isinstance(study, str) else (study.name, study.storage)
-    found = _study(name, url)
-    record, winner = record_of(found.snapshot), found.winner
+    if isinstance(study, str):
+        found = _study(study, storage)
+    else:
+        found = _study(study.name, study.storage)
+    record = record_of(found.snapshot)
+    winner = found.winner
     assert winner is not None, "it has a record"
     return Winner(found, winner.number, winner.config, record.measurement, found.gain, record)
 

@@ -6,7 +6,6 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from itertools import takewhile
 from typing import Any
 
 import pynvml
@@ -52,17 +51,21 @@ def visible_cards(nvml: Any = NVML, *, most: int | None = None) -> Iterator[list
     if named is None:
         names = [str(index) for index in range(_ask(nvml.nvmlDeviceGetCount) or 1)]
     else:
-        first, *others = (name.strip() for name in named.split(","))
-        names = [first or "0", *takewhile(bool, others)]
-    handles = (
-        _ask(nvml.nvmlDeviceGetHandleByIndex, int(name))
-        if name.isdigit()
-        else _ask(nvml.nvmlDeviceGetHandleByUUID, name)
-        for name in names[:most]
-    )
+        names = [name.strip() for name in named.split(",")]
+        names[0] = names[0] or "0"
+    cards: list[NvmlCard] = []
+    for name in names[:most]:
+        handle = None
+        if name.isdigit():
+            handle = _ask(nvml.nvmlDeviceGetHandleByIndex, int(name))
+        elif name:
+            handle = _ask(nvml.nvmlDeviceGetHandleByUUID, name)
+        if handle is None:
+            # CUDA shows none of what comes after one that is not there.
+            break
+        cards.append(NvmlCard(handle, nvml))
     try:
-        # CUDA shows none of what comes after one that is not there.
-        yield [NvmlCard(handle, nvml) for handle in takewhile(lambda h: h is not None, handles)]
+        yield cards
     finally:
         _ask(nvml.nvmlShutdown)
 
@@ -91,8 +94,10 @@ class NvmlCard:
 
     def versions(self) -> tuple[str | None, str | None]:
         """Return the driver's version and the newest CUDA that it supports, as in ``12.8``."""
+        newest = None
         cuda = _ask(self._nvml.nvmlSystemGetCudaDriverVersion_v2)
-        newest = None if cuda is None else f"{cuda // 1000}.{cuda % 1000 // 10}"
+        if cuda is not None:
+            newest = f"{cuda // 1000}.{cuda % 1000 // 10}"
         return _ask(self._nvml.nvmlSystemGetDriverVersion), newest
 
     def memory(self) -> Any:

@@ -70,7 +70,9 @@ def comparison_path(study: str) -> Path:
 def own_price_file() -> Path | None:
     """Return the user's price list, ``runs/prices.yaml``; None where there is none."""
     path = runs_directory() / "prices.yaml"
-    return path if path.exists() else None
+    if path.exists():
+        return path
+    return None
 
 
 def worker_log_path(study: str, *, lane: int = 0) -> Path:

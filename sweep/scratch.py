@@ -29,7 +29,7 @@ def scratch(kind: str, *, parent: Path | None = None) -> Iterator[Path]:
     Raises:
         OSError: it cannot be made.
     """
-    place = Path(tempfile.gettempdir()) if parent is None else parent
+    place = parent or Path(tempfile.gettempdir())
     remove_left(place)
     path, lock = _made(place, kind)
     try:
@@ -45,7 +45,7 @@ def remove_left(parent: Path | None = None) -> None:
     Args:
         parent: directory that they are in; None for the system's temporary directory.
     """
-    place = Path(tempfile.gettempdir()) if parent is None else parent
+    place = parent or Path(tempfile.gettempdir())
     with suppress(OSError):
         for path in place.glob(f"{_PREFIX}*"):
             with suppress(OSError):

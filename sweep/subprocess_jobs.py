@@ -124,9 +124,12 @@ def serve_subprocess(work: Callable[[Mapping[str, Any], Say], Mapping[str, Any]]
             say({"environment": missing_words(error)})
         except (OSError, MemoryError, EnvironmentFault) as error:
             # Some libraries' errors of this kind are none of the system's.
-            number, reason = getattr(error, "errno", None), getattr(error, "strerror", None)
+            number = getattr(error, "errno", None)
+            reason = getattr(error, "strerror", None)
             file = getattr(error, "filename", None)
+            if not isinstance(file, str):
+                file = None
             if number is None or reason is None:
                 say({"environment": words_of(error)})
             else:
-                say({"system": [number, reason, file if isinstance(file, str) else None]})
+                say({"system": [number, reason, file]})
