@@ -27,7 +27,8 @@ from qlora_sweep.search_spaces.redaction import redact, redacted, shown
 
 STDOUT = "-"
 """Name of standard output, where a file is named."""
-SILENCE_SECONDS, LONGEST_SILENCE_SECONDS = 1.25, 60.0
+SILENCE_SECONDS = 1.25
+LONGEST_SILENCE_SECONDS = 60.0
 """After which something is said; nobody waits two seconds wondering."""
 PATIENCE_SECONDS = 20.0
 """Of one wait, after which each silence is twice as long, up to a minute: a night's log is for
@@ -131,7 +132,7 @@ def agreed(question: str, *, command: str, is_sure: bool) -> bool:
         InputError: stdin is no terminal.
     """
     if not is_sure and not sys.stdin.isatty():
-        raise InputError(f"{command}: nobody is here to be asked: say --yes")
+        raise InputError(f"{command}: stdin is not a terminal: pass --yes")
     return is_sure or confirmed(question)
 
 
@@ -314,7 +315,9 @@ def working(doing: str) -> Iterator[Callable[[str], Callable[[int, int], None]]]
     """
     from rich.console import Console
 
-    words, began, rhythm = doing, time.monotonic(), Rhythm()
+    words = doing
+    began = time.monotonic()
+    rhythm = Rhythm()
     console = Console(file=cast(TextIO, Synchronized(sys.stderr)))
     is_drawn = sys.stderr.isatty() and not console.is_dumb_terminal
     status = console.status(doing) if is_drawn else None
