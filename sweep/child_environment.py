@@ -1,9 +1,7 @@
-"""Owns which variables a child process gets: those that Python, torch, CUDA and the hub's library
-read, and no others.
+"""The variables that a child process gets: what Python, torch, CUDA and the hub's library read.
 
-What a person has in their shell beside those, passwords and keys of clouds and databases above all,
-is no training's business: libraries print their variables, and models may bring code of their own.
-Knows nothing of what a child does.
+Passwords and keys in a person's shell are not among them: libraries print their variables, and
+models may bring code of their own.
 """
 
 from __future__ import annotations

@@ -204,7 +204,7 @@ class ThroughputCallback(StepClock):
     """
 
     tokens_per_second: float | None = None
-    """That carry loss, at the median step of the last training, of all processes; None where its
+    """Supervised, at the median step of the last training, of all processes; None where its
     batches had no labels."""
 
     def __init__(self, record: Record, say: Callable[[str], object] | None = None) -> None:

@@ -1,4 +1,4 @@
-"""What NVML says of a GPU: each of its figures by itself, and none where the driver refuses."""
+"""What NVML says of a GPU; each figure is None where the driver refuses it."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ class NvmlCard:
         return self.ask("nvmlDeviceGetMemoryInfo")
 
     def processes(self) -> tuple[CardProcess, ...]:
-        """Return who has memory on it; nobody where the driver does not say, as in containers."""
+        """Return the processes that have memory on it; none where the driver does not say."""
         running = self.ask("nvmlDeviceGetComputeRunningProcesses") or ()
         return tuple(CardProcess(process.pid, process.usedGpuMemory) for process in running)
 
@@ -126,7 +126,7 @@ class NvmlCard:
 
 
 class FaultWatch:
-    """What befell one GPU since the watch began, by NVML; called, it says so in a few words.
+    """Faults of one GPU since the watch began, by NVML; called, it returns them in a few words.
 
     Args:
         uuid: of the GPU. Of one that is not found by that name nothing is ever said.
@@ -150,7 +150,7 @@ class FaultWatch:
                     self._events = events
 
     def __call__(self) -> str | None:
-        """Return what is wrong with the GPU; None where it is well, or nobody can tell."""
+        """Return what is wrong with the GPU; None where nothing is known to be."""
         if self._is_known and self._found is None:
             self._found = self._look()
         return self._found

@@ -1,6 +1,6 @@
-"""Owns where things are kept: the directory of studies, the default database, a study's files.
+"""Where things are kept: the directory of studies, the default database, a study's files.
 
-Knows nothing of what is in them. Reads the environment variables ``SWEEP_HOME``, ``SWEEP_STORAGE``
+Reads the environment variables ``SWEEP_HOME``, ``SWEEP_STORAGE``
 and ``XDG_CACHE_HOME``; creates nothing.
 """
 

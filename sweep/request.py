@@ -201,7 +201,7 @@ class RunRequest(BaseModel):
 
 
 def refuse_mistakes(request: RunRequest, *, storage: str) -> None:
-    """Refuse what can be told from what was typed and from the first rows of a dataset.
+    """Refuse mistakes that show in what was typed and in the first rows of a dataset.
 
     Args:
         request: what was typed.

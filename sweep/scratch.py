@@ -1,7 +1,7 @@
-"""Temporary directories that do not outlive whoever made them, SIGKILL included.
+"""Temporary directories that are removed also where their process was killed.
 
-Each is locked for as long as it is used. A lock ends with its process, so whoever makes the next
-directory, or starts a study, finds those that nobody uses any more and removes them.
+Each is locked for as long as it is used, and a lock ends with its process. Making the next
+directory, or starting a study, removes those without a lock.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def _made(place: Path, kind: str) -> tuple[Path, int]:
         with suppress(FileNotFoundError):
             descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             with suppress(OSError):
-                # Where there are no locks, nobody removes anything either.
+                # Where there are no locks, nothing is removed either.
                 fcntl.flock(descriptor, fcntl.LOCK_EX)
             if path.exists():
                 return path, descriptor

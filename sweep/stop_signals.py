@@ -21,7 +21,7 @@ from qlora_sweep.sweep.processes import STOP_SIGNALS
 INTERRUPTED = 130
 """Exit code of a command that was asked to stop."""
 _PATIENCE = 3
-"""So many signals end the process, whatever it is at."""
+"""So many signals end the process at once."""
 _MOMENT_SECONDS = 0.05
 _SHOW_CURSOR = "\x1b[?25h"
 
@@ -69,7 +69,7 @@ def heard() -> Iterator[None]:
 @contextmanager
 def _heard_in_finalizers() -> Iterator[None]:
     """Ask again, a moment later, where a `KeyboardInterrupt` was raised while an object was being
-    freed: there Python prints it, with a traceback, and goes on.
+    freed: there Python prints it with a traceback and ignores it.
     """
     before = sys.unraisablehook
     again: list[threading.Timer] = []

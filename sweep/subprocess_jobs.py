@@ -1,4 +1,4 @@
-"""Subprocess jobs: a child that does one thing and is gone. Its request comes on stdin; news and
+"""Subprocess jobs: a child that does one thing and ends. Its request comes on stdin; news and
 the answer go to stdout, each a line of JSON.
 
 Both halves are here: `run_subprocess` for the parent, `serve_subprocess` for the child's
@@ -36,14 +36,14 @@ def run_subprocess(
     environment: Mapping[str, str],
     name: str = "the child process",
 ) -> dict[str, Any]:
-    """Return what a child answers; whatever happens, it is gone afterwards with all it started.
+    """Return what a child answers; it and all it started have ended afterwards.
 
     Args:
         command: what runs, followed by this process's number.
         request: what it is to do.
         on_news: called with each thing that it says on the way.
         environment: its variables.
-        name: what a person is told that it is.
+        name: what it is called in messages.
 
     Raises:
         InputError: the child finds fault with what was typed.

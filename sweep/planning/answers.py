@@ -283,7 +283,7 @@ def _calibrating(question: Question, progress: Progress) -> CalibrationTrials:
     """Return the trials that would teach most of each GPU's speed.
 
     Raises:
-        InputError: trials of several GPUs are asked for, which nobody contributes.
+        InputError: trials train on several GPUs, which no contribution is of.
         NothingFits: on none is there anything to measure.
     """
     of_gpus: list[Lessons] = []

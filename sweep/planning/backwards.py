@@ -27,7 +27,7 @@ from qlora_sweep.sweep.predict.memory.prediction import Fit
 from qlora_sweep.sweep.predict.shortlist import Shortlist, structures
 
 EFFECTIVE_BATCH = 16
-"""Sequences of a step where nobody says: QLoRA's own for 7 B and 13 B (arXiv 2305.14314, B.2)."""
+"""Default sequences of a step: QLoRA's for 7 B and 13 B (arXiv 2305.14314, B.2)."""
 JOB_KEYS = ("lora_rank", "target_modules", "seq_len")
 """What makes a training the same on every GPU, beside the effective batch."""
 
@@ -47,8 +47,8 @@ def job(
     fixed: Mapping[str, Any] = NOTHING,
     spaces: Sequence[SearchSpace] = (),
 ) -> dict[str, Any]:
-    """Return settings that are held on every GPU: what was typed, and of what makes a training the
-    same training the standard recipe's.
+    """Return settings that are fixed on every GPU: what was typed, and the standard recipe's rank,
+    modules, length and effective batch.
 
     Args:
         held: what was typed.

@@ -100,11 +100,11 @@ class PlanRequest:
     data: Mapping[str, Any] = field(default_factory=dict)
     """What was typed of texts, by the keys of a space's section about them."""
     configuration: Mapping[str, Any] = field(default_factory=dict)
-    """Keys of a configuration: held fixed while the rest of the space is searched."""
+    """Keys of a configuration: fixed, while the rest of the space is searched."""
     numerics: str | None = None
     """That of the space, where it was typed."""
     is_exact: bool = False
-    """Whether one configuration is asked about: what is not typed is the standard recipe's."""
+    """Whether one configuration is asked about, by default with the standard recipe's values."""
     from_file: str | None = None
     work: AskedWork = field(default_factory=AskedWork)
     prices: Path | None = None
@@ -126,7 +126,7 @@ class PlanRequest:
     storage: str | None = None
     as_json: bool = False
     is_detailed: bool = False
-    """Whether a person is told all of it, and not one screen."""
+    """Whether all of it is printed, and not one screen."""
 
 
 @dataclass(frozen=True)
@@ -354,7 +354,7 @@ class Question:
 
 def _with_micro_batch(typed: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return settings with the standard recipe's micro-batch lowered until it goes into a typed
-    effective batch, where nobody typed one."""
+    effective batch, where none was typed."""
     effective = typed.get("effective_batch_size")
     gpus = typed.get("data_parallel", 1)
     if effective is None or "micro_batch_size" in typed or effective % gpus:

@@ -42,7 +42,7 @@ def remove(study: str, *, storage: str | None, is_sure: bool) -> None:
     if not console.agreed(question, command=f"rm {study}", is_sure=is_sure):
         console.note("Nothing was removed.")
         return
-    # Removing needs Optuna, whose import nobody else here waits for.
+    # Only removing needs Optuna, which takes seconds to import.
     from qlora_sweep.storage.transfer import remove_study
     from qlora_sweep.sweep.launching.rented import remove_jobs
 

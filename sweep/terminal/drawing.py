@@ -62,7 +62,7 @@ def grid(headers: Sequence[str], rows: Iterable[Sequence[str | Text]]) -> Table:
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]], *, width: int | None = None) -> str:
     """Return a grid as plain text of so many columns; None for no limit."""
-    # Shown before it is folded: a secret that goes on in the next line would not be known any more.
+    # Shown before it is folded: a secret over two lines would not be recognised.
     cells: list[list[str | Text]] = []
     for row in rows:
         cells.append([Text(shown(cell)) for cell in row])

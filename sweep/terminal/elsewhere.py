@@ -1,5 +1,5 @@
-"""`sweep run --on ssh|slurm|modal|skypilot`: a study that another machine drives, from its request
-to what is started there, said here and kept of it."""
+"""`sweep run --on ssh|slurm|modal|skypilot`: a study that another machine drives: what is sent
+there, what is shown here, and what is fetched."""
 
 from __future__ import annotations
 
@@ -310,8 +310,8 @@ def _python(environment: str | None) -> str:
 
 
 def _storage_of_job(typed: str | None) -> str | None:
-    """Return the database as the job is told of it, from wherever it is started; None where it
-    inherits the variable, as a password would stand in the script, which others may read."""
+    """Return the database for the job's script; None where the job inherits the variable, as others
+    may read a password in the script."""
     url = storage_url(typed)
     database = parse_url(url)
     if isinstance(database, SqliteUrl):

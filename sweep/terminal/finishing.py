@@ -160,7 +160,7 @@ def _agree_to_cut(prepared: PreparedTraining) -> None:
     """Have a person agree to train on what the length leaves.
 
     Raises:
-        InputError: they do not, or nobody is there to be asked; says what to do instead.
+        InputError: they do not, or stdin is not a terminal; says what to do instead.
     """
     share = percent(prepared.truncation.whole.supervised_share)
     length = f"length {prepared.job.config.seq_len:,}"

@@ -88,7 +88,7 @@ def status(study: str | None, *, storage: str | None, as_json: bool, watch: bool
     if watch:
         from qlora_sweep.sweep.terminal.live import follow
 
-        # Who has seen enough is told how it stands; the study itself runs on.
+        # Ctrl-C ends the following, not the study.
         with suppress(KeyboardInterrupt):
             follow(lambda: read(study, url=url), stream=sys.stderr)
     snapshot = read(study, url=url)
@@ -104,8 +104,8 @@ def _study_line(study: StudySnapshot | UnreadableStudy) -> dict[str, Any]:
     "unreadable", "unreadable_trials"}``
 
     ``driven_by`` is ``host:pid``, ``driven_since`` when that began, by its own clock in UTC; both
-    null where nobody does. ``unreadable`` is null, or why nothing can be said of the study: then
-    all else is null but for the number of its trials, none of which is known.
+    null where no process does. ``unreadable`` is null, or why the study cannot be read: then all
+    else is null but for the number of its trials, none of which is known.
     """
     if isinstance(study, UnreadableStudy):
         unknown = ("gpu", "model", "objectives", "best", "is_confirmed", "seconds", "running")

@@ -1,6 +1,6 @@
 """A study shown on stderr while it runs: a live panel on a terminal, lines elsewhere.
 
-Neither is silent for long: what is being done is said with its seconds.
+Both show what is being done, with its seconds.
 """
 
 from __future__ import annotations
@@ -312,7 +312,7 @@ def follow(
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> None:
-    """Show how a study stands until nobody drives it any more.
+    """Show how a study stands until it is no longer driven.
 
     Args:
         read: returns the study as it stands.

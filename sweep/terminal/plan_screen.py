@@ -401,7 +401,7 @@ def _facts(plan: CardPlan, shown: Forecast, bill: Bill | None) -> Iterator[Fact]
 
 
 def _but(words: Sequence[str]) -> str:
-    """Return in how far settings are not the standard recipe's."""
+    """Return how settings differ from the standard recipe."""
     if not words:
         return "the standard QLoRA recipe"
     return f"the standard QLoRA recipe, but {', '.join(words)}"
