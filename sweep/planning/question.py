@@ -137,9 +137,9 @@ class Question:
     space: SearchSpace | None
     """None where no space was named."""
     kind: SpaceKind
-    """Where the space comes from."""
-    has_own_spaces: bool
-    """Whether each GPU is asked about with its own space, as GPUs alone were named."""
+    """Where it comes from."""
+    spaces: Mapping[str, tuple[SearchSpace, SpaceKind]]
+    """By GPU: what is searched there, and where it comes from."""
     model: ModelSpec
     gpus: tuple[GpuSpec, ...]
     offers: Mapping[str, tuple[Offer, ...]]
@@ -167,7 +167,7 @@ class Question:
         if not self.request.is_cheapest:
             return typed
         fixed = {} if self.space is None else self.space.fixed
-        return job(typed, fixed=fixed, spaces=self._spaces)
+        return job(typed, fixed=fixed, spaces=self._searched)
 
     @property
     def _typed(self) -> Mapping[str, Any]:
@@ -185,15 +185,15 @@ class Question:
         if not is_free or "effective_batch_size" in typed:
             return typed
         completions = self.grpo["num_generations"]
-        samples = whole_step(PROMPTS * completions, held=typed, spaces=self._spaces)
+        samples = whole_step(PROMPTS * completions, held=typed, spaces=self._searched)
         return {"effective_batch_size": math.lcm(samples, completions), **typed}
 
     @property
-    def _spaces(self) -> list[SearchSpace]:
+    def _searched(self) -> list[SearchSpace]:
         """The space of each GPU; none where one configuration is asked about."""
         if self.request.is_exact:
             return []
-        return [self._space_of(gpu)[0] for gpu in self.gpus]
+        return [space for space, _ in self.spaces.values()]
 
     @property
     def is_grpo(self) -> bool:
@@ -223,7 +223,7 @@ class Question:
             given = {**self.own_settings, **needed_by(self.held), **self.held}
             asked = parse_config(_with_micro_batch(given), where="options")
         else:
-            space, kind = self._space_of(gpu)
+            space, kind = self.spaces[gpu.name]
             refuse_without_texts(space)
             asked = self._of_grpo(self._offered(gpu).space)
             if self.held:
@@ -235,9 +235,14 @@ class Question:
             refuse_impossible(asked, Setting(self.model, "cuda", None, self.texts is not None))
         return asked
 
+    def of_named_space(self) -> Question:
+        """Return the question with the space that was named on every GPU."""
+        assert self.space is not None, "a space was named"
+        return replace(self, spaces=dict.fromkeys(self.spaces, (self.space, self.kind)))
+
     def ways(self, gpu: GpuSpec) -> Iterator[tuple[str, Question]]:
         """Yield what a host's GPUs can do, by its name: one alone, all of them, or shards."""
-        space, _ = self._space_of(gpu)
+        space, _ = self.spaces[gpu.name]
         count = self.request.devices or 1
         for name, gpus, sharding in (
             ("one GPU", 1, "none"),
@@ -276,7 +281,7 @@ class Question:
 
     def _offered(self, gpu: GpuSpec) -> Offered:
         """Return the space of a GPU as the trainer, the model and the dataset leave it."""
-        space, kind = self._space_of(gpu)
+        space, kind = self.spaces[gpu.name]
         is_preset = kind != "file"
         able = for_trainer(space, self.model, is_preset=is_preset, held=self.held)
         own = with_own_settings(able.space, self.model, is_preset=is_preset, held=self.held)
@@ -292,13 +297,13 @@ class Question:
         """Return what was asked of a GPU, for the answer to say."""
         if self.request.is_exact:
             return Asked(held=self.held, grpo=self.grpo)
-        _, kind = self._space_of(gpu)
+        _, kind = self.spaces[gpu.name]
         held = self._typed if self.is_grpo else self.held
         return Asked(kind, held, run_command=self._run_command(gpu), grpo=self.grpo)
 
     def _run_command(self, gpu: GpuSpec) -> str:
         """Return what to type to measure on a GPU what is searched here."""
-        space, kind = self._space_of(gpu)
+        space, kind = self.spaces[gpu.name]
         options: dict[str, Any] = {"gpu": gpu.name, "model": self.request.model}
         first = ""
         name = space.name
@@ -315,20 +320,9 @@ class Question:
         options |= {"numerics": self.request.numerics, **self._typed}
         return f"{first}sweep run {shlex.quote(name)} {_typed(options)}".rstrip()
 
-    def _space_of(self, gpu: GpuSpec) -> tuple[SearchSpace, SpaceKind]:
-        """Return the space of a GPU, and where it comes from."""
-        if self.space is None or self.has_own_spaces:
-            space, kind = own_space(gpu.name, self.request.model)
-        else:
-            space = self.space
-            kind = self.kind
-        if self.request.numerics is not None:
-            space = space.changed({"numerics": self.request.numerics})
-        return space, kind
-
     def forecaster(self, gpu: GpuSpec) -> Forecaster:
         """Return what answers for one GPU, within its budget or the tighter one of the space."""
-        space, _ = self._space_of(gpu)
+        space, _ = self.spaces[gpu.name]
         budget_bytes = gpu.budget_bytes
         asked_gib = space.budget_gib_on(gpu.name)
         if asked_gib is not None:
@@ -391,7 +385,18 @@ def resolve_request(
         raise InputError(f"--from-file answers for one GPU, got {len(gpus)}: name one --gpu")
     if request.devices and len(gpus) > 1:
         raise InputError(f"--devices is of one GPU's host, got {len(gpus)} GPUs: name one")
-    of_first = space or own_space(gpus[0].name, request.model)[0]
+    spaces: dict[str, tuple[SearchSpace, SpaceKind]] = {}
+    for gpu in gpus:
+        if space is None or named is not None:
+            # GPUs alone were named: each has a space of its own.
+            of_gpu, of_kind = own_space(gpu.name, request.model)
+        else:
+            of_gpu = space
+            of_kind = kind
+        if request.numerics is not None:
+            of_gpu = of_gpu.changed({"numerics": request.numerics})
+        spaces[gpu.name] = (of_gpu, of_kind)
+    of_first = space or spaces[gpus[0].name][0]
     model = load_model_spec(request.model or of_first.model)
     choice = typed_texts(None if space is None else space.data, request.data)
     texts = None
@@ -407,7 +412,7 @@ def resolve_request(
         request=request,
         space=space,
         kind=kind,
-        has_own_spaces=space is None or named is not None,
+        spaces=spaces,
         model=model,
         gpus=gpus,
         offers=load_prices(request.prices or own_price_file(), typed=request.typed_prices),
