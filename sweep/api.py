@@ -177,11 +177,15 @@ def plan(
         EnvironmentFault: a file, the hub, the database or the tracing process is not available.
     """
     from qlora_sweep.search_spaces.costs import AskedWork
+    from qlora_sweep.sweep.planning.answers import GpuPlans, answer
+    from qlora_sweep.sweep.planning.documents import card_document
     from qlora_sweep.sweep.planning.question import PlanRequest
-    from qlora_sweep.sweep.terminal.plan import answer
 
+    named = None
+    if space is not None:
+        named = os.fspath(space)
     request = PlanRequest(
-        space=None if space is None else os.fspath(space),
+        space=named,
         gpus=() if gpu is None else (gpu,),
         model=model,
         configuration=settings,
@@ -191,13 +195,33 @@ def plan(
         data=_data(data),
         study=study,
         storage=storage,
-        as_json=True,
     )
-    document = dict(answer(request, read_texts=_read_texts, tell=_warn).documents[0])
+    found = answer(request, read_texts=_read_texts, tell=_warn)
+    assert isinstance(found, GpuPlans), "nothing else is asked"
     # A space that is named for another GPU has a plan of its own beside that of the one named.
-    document = document["plans"][-1] if "plans" in document else document
-    shown = document.get("recommended") or {}
-    return Plan.model_validate({**shown, **document, "printed": document})
+    of_gpu = found.plans[-1]
+    about = Gpu(name=of_gpu.gpu.name, budget_bytes=of_gpu.forecaster.budget_bytes)
+    model_name = of_gpu.forecaster.model.name
+    printed = card_document(of_gpu)
+    shown = of_gpu.shown
+    if shown is None:
+        return Plan(gpu=about, model=model_name, notes=of_gpu.all_notes, printed=printed)
+    memory = shown.memory
+    speed = shown.speed
+    return Plan(
+        gpu=about,
+        model=model_name,
+        config=shown.config,
+        fits=shown.fits,
+        peak_allocated_bytes=shown.peak_allocated_bytes,
+        peak_reserved_bytes=None if memory is None else memory.peak_reserved_bytes,
+        step_seconds=shown.step_seconds,
+        tokens_per_second=shown.tokens_per_second,
+        tokens_per_second_range=shown.tokens_per_second_range,
+        bottleneck=None if speed is None else speed.bottleneck,
+        notes=of_gpu.all_notes,
+        printed=printed,
+    )
 
 
 def tune(
@@ -258,7 +282,7 @@ def tune(
     from qlora_sweep.sweep.study.run_time import CommandStart
     from qlora_sweep.sweep.terminal import driving
 
-    overrides = {
+    overrides: dict[str, Any] = {
         "gpu": gpu,
         "model": model,
         "data": _data(data),
@@ -268,8 +292,9 @@ def tune(
         "sampler": sampler,
         "numerics": numerics,
         "seed": seed,
-        "confirm": None if confirm else False,
     }
+    if not confirm:
+        overrides["confirm"] = False
     request = RunRequest(
         space=os.fspath(space),
         overrides=overrides,
@@ -281,13 +306,15 @@ def tune(
     def unwatched(*_: object) -> AbstractContextManager[Listener]:
         return nullcontext(lambda event: None)
 
-    quiet: Any = {"watch": unwatched, "tell": _warn, "warn": _warn, "read": _read_texts}
+    quiet: Any = {}
+    if not progress:
+        quiet = {"watch": unwatched, "tell": _warn, "warn": _warn, "read": _read_texts}
     prepared, reason = driving.tune(
         request,
         Where.parse(on),
         url=storage_url(storage),
         start=CommandStart(began_seconds),
-        **({} if progress else quiet),
+        **quiet,
     )
     if reason is StopReason.INTERRUPTED:
         raise KeyboardInterrupt(f"study '{prepared.name}' was stopped; the same call resumes it")
@@ -308,9 +335,12 @@ def best(study: str | Study, *, storage: str | None = None) -> Winner:
     """
     from qlora_sweep.sweep.export.record import record_of
 
-    name, url = (study, storage) if isinstance(study, str) else (study.name, study.storage)
-    found = _study(name, url)
-    record, winner = record_of(found.snapshot), found.winner
+    if isinstance(study, str):
+        found = _study(study, storage)
+    else:
+        found = _study(study.name, study.storage)
+    record = record_of(found.snapshot)
+    winner = found.winner
     assert winner is not None, "it has a record"
     return Winner(found, winner.number, winner.config, record.measurement, found.gain, record)
 

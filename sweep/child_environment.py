@@ -1,9 +1,7 @@
-"""Owns which variables a child process gets: those that Python, torch, CUDA and the hub's library
-read, and no others.
+"""The variables that a child process gets: what Python, torch, CUDA and the hub's library read.
 
-What a person has in their shell beside those, passwords and keys of clouds and databases above all,
-is no training's business: libraries print their variables, and models may bring code of their own.
-Knows nothing of what a child does.
+Passwords and keys in a person's shell are not among them: libraries print their variables, and
+models may bring code of their own.
 """
 
 from __future__ import annotations
@@ -56,17 +54,14 @@ def child_environment(
         with_hub_token: whether the child fetches a model, perhaps one that asks who fetches it.
     """
     known = os.environ if environment is None else environment
-    also = [name.strip() for name in known.get(ALSO, "").split(",") if name.strip()]
-    return _PATIENT | {
-        name: value
-        for name, value in known.items()
-        if name not in _ALLOCATOR
-        and (
-            any(fnmatchcase(name, pattern) for pattern in also)
-            or (with_hub_token and name in _HUB_TOKENS)
-            or _is_needed(name)
-        )
-    }
+    also = re.split(r"\s*,\s*", known.get(ALSO, "").strip())
+    variables = dict(_PATIENT)
+    for name, value in known.items():
+        is_named = any(fnmatchcase(name, pattern) for pattern in also)
+        is_token = with_hub_token and name in _HUB_TOKENS
+        if name not in _ALLOCATOR and (is_named or is_token or _is_needed(name)):
+            variables[name] = value
+    return variables
 
 
 def _is_needed(name: str) -> bool:

@@ -10,7 +10,6 @@ import sys
 from collections.abc import Callable, Sequence
 from functools import wraps
 from importlib import import_module
-from pathlib import Path
 from typing import Any
 
 import typer
@@ -87,7 +86,7 @@ def command(
 
 def _shown(*examples: str) -> str:
     # The first line keeps the help from being filled as a paragraph.
-    return "\n".join(["\b", "Examples:", *(f"  $ {example}" for example in examples)])
+    return "\b\nExamples:" + "".join(f"\n  $ {example}" for example in examples)
 
 
 @app.callback(invoke_without_command=True)
@@ -158,14 +157,16 @@ def run(
         request = RunRequest.read(space)
     else:
         held, of_space = opt.settings(typed, settings)
-        plain = ("gpu", "model", "trials", "max_dollars", "seed", "sampler")
-        overrides = {key: typed[key] for key in plain}
-        overrides |= {key: of_space.get(key) for key in ("numerics", "weights")}
+        keys = ("gpu", "model", "trials", "max_dollars", "seed", "sampler")
+        overrides = {key: typed[key] for key in keys}
         overrides |= {
+            "numerics": of_space.get("numerics"),
+            "weights": of_space.get("weights"),
             "data": opt.dataset(data, of_space),
             "time_budget_seconds": opt.seconds("--time-budget", time_budget),
-            "confirm": False if no_confirm else None,
         }
+        if no_confirm:
+            overrides["confirm"] = False
         request = RunRequest(
             overrides={key: value for key, value in overrides.items() if value is not None},
             held=held,
@@ -238,11 +239,9 @@ def plan(
     from qlora_sweep.sweep.terminal import plan as command
 
     known = ("train_steps", "samples", "tokens", "dataset_samples", "epochs")
-    also = (*opt.DATA_SETTINGS, "numerics", *Grpo.model_fields)
+    also = opt.DATA_SETTINGS + ("numerics",) + tuple(Grpo.model_fields)
     configuration, of_space = opt.settings(context.params, settings, also=also)
-    files = [each for each in price or () if "=" not in each]
-    if len(files) > 1:
-        raise InputError(f"--price {files[0]} and --price {files[1]} are both files: keep one")
+    price_file, typed_prices = opt.prices(price)
     request = PlanRequest(
         space=space,
         gpus=tuple(gpu or ()),
@@ -253,8 +252,8 @@ def plan(
         from_file=from_file,
         work=AskedWork(**opt.amounts(work, known), has_texts=data is not None),
         data=opt.dataset(data, of_space),
-        prices=Path(files[0]) if files else None,
-        typed_prices=tuple(each for each in price or () if "=" in each),
+        prices=price_file,
+        typed_prices=typed_prices,
         is_longest=longest,
         is_cheapest=cheapest,
         is_calibrating=calibrate,

@@ -22,7 +22,7 @@ _OBJECTS_PER_COLLECTION = 100_000
 
 def main() -> int:
     """Run the command that was typed and return the exit code."""
-    # Registered first, so it is done last: what the interpreter does behind it is nobody's to stop.
+    # Registered first, so it runs last: signals do not stop what the interpreter does after it.
     atexit.register(_hear_no_more)
     _hear_signals()
     # Most of what a command makes stays until it ends: to look for garbage in it took an eighth of
@@ -34,8 +34,8 @@ def main() -> int:
     except KeyboardInterrupt:
         sys.stderr.write("Interrupted.\n")
     finally:
-        # All is said and stored: whatever the interpreter still does is not worth a wait, and to
-        # look through a million objects once more, of which none is freed, takes seconds.
+        # All is printed and stored. A last garbage collection would look through a million objects,
+        # of which none is freed, and take seconds.
         atexit.register(gc.freeze)
         for number in _STOP:
             if signal.getsignal(number) != signal.SIG_IGN:
@@ -90,7 +90,7 @@ def _hear_signals() -> None:
 
 
 def _interrupt(*_: object) -> None:
-    """Interrupt once: what ends then is not interrupted again, unless somebody insists."""
+    """Interrupt once; the third signal ends the process."""
     global _asked
     _asked += 1
     if _asked == 1:

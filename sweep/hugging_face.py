@@ -78,8 +78,11 @@ def trl_args(record: Record, **changes: Any) -> Any:
     """See `sweep.api.Winner.trl_args`."""
     from trl import DPOConfig, SFTConfig
 
-    kind: Any = DPOConfig if record.config.is_on_pairs else SFTConfig
-    _warn(kind.__name__.replace("Config", "Trainer"), record, {*KNOBS} - {*_LOST_IN_FILES})
+    kind: Any = SFTConfig
+    if record.config.is_on_pairs:
+        kind = DPOConfig
+    keys = set(KNOBS).difference(_LOST_IN_FILES)
+    _warn(kind.__name__.replace("Config", "Trainer"), record, keys)
     return _arguments(kind, record, changes)
 
 
@@ -113,7 +116,8 @@ def _warn(what: str, record: Record, keys: Collection[str], *more: str | None) -
     lost = [sentence for key, sentence in unsupported(record, "trl").items() if key in keys]
     lost += filter(None, more)
     if lost:
-        warnings.warn("\n- ".join([f"Not done by {what}:", *lost]), stacklevel=4)
+        lost.insert(0, f"Not done by {what}:")
+        warnings.warn("\n- ".join(lost), stacklevel=4)
 
 
 def _device() -> torch.device:
@@ -124,7 +128,9 @@ def _device() -> torch.device:
 
 def load_model(record: Record, name: str, *, seed: int) -> PeftModel:
     """See `sweep.api.Winner.load_model`."""
-    config, spec, device = record.config, load_model_spec(name), _device()
+    config = record.config
+    spec = load_model_spec(name)
+    device = _device()
     if config.is_sharded:
         raise InputError("sharding fsdp: nothing here shards a model that is loaded")
     if (spec.model_type, parameters(spec)) != (
@@ -139,7 +145,8 @@ def load_model(record: Record, name: str, *, seed: int) -> PeftModel:
     weights: Weights = "random" if is_shipped else "pretrained"
     base = build_base(config, spec=spec, weights=weights, device=device, seed=seed)
     _patched.append(base.undo)
-    model, layers = with_adapters(base, config), decoder_layers(base.model)
+    model = with_adapters(base, config)
+    layers = decoder_layers(base.model)
     name_quantizer(model)
     if chosen := config.checkpointed_layers(len(layers)):
         recompute(base.model, layers, chosen)
@@ -181,7 +188,9 @@ class StepClock(TrainerCallback):
 
     def peak_allocated_bytes(self) -> int | None:
         """Return the most bytes of live tensors; None on a CPU, where nothing counts them."""
-        return torch.cuda.max_memory_allocated() if torch.cuda.is_available() else None
+        if not torch.cuda.is_available():
+            return None
+        return torch.cuda.max_memory_allocated()
 
 
 class ThroughputCallback(StepClock):
@@ -195,7 +204,7 @@ class ThroughputCallback(StepClock):
     """
 
     tokens_per_second: float | None = None
-    """That carry loss, at the median step of the last training, of all processes; None where its
+    """Supervised, at the median step of the last training, of all processes; None where its
     batches had no labels."""
 
     def __init__(self, record: Record, say: Callable[[str], object] | None = None) -> None:
@@ -203,14 +212,15 @@ class ThroughputCallback(StepClock):
         self._record = record
         self._say = say or partial(print, file=sys.stderr)
         # Of random examples a trial counts every token, of a dataset those that are predicted.
-        self._first = 0 if record.texts is None else 1
+        self._first = int(record.texts is not None)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Say what was promised, and count labels from now on."""
         super().on_train_begin()
         self._tokens: list[Any] = [0]
         self._hook = kwargs["model"].register_forward_pre_hook(self._count, with_kwargs=True)
-        record, measured = self._record, self._record.measurement
+        record = self._record
+        measured = record.measurement
         if state.is_world_process_zero:
             self._say(
                 f"Promised: {units.rate(measured.tokens_per_second)} tokens/s, peak "
@@ -232,7 +242,8 @@ class ThroughputCallback(StepClock):
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Say what was reached, and what may explain a difference."""
         self._hook.remove()
-        tokens, seconds = [int(count) for count in self._tokens[:-1]], self.seconds()
+        tokens = [int(count) for count in self._tokens[:-1]]
+        seconds = self.seconds()
         warm = [step >= course.WARMUP_STEPS for step in range(len(seconds))]
         rate = course.Steps(tokens=tokens, seconds=seconds, is_warm=warm).median_rate()
         self.tokens_per_second = args.world_size * rate if rate else None

@@ -25,26 +25,27 @@ def missing_words(error: ImportError) -> str:
     from importlib.metadata import PackageNotFoundError, packages_distributions, requires
 
     module = (error.name or "").partition(".")[0]
-    words = str(error).splitlines()[0] if str(error) else "an import failed"
+    words = (str(error) or "an import failed").splitlines()[0]
     if "failed to map segment" in words or "allocate memory" in words:
         return f"no memory is left to load a library ({words}): raise `ulimit -v`, or end some"
     if module == PACKAGE:
         return f"{DISTRIBUTION} is incomplete: {words}: {REINSTALL}"
     if not module or not isinstance(error, ModuleNotFoundError):
-        broken = packages_distributions().get(module, [module])[0]
-        again = f"pip install --force-reinstall {broken}" if broken else REINSTALL
+        again = REINSTALL
+        if module:
+            broken = packages_distributions().get(module, [module])[0]
+            again = f"pip install --force-reinstall {broken}"
         return f"a library of sweep's cannot be imported: {words}: {again}"
     package = _DISTRIBUTIONS.get(module, module)
-    needed = list[str]()
+    needed: list[str] = []
     with suppress(PackageNotFoundError):
         needed = requires(DISTRIBUTION) or []
-    for one in needed:
-        name, _, extra = one.partition("; extra == ")
+    for requirement in needed:
+        name, _, extra = requirement.partition("; extra == ")
         if re.split(r"[^\w.-]", name)[0].lower().replace("_", "-") == package.replace("_", "-"):
-            cure = (
-                f"pip install '{DISTRIBUTION}[{extra[1:-1]}]'" if extra else f"pip install '{name}'"
-            )
-            return f"{package} is not installed, which sweep needs here: {cure}"
+            if extra:
+                name = f"{DISTRIBUTION}[{extra[1:-1]}]"
+            return f"{package} is not installed, which sweep needs here: pip install '{name}'"
     # What another package needs, whose installation was cut short.
     return (
         f"{package} is not installed, which a library of sweep's needs: pip install {package}, or "

@@ -1,4 +1,4 @@
-"""What NVML says of a GPU: each of its figures by itself, and none where the driver refuses."""
+"""What NVML says of a GPU; each figure is None where the driver refuses it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from itertools import takewhile
 from typing import Any
 
 import pynvml
@@ -52,17 +51,21 @@ def visible_cards(nvml: Any = NVML, *, most: int | None = None) -> Iterator[list
     if named is None:
         names = [str(index) for index in range(_ask(nvml.nvmlDeviceGetCount) or 1)]
     else:
-        first, *others = (name.strip() for name in named.split(","))
-        names = [first or "0", *takewhile(bool, others)]
-    handles = (
-        _ask(nvml.nvmlDeviceGetHandleByIndex, int(name))
-        if name.isdigit()
-        else _ask(nvml.nvmlDeviceGetHandleByUUID, name)
-        for name in names[:most]
-    )
+        names = [name.strip() for name in named.split(",")]
+        names[0] = names[0] or "0"
+    cards: list[NvmlCard] = []
+    for name in names[:most]:
+        handle = None
+        if name.isdigit():
+            handle = _ask(nvml.nvmlDeviceGetHandleByIndex, int(name))
+        elif name:
+            handle = _ask(nvml.nvmlDeviceGetHandleByUUID, name)
+        if handle is None:
+            # CUDA shows none of what comes after one that is not there.
+            break
+        cards.append(NvmlCard(handle, nvml))
     try:
-        # CUDA shows none of what comes after one that is not there.
-        yield [NvmlCard(handle, nvml) for handle in takewhile(lambda h: h is not None, handles)]
+        yield cards
     finally:
         _ask(nvml.nvmlShutdown)
 
@@ -91,8 +94,10 @@ class NvmlCard:
 
     def versions(self) -> tuple[str | None, str | None]:
         """Return the driver's version and the newest CUDA that it supports, as in ``12.8``."""
+        newest = None
         cuda = _ask(self._nvml.nvmlSystemGetCudaDriverVersion_v2)
-        newest = None if cuda is None else f"{cuda // 1000}.{cuda % 1000 // 10}"
+        if cuda is not None:
+            newest = f"{cuda // 1000}.{cuda % 1000 // 10}"
         return _ask(self._nvml.nvmlSystemGetDriverVersion), newest
 
     def memory(self) -> Any:
@@ -100,7 +105,7 @@ class NvmlCard:
         return self.ask("nvmlDeviceGetMemoryInfo")
 
     def processes(self) -> tuple[CardProcess, ...]:
-        """Return who has memory on it; nobody where the driver does not say, as in containers."""
+        """Return the processes that have memory on it; none where the driver does not say."""
         running = self.ask("nvmlDeviceGetComputeRunningProcesses") or ()
         return tuple(CardProcess(process.pid, process.usedGpuMemory) for process in running)
 
@@ -121,7 +126,7 @@ class NvmlCard:
 
 
 class FaultWatch:
-    """What befell one GPU since the watch began, by NVML; called, it says so in a few words.
+    """Faults of one GPU since the watch began, by NVML; called, it returns them in a few words.
 
     Args:
         uuid: of the GPU. Of one that is not found by that name nothing is ever said.
@@ -145,7 +150,7 @@ class FaultWatch:
                     self._events = events
 
     def __call__(self) -> str | None:
-        """Return what is wrong with the GPU; None where it is well, or nobody can tell."""
+        """Return what is wrong with the GPU; None where nothing is known to be."""
         if self._is_known and self._found is None:
             self._found = self._look()
         return self._found

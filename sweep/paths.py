@@ -1,6 +1,6 @@
-"""Owns where things are kept: the directory of studies, the default database, a study's files.
+"""Where things are kept: the directory of studies, the default database, a study's files.
 
-Knows nothing of what is in them. Reads the environment variables ``SWEEP_HOME``, ``SWEEP_STORAGE``
+Reads the environment variables ``SWEEP_HOME``, ``SWEEP_STORAGE``
 and ``XDG_CACHE_HOME``; creates nothing.
 """
 
@@ -70,7 +70,9 @@ def comparison_path(study: str) -> Path:
 def own_price_file() -> Path | None:
     """Return the user's price list, ``runs/prices.yaml``; None where there is none."""
     path = runs_directory() / "prices.yaml"
-    return path if path.exists() else None
+    if path.exists():
+        return path
+    return None
 
 
 def worker_log_path(study: str, *, lane: int = 0) -> Path:

@@ -167,7 +167,8 @@ class Child:
             self._await(patience)
             self.kill()
             if self._await(kill_seconds):
-                status, kills = self.process.wait(), oom_kills()
+                status = self.process.wait()
+                kills = oom_kills()
                 is_oom = status == -signal.SIGKILL and not self._was_killed
                 has_grown = self._oom_kills is not None and (kills or 0) > self._oom_kills
                 self._end = End(status, self._was_killed, is_oom and has_grown)
@@ -180,7 +181,8 @@ class Child:
 
     def _await(self, seconds: float) -> bool:
         """Wait for its end, and return whether that came; by looking, as a wait would reap it."""
-        deadline, pause = time.monotonic() + seconds, 0.001
+        deadline = time.monotonic() + seconds
+        pause = 0.001
         while not self.has_ended():
             left = deadline - time.monotonic()
             if left <= 0:
@@ -264,7 +266,8 @@ def leave_a_guard(*descriptors: int) -> None:
     Args:
         descriptors: those that only this process may hold, beside its standard ones.
     """
-    guarded, mark = os.getpid(), os.environ.get(_MARK, "")
+    guarded = os.getpid()
+    mark = os.environ.get(_MARK, "")
     # Blocked before there is a guard, so that it cannot miss its signal.
     signal.pthread_sigmask(signal.SIG_BLOCK, {_GUARDED_ENDED})
     try:
@@ -297,8 +300,11 @@ def oom_kills() -> int | None:
         lines = Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines()
         group = next((line[4:] for line in lines if line.startswith("0::/")), "")
     # A container may see the host's path, and its own group at the top.
-    places = (f"/sys/fs/cgroup/{group}/memory.events", "/sys/fs/cgroup/memory.events")
-    for place in (*places, "/proc/vmstat"):
+    for place in (
+        f"/sys/fs/cgroup/{group}/memory.events",
+        "/sys/fs/cgroup/memory.events",
+        "/proc/vmstat",
+    ):
         with contextlib.suppress(OSError):
             text = Path(place).read_text(encoding="ascii")
             if (found := re.search(r"^oom_kill (\d+)$", text, re.MULTILINE)) is not None:

@@ -72,7 +72,9 @@ class Where:
             InputError: no such place, or it has no such setting.
         """
         kind, sign, address = (on or "local").partition(":")
-        hidden = None if kind == "recorded" else without_password(on or "")
+        hidden = None
+        if kind != "recorded":
+            hidden = without_password(on or "")
         if hidden is not None:
             raise InputError(
                 f"--on {hidden}: a password has no place there, and the list of processes and the "
@@ -93,7 +95,9 @@ class Where:
         return cls(kind, address, settings or {})
 
     def __str__(self) -> str:
-        return f"{self.kind}:{self.address}" if self.address else self.kind
+        if not self.address:
+            return self.kind
+        return f"{self.kind}:{self.address}"
 
 
 def without_password(typed: str) -> str | None:
@@ -101,8 +105,8 @@ def without_password(typed: str) -> str | None:
     has from here on; None where it has none."""
     place, at, host = typed.rpartition("@")
     kind, sign, login = place.partition(":")
-    slashes = "//" if login.startswith("//") else ""
     user, colon, password = login.removeprefix("//").partition(":")
+    slashes = "//" if login.startswith("//") else ""
     if not at or not colon or not password:
         return None
     remember(password)
@@ -156,20 +160,28 @@ class RunRequest(BaseModel):
         directory = path.parent.absolute()
 
         def there(named: str) -> str:
-            is_beside = named.startswith(BESIDE)
-            return str(directory / named.removeprefix(BESIDE)) if is_beside else named
+            if not named.startswith(BESIDE):
+                return named
+            return str(directory / named.removeprefix(BESIDE))
 
         return request.renamed(there)
 
     def renamed(self, rename: Callable[[str], str]) -> RunRequest:
         """Return the request with other names of the files and directories in it."""
-        overrides, data = dict(self.overrides), dict(self.overrides.get("data") or {})
-        for values, keys in ((overrides, ("model",)), (data, ("texts", "tokenizer"))):
-            values |= {key: rename(values[key]) for key in keys if values.get(key)}
-        if data:
-            overrides["data"] = data
-        carried = None if self.carried is None else rename(self.carried)
-        changes = {"space": rename(self.space), "carried": carried, "overrides": overrides}
+
+        def renamed_in(values: Mapping[str, Any], *keys: str) -> dict[str, Any]:
+            changed = dict(values)
+            for key in keys:
+                if changed.get(key):
+                    changed[key] = rename(changed[key])
+            return changed
+
+        overrides = renamed_in(self.overrides, "model")
+        if overrides.get("data"):
+            overrides["data"] = renamed_in(overrides["data"], "texts", "tokenizer")
+        changes: dict[str, Any] = {"space": rename(self.space), "overrides": overrides}
+        if self.carried is not None:
+            changes["carried"] = rename(self.carried)
         return self.model_copy(update=changes)
 
     def named(self) -> tuple[str, SearchSpace]:
@@ -182,12 +194,14 @@ class RunRequest(BaseModel):
         """
         space, changed = overridden(self.space, self.overrides, None)
         space, changed = held_in(space, self.held, changed, typed=self.space)
-        name = default_study_name(space, changed) if self.study is None else self.study
+        name = self.study
+        if name is None:
+            name = default_study_name(space, changed)
         return checked_name(name), space
 
 
 def refuse_mistakes(request: RunRequest, *, storage: str) -> None:
-    """Refuse what can be told from what was typed and from the first rows of a dataset.
+    """Refuse mistakes that show in what was typed and in the first rows of a dataset.
 
     Args:
         request: what was typed.
@@ -259,20 +273,20 @@ def overridden(
     """
     declared = load_space(name)
     offered = _for_what_is_there(name, declared, overrides)
-    known, confirm = declared.data, overrides.get("confirm")
+    known = declared.data
     if known is None and stored is not None:
         known = stored.space.data
-    overrides = {**overrides, "data": typed_texts(known, overrides.get("data") or {})}
-    if isinstance(confirm, Mapping):
-        overrides = {**overrides, "confirm": with_confirm(declared, confirm)}
-    changed = {
-        key: value
-        for key, value in overrides.items()
-        if value is not None and value != getattr(declared, key)
-    }
+    values = dict(overrides)
+    values["data"] = typed_texts(known, overrides.get("data") or {})
+    if isinstance(overrides.get("confirm"), Mapping):
+        values["confirm"] = with_confirm(declared, overrides["confirm"])
+    changed: dict[str, Any] = {}
+    for key, value in values.items():
+        if value is not None and value != getattr(declared, key):
+            changed[key] = value
     budget = declared.budget_gib_on(overrides.get("gpu") or declared.gpu)
     names = {key: f"--{key.replace('_', '-')}" for key in changed}
-    names |= {key: f"--set {key}" for key in ("numerics", "weights")}
+    names |= {"numerics": "--set numerics", "weights": "--set weights"}
     return offered.changed({"budget_gib": budget, **changed}, names=names), changed
 
 
@@ -282,7 +296,8 @@ def _for_what_is_there(
     """Return a preset for the GPU and the model that were typed in place of its own; a person's own
     space as it is."""
     preset = preset_name(name)
-    gpu, model = overrides.get("gpu"), overrides.get("model")
+    gpu = overrides.get("gpu")
+    model = overrides.get("model")
     if gpu in ("auto", "cpu"):
         gpu = None
     if preset is None or not (gpu or model):
@@ -303,18 +318,22 @@ def held_in(
         return space, changed
     rest = with_fixed(space, held)
     if isinstance(rest, SearchSpace):
-        typed_now = [key for key in held if key in rest.fixed]
-        fixed = {k: rest.fixed[k] for k in typed_now if rest.fixed[k] != space.fixed.get(k)}
+        fixed: dict[str, Any] = {}
+        for key in held:
+            if key in rest.fixed and rest.fixed[key] != space.fixed.get(key):
+                fixed[key] = rest.fixed[key]
         return rest, {**changed, **fixed}
     cure = "leave one of them out"
     if space.gpu != "cpu":
         # What answers for one configuration; its budget is the space's own.
-        about: dict[str, Any] = {} if space.gpu == "auto" else {"gpu": space.gpu}
+        about: dict[str, Any] = {}
+        if space.gpu != "auto":
+            about["gpu"] = space.gpu
         about["model"] = space.model
         if space.data is not None:
             about["data"] = space.data.texts
         options = as_options({**about, **rest.changes_from(TrialConfig())})
-        command = shlex.join(["sweep", "plan", typed, "--exact", *options])
+        command = shlex.join(["sweep", "plan", typed, "--exact"] + options)
         cure += f", or ask about this one configuration with {command}"
     nothing = f"with {', '.join(held)} fixed nothing is left to search"
     raise InputError(f"space '{space.name}': {nothing}: {cure}")
@@ -328,20 +347,28 @@ def default_study_name(space: SearchSpace, changed: Mapping[str, Any]) -> str:
         InputError: a letter of it cannot stand in a study's name, and without it two studies could
             be taken for one.
     """
-    parts = [space.name, *(str(changed[key]) for key in ("gpu", "model") if key in changed)]
+    parts = [space.name]
+    for key in ("gpu", "model"):
+        if key in changed:
+            parts.append(str(changed[key]))
     data = changed.get("data")
     if isinstance(data, TextsChoice):
         parts.append(Path(data.texts).stem)
     trainer = changed.get("trainer", "sweep")
     if trainer != "sweep":
         parts.append(trainer)
-    known = [key for key in (*KNOBS, "numerics") if key in changed and key != "trainer"]
-    settings = {key: changed[key] for key in known}
-    told = json.dumps(settings, sort_keys=True)
-    digest = f"-{hashlib.sha256(told.encode()).hexdigest()[:_DIGITS]}" if settings else ""
+    settings: dict[str, Any] = {}
+    for key, value in changed.items():
+        if key != "trainer" and (key in KNOBS or key == "numerics"):
+            settings[key] = value
+    digest = ""
+    if settings:
+        written = json.dumps(settings, sort_keys=True).encode()
+        digest = f"-{hashlib.sha256(written).hexdigest()[:_DIGITS]}"
     whole = unicodedata.normalize("NFC", "-".join(parts))
     name = re.sub(r"[^\w.-]+", "-", whole).strip("-._")[: NAME_MAX - len(digest)] + digest
-    lost = [c for c in re.findall(r"[^\w.-]", whole) if unicodedata.category(c)[0] in "LMN"]
+    replaced = re.findall(r"[^\w.-]", whole)
+    lost = [letter for letter in replaced if unicodedata.category(letter)[0] in "LMN"]
     if lost or not is_file_name(name):
         named = "no study can be named after it: choose a name with --study"
         raise InputError(f"space {quote(space.name)}: {named}")

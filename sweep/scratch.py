@@ -1,7 +1,7 @@
-"""Temporary directories that do not outlive whoever made them, SIGKILL included.
+"""Temporary directories that are removed also where their process was killed.
 
-Each is locked for as long as it is used. A lock ends with its process, so whoever makes the next
-directory, or starts a study, finds those that nobody uses any more and removes them.
+Each is locked for as long as it is used, and a lock ends with its process. Making the next
+directory, or starting a study, removes those without a lock.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def scratch(kind: str, *, parent: Path | None = None) -> Iterator[Path]:
     Raises:
         OSError: it cannot be made.
     """
-    place = Path(tempfile.gettempdir()) if parent is None else parent
+    place = parent or Path(tempfile.gettempdir())
     remove_left(place)
     path, lock = _made(place, kind)
     try:
@@ -45,7 +45,7 @@ def remove_left(parent: Path | None = None) -> None:
     Args:
         parent: directory that they are in; None for the system's temporary directory.
     """
-    place = Path(tempfile.gettempdir()) if parent is None else parent
+    place = parent or Path(tempfile.gettempdir())
     with suppress(OSError):
         for path in place.glob(f"{_PREFIX}*"):
             with suppress(OSError):
@@ -60,7 +60,7 @@ def _made(place: Path, kind: str) -> tuple[Path, int]:
         with suppress(FileNotFoundError):
             descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             with suppress(OSError):
-                # Where there are no locks, nobody removes anything either.
+                # Where there are no locks, nothing is removed either.
                 fcntl.flock(descriptor, fcntl.LOCK_EX)
             if path.exists():
                 return path, descriptor

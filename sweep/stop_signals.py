@@ -21,7 +21,7 @@ from qlora_sweep.sweep.processes import STOP_SIGNALS
 INTERRUPTED = 130
 """Exit code of a command that was asked to stop."""
 _PATIENCE = 3
-"""So many signals end the process, whatever it is at."""
+"""So many signals end the process at once."""
 _MOMENT_SECONDS = 0.05
 _SHOW_CURSOR = "\x1b[?25h"
 
@@ -69,9 +69,11 @@ def heard() -> Iterator[None]:
 @contextmanager
 def _heard_in_finalizers() -> Iterator[None]:
     """Ask again, a moment later, where a `KeyboardInterrupt` was raised while an object was being
-    freed: there Python prints it, with a traceback, and goes on.
+    freed: there Python prints it with a traceback and ignores it.
     """
-    before, again, main = sys.unraisablehook, list[threading.Timer](), threading.get_ident()
+    before = sys.unraisablehook
+    again: list[threading.Timer] = []
+    main = threading.get_ident()
 
     def hear(unraisable: Any) -> None:
         if unraisable.exc_type is not KeyboardInterrupt:
@@ -92,7 +94,8 @@ def _heard_in_finalizers() -> Iterator[None]:
 
 def _interrupt(number: int, _frame: FrameType | None) -> None:
     global _asked, _newest
-    _asked, _newest = _asked + 1, number
+    _asked += 1
+    _newest = number
     if _asked >= _PATIENCE:
         if sys.stderr.isatty():
             os.write(sys.stderr.fileno(), _SHOW_CURSOR.encode())

@@ -15,7 +15,7 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from getpass import getuser
 from importlib import resources
@@ -227,8 +227,7 @@ def predicted(
         EnvironmentFault: the tracing process does not answer.
     """
     gpu, model = machine.gpu, question.model
-    # The space is run as it is: another GPU's own does not take its place.
-    space = replace(question, has_own_spaces=False).about(gpu)
+    space = question.of_named_space().about(gpu)
     if not isinstance(space, SearchSpace):
         raise InputError("what is typed leaves nothing to search: leave one setting open")
     limits = {key: getattr(typed, key) for key in ("trials", "time_budget_seconds")}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -21,12 +21,13 @@ from qlora_sweep.search_spaces.rules import Setting
 from qlora_sweep.search_spaces.space import SearchSpace
 from qlora_sweep.sweep.planning.candidates import NOT_ASKED, Asked, recommended, shown_batches
 from qlora_sweep.sweep.planning.plan import BATCHES, bill_offers, reshaped
+from qlora_sweep.sweep.planning.survey import forecasts_of
 from qlora_sweep.sweep.predict.forecast import Forecast, Forecaster, Forecasts, Progress, silent
 from qlora_sweep.sweep.predict.memory.prediction import Fit
 from qlora_sweep.sweep.predict.shortlist import Shortlist, structures
 
 EFFECTIVE_BATCH = 16
-"""Sequences of a step where nobody says: QLoRA's own for 7 B and 13 B (arXiv 2305.14314, B.2)."""
+"""Default sequences of a step: QLoRA's for 7 B and 13 B (arXiv 2305.14314, B.2)."""
 JOB_KEYS = ("lora_rank", "target_modules", "seq_len")
 """What makes a training the same on every GPU, beside the effective batch."""
 
@@ -46,18 +47,24 @@ def job(
     fixed: Mapping[str, Any] = NOTHING,
     spaces: Sequence[SearchSpace] = (),
 ) -> dict[str, Any]:
-    """Return settings that are held on every GPU: what was typed, and of what makes a training the
-    same training the standard recipe's.
+    """Return settings that are fixed on every GPU: what was typed, and the standard recipe's rank,
+    modules, length and effective batch.
 
     Args:
         held: what was typed.
         fixed: what the space that was named has no other value of.
         spaces: what would be searched; none where one configuration is asked about.
     """
-    given = {key: value for key, value in {**fixed, **held}.items() if value is not None}
-    standard = {key: getattr(TrialConfig(), key) for key in JOB_KEYS}
-    standard["effective_batch_size"] = whole_step(EFFECTIVE_BATCH, held=given, spaces=spaces)
-    made_same = {key: given.get(key, value) for key, value in standard.items()}
+    given: dict[str, Any] = {}
+    for key, value in {**fixed, **held}.items():
+        if value is not None:
+            given[key] = value
+    standard = TrialConfig()
+    made_same: dict[str, Any] = {}
+    for key in JOB_KEYS:
+        made_same[key] = given.get(key, getattr(standard, key))
+    effective = whole_step(EFFECTIVE_BATCH, held=given, spaces=spaces)
+    made_same["effective_batch_size"] = given.get("effective_batch_size", effective)
     return {**made_same, **held}
 
 
@@ -99,8 +106,8 @@ class Outcome(Enum):
     NO_PRICE = "no price"
 
 
-ABLE = Outcome.IN_TIME, Outcome.PERHAPS_LATE
-_KINDS = ABLE, (Outcome.PERHAPS_IN_TIME,), (Outcome.TOO_SLOW,)
+ABLE = frozenset({Outcome.IN_TIME, Outcome.PERHAPS_LATE})
+_KINDS = (ABLE, frozenset({Outcome.PERHAPS_IN_TIME}), frozenset({Outcome.TOO_SLOW}))
 """Of offers with a price, the surest first."""
 
 
@@ -147,12 +154,17 @@ class Cheapest:
     @property
     def able(self) -> tuple[JobCard, ...]:
         """The GPUs that do the job in time, as predicted, the cheapest first."""
-        return tuple(card for card in self.cards if card.is_able)
+        return self.that(*ABLE)
+
+    @property
+    def fits(self) -> bool:
+        """Whether any GPU does the job in time."""
+        return bool(self.able)
 
     @property
     def cheapest(self) -> JobCard | None:
         """The cheapest of them, by what is predicted."""
-        return next(iter(self.able), None)
+        return self.able[0] if self.able else None
 
     @property
     def perhaps_cheapest(self) -> tuple[JobCard, ...]:
@@ -164,9 +176,9 @@ class Cheapest:
         """Of the able GPUs the one with least memory; of several the cheapest."""
         return min(self.able, key=lambda card: card.gpu.memory_bytes, default=None)
 
-    def that(self, outcome: Outcome) -> tuple[JobCard, ...]:
-        """Return the GPUs with an outcome."""
-        return tuple(card for card in self.cards if card.outcome is outcome)
+    def that(self, *outcomes: Outcome) -> tuple[JobCard, ...]:
+        """Return the GPUs with one of these outcomes."""
+        return tuple(card for card in self.cards if card.outcome in outcomes)
 
 
 def on_card(
@@ -197,8 +209,10 @@ def on_card(
         return JobCard(gpu, Outcome.TOO_SMALL, None, least_bytes=least)
     bills = bill_offers(best, work=work, offers=offers)
     if not bills:
-        why = best.notes[0] if best.speed is None and best.notes else ""
-        return JobCard(gpu, Outcome.NO_PRICE, best, reason=why)
+        reason = ""
+        if best.speed is None and best.notes:
+            reason = best.notes[0]
+        return JobCard(gpu, Outcome.NO_PRICE, best, reason=reason)
     return _in_time(gpu, best, bills, deadline_seconds)
 
 
@@ -234,36 +248,46 @@ def _of_space(
             forecaster.gpu.compute_capability,
             forecaster.shapes is not None,
         )
-        reasons = [rule.reason for rule in obstacles(space, setting)]
-        raise _Forbidden((reasons or ["no configuration"])[0])
-    forecasts = forecaster.forecast(
-        [pick.config for pick in picks], fits=[pick.fit for pick in picks]
-    )
-    return recommended(forecasts[at] for at in range(len(picks))), shortlist.least_bytes
+        for violation in obstacles(space, setting):
+            raise _Forbidden(violation.reason)
+        raise _Forbidden("no configuration")
+    return recommended(forecasts_of(picks, forecaster)), shortlist.least_bytes
 
 
 def _in_time(
     gpu: GpuSpec, best: Forecast, bills: tuple[Bill, ...], deadline_seconds: float | None
 ) -> JobCard:
     """Return the GPU with the offers that are in time; of those that may be, the surest kind."""
-    hours = math.inf if deadline_seconds is None else deadline_seconds / SECONDS_PER_HOUR
-    judged: dict[tuple[Outcome, ...], list[tuple[Outcome, Bill]]] = {kind: [] for kind in _KINDS}
-    for bill in bills:
-        soonest, latest = (end.wall_hours for end in bill.extremes)
-        if bill.wall_hours <= hours:
-            outcome = Outcome.IN_TIME if latest <= hours else Outcome.PERHAPS_LATE
-        else:
-            outcome = Outcome.TOO_SLOW if soonest > hours else Outcome.PERHAPS_IN_TIME
-        judged[next(kind for kind in _KINDS if outcome in kind)].append((outcome, bill))
-    held = next(filter(None, judged.values()))
-    return JobCard(gpu, held[0][0], best, tuple(bill for _, bill in held))
+    hours = math.inf
+    if deadline_seconds is not None:
+        hours = deadline_seconds / SECONDS_PER_HOUR
+    for kind in _KINDS:
+        of_kind = [bill for bill in bills if _outcome(bill, hours) in kind]
+        if of_kind:
+            return JobCard(gpu, _outcome(of_kind[0], hours), best, tuple(of_kind))
+    raise AssertionError("each outcome is of a kind")
+
+
+def _outcome(bill: Bill, hours: float) -> Outcome:
+    """Return whether an offer does the job within so many hours."""
+    soonest, latest = bill.extremes
+    if bill.wall_hours <= hours:
+        return Outcome.IN_TIME if latest.wall_hours <= hours else Outcome.PERHAPS_LATE
+    return Outcome.TOO_SLOW if soonest.wall_hours > hours else Outcome.PERHAPS_IN_TIME
 
 
 def ranked(cards: Sequence[JobCard]) -> tuple[JobCard, ...]:
     """Return the GPUs that do the job, the cheapest first, then the others by name."""
-    able = sorted((card for card in cards if card.is_able), key=lambda card: card.bill.usd)
-    others = sorted((card for card in cards if not card.is_able), key=lambda card: card.gpu.name)
-    return (*able, *others)
+    able: list[JobCard] = []
+    others: list[JobCard] = []
+    for card in cards:
+        if card.is_able:
+            able.append(card)
+        else:
+            others.append(card)
+    able.sort(key=lambda card: card.bill.usd)
+    others.sort(key=lambda card: card.gpu.name)
+    return tuple(able + others)
 
 
 @dataclass(frozen=True)
@@ -319,25 +343,29 @@ def longest_rows(
     positions = forecaster.model.max_positions or POSITIONS_MAX
     tried = _of_one_class(about, forecaster)
     # At the last position, so that what only long sequences need is traced as well.
-    last = [reshaped(one, 1, positions) for one in tried]
-    forecasts = forecaster.forecast([*last, *tried], progress=progress)
+    last = _resized(tried, 1, positions)
+    forecasts = forecaster.forecast(last + tried, progress=progress)
     if len(tried) in forecasts.refused:
         raise forecasts.refused[len(tried)]
+    batches: Sequence[int] = BATCHES
     if isinstance(about, SearchSpace):
-        batches: Sequence[int] = shown_batches(about)
-    else:
-        batches = [about.micro_batch_size] if "micro_batch_size" in asked.held else BATCHES
-    batches = [batch for batch in batches if any(one.takes_micro_batch(batch) for one in tried)]
+        batches = shown_batches(about)
+    elif "micro_batch_size" in asked.held:
+        batches = [about.micro_batch_size]
+    able_of: dict[int, list[TrialConfig]] = {}
+    for batch in batches:
+        able = [config for config in tried if config.takes_micro_batch(batch)]
+        if able:
+            able_of[batch] = able
     tell = progress("micro-batches tried")
     rows: list[LongestRow] = []
     steps = positions // LENGTH_STEP
-    for done, batch in enumerate(batches):
-        tell(done, len(batches))
-        able = [one for one in tried if one.takes_micro_batch(batch)]
+    for done, (batch, able) in enumerate(able_of.items()):
+        tell(done, len(able_of))
         rows.append(_longest_row(forecaster, able, batch, most=steps))
         if not rows[-1].possible:
             break
-    tell(len(batches), len(batches))
+    tell(len(able_of), len(able_of))
     return Longest(
         forecaster=forecaster,
         asked=asked,
@@ -350,27 +378,29 @@ def longest_rows(
 def _of_one_class(about: SearchSpace | TrialConfig, forecaster: Forecaster) -> list[TrialConfig]:
     """Return the valid structures of the class that is recommended from, at the smallest size."""
     model = forecaster.model
-    if isinstance(about, TrialConfig):
-        tried = [reshaped(about, 1, LENGTH_STEP)]
-    else:
-        every = structures(about)
-        tried = list(dict.fromkeys(reshaped(config, 1, LENGTH_STEP) for config in every))
-    valid = [one for one in tried if forecaster.is_valid(one)]
-    nearest = nearest_capacity({CapacityClass.of(one, model) for one in valid}, model=model)
-    return [one for one in valid if CapacityClass.of(one, model) == nearest]
+    every = [about] if isinstance(about, TrialConfig) else structures(about)
+    tried = dict.fromkeys(_resized(every, 1, LENGTH_STEP))
+    capacities = {
+        config: CapacityClass.of(config, model) for config in filter(forecaster.is_valid, tried)
+    }
+    nearest = nearest_capacity(set(capacities.values()), model=model)
+    return [config for config, capacity in capacities.items() if capacity == nearest]
+
+
+def _resized(configs: Iterable[TrialConfig], batch: int, length: int) -> list[TrialConfig]:
+    return [reshaped(config, batch, length) for config in configs]
 
 
 def _longest_row(
     forecaster: Forecaster, tried: Sequence[TrialConfig], batch: int, *, most: int
 ) -> LongestRow:
     def sized(steps: int, some: Sequence[TrialConfig]) -> Forecasts:
-        length = steps * LENGTH_STEP
-        return forecaster.forecast([reshaped(one, batch, length) for one in some])
+        return forecaster.forecast(_resized(some, batch, steps * LENGTH_STEP))
 
     # What needs least at one length needs about the least at others.
     peaks = sized(max(1, most // 2), tried).least_bytes
-    predicted = [at for at in peaks.argsort(kind="stable").tolist() if peaks[at] >= 0]
-    leanest = [tried[at] for at in predicted[:LEANEST]]
+    by_peak = peaks.argsort(kind="stable").tolist()
+    leanest = [tried[row] for row in by_peak if peaks[row] >= 0][:LEANEST]
 
     def last(most: int, *wanted: Fit) -> int:
         """Return the last length, in steps, at which anything fits as is wanted."""
@@ -378,8 +408,10 @@ def _longest_row(
         def is_too_long(steps: int) -> bool:
             forecasts = sized(steps, leanest)
             # The smallest first: hardly more than one is replayed to see that it fits.
-            order = forecasts.least_bytes.argsort(kind="stable").tolist()
-            return all(forecasts.fit(at) not in wanted for at in order)
+            for row in forecasts.least_bytes.argsort(kind="stable").tolist():
+                if forecasts.fit(row) in wanted:
+                    return False
+            return True
 
         return bisect_left(range(1, most + 1), True, key=is_too_long)
 
@@ -388,8 +420,10 @@ def _longest_row(
     fastest: Forecast | None = None
     if sure:
         forecasts = sized(sure, tried)
-        by_speed = (-forecasts.tokens_per_second).argsort(kind="stable").tolist()
-        fastest = next((forecasts[at] for at in by_speed if forecasts.fit(at) is Fit.YES), None)
+        for row in (-forecasts.tokens_per_second).argsort(kind="stable").tolist():
+            if forecasts.fit(row) is Fit.YES:
+                fastest = forecasts[row]
+                break
     return LongestRow(
         batch,
         seq_len=sure * LENGTH_STEP,

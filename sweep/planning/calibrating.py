@@ -11,11 +11,14 @@ import json
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from qlora_sweep.search_spaces.config import BATCH_KEYS, TrialConfig
+from qlora_sweep.search_spaces.costs import SECONDS_PER_HOUR
+from qlora_sweep.search_spaces.kinds import Numerics
 from qlora_sweep.search_spaces.prices import Offer
 from qlora_sweep.search_spaces.space import SearchSpace
 from qlora_sweep.sweep.planning.candidates import single_changes
@@ -33,7 +36,7 @@ from qlora_sweep.sweep.predict.speed.predictor import FACTORS, Factor, StepTimes
 
 TRIALS = 3
 """So many are printed: they take two minutes and a half of an A10, its start included."""
-_SAME = (*BATCH_KEYS, "data_parallel", "sharding", "packing")
+_SAME = BATCH_KEYS + ("sharding", "packing")
 """Settings that are the recommended one's in every trial: a space leaves no batches out, and a
 contribution is of one GPU and full rows."""
 
@@ -71,20 +74,24 @@ class Lessons:
     @property
     def usd(self) -> float | None:
         """What that costs at the cheapest price by the hour; None without a price."""
-        prices = [offer.usd_per_hour for offer in self.offers]
-        return min(prices) * self.seconds / 3600 if prices else None
+        if not self.offers:
+            return None
+        cheapest = min(self.offers, key=lambda offer: offer.usd_per_hour)
+        return cheapest.usd_per_hour * self.seconds / SECONDS_PER_HOUR
 
     @property
     def ranges(self) -> list[tuple[float, float]]:
         """What nine in ten such speeds are between, before and after: tokens per second."""
         speed = self.answer.tokens_per_second or 0.0
-        return [within(speed, spread) for spread in self.log_spreads]
+        before, after = self.log_spreads
+        return [within(speed, before), within(speed, after)]
 
     @property
     def commands(self) -> list[str]:
         """What to type on the GPU: the space, its study, and what others may calibrate by."""
         space = self._space()
-        name, written = space["name"], shlex.quote(json.dumps(space))
+        name = space["name"]
+        written = shlex.quote(json.dumps(space))
         return [
             f"echo {written} > {name}.yaml",
             f"sweep run {name}.yaml",
@@ -96,18 +103,19 @@ class Lessons:
         """Return a space of these configurations and no others, of which none is stopped early."""
         gpu = self.survey.forecaster.gpu.name
         configs = [lesson.forecast.config.model_dump(mode="json") for lesson in self.lessons]
-        keys = [k for k in configs[0] if any(c[k] != configs[0][k] for c in configs)]
-        values = {key: list(dict.fromkeys(c[key] for c in configs)) for key in keys}
-        left_out: list[dict[str, Any]] = []
-        # Pairs that none has say most of it in few words.
-        for some in (s for n in range(2, len(keys) + 1) for s in itertools.combinations(keys, n)):
-            for row in itertools.product(*(values[key] for key in some)):
-                rule = dict(zip(some, row, strict=True))
-                if not any(of.items() <= rule.items() for of in left_out) and not any(
-                    rule.items() <= config.items() for config in configs
-                ):
-                    left_out.append(rule)
+        first = configs[0]
         standard = TrialConfig().model_dump(mode="json")
+        values: dict[str, list[Any]] = {}
+        fixed: dict[str, Any] = {}
+        for key, value in first.items():
+            tried = list(dict.fromkeys(config[key] for config in configs))
+            if len(tried) > 1:
+                values[key] = tried
+            elif value != standard[key]:
+                fixed[key] = value
+        rules: list[dict[str, Any]] = []
+        for rule in _rules_for(configs, values):
+            rules.append({key: [value] for key, value in rule.items()})
         return {
             "name": f"{gpu}-calibration",
             "gpu": gpu,
@@ -117,30 +125,49 @@ class Lessons:
             "objectives": ["peak_memory"],
             "trials": len(configs),
             "confirm": False,
-            "fixed": {
-                key: value
-                for key, value in configs[0].items()
-                if key not in keys and value != standard[key]
-            },
+            "fixed": fixed,
             "dimensions": values,
-            "leave_out": [{key: [value] for key, value in rule.items()} for rule in left_out],
+            "leave_out": rules,
         }
+
+
+def _rules_for(
+    configs: Sequence[Mapping[str, Any]], values: Mapping[str, Sequence[Any]]
+) -> list[dict[str, Any]]:
+    """Return rules that leave of all combinations of these values the configurations alone.
+
+    Of few settings first: pairs that no configuration has say most of it in few words.
+    """
+    rules: list[dict[str, Any]] = []
+    for count in range(2, len(values) + 1):
+        for keys in itertools.combinations(values, count):
+            for combination in itertools.product(*map(values.__getitem__, keys)):
+                rule = dict(zip(keys, combination, strict=True))
+                is_said = any(other.items() <= rule.items() for other in rules)
+                if not is_said and not any(rule.items() <= config.items() for config in configs):
+                    rules.append(rule)
+    return rules
 
 
 class _Known:
     """What trials of some configurations leave open, by row."""
 
     def __init__(self, times: StepTimes) -> None:
-        mean = np.zeros(len(FACTORS)) if times.evidence is None else times.evidence.mean
-        self.prior = times.spread if times.evidence is None else times.evidence.covariance
+        mean = np.zeros(len(FACTORS))
+        self.prior = times.spread
+        if times.evidence is not None:
+            mean = times.evidence.mean
+            self.prior = times.evidence.covariance
         self.slopes = times.slopes(mean, slice(None))
         self._noise = times.own_spread**2
 
     def after(self, rows: Sequence[int]) -> Array:
         """Return the covariance of the log factors after trials of these rows in one session."""
         seen = self.slopes[list(rows)]
-        told = seen @ (self.prior + SESSION) @ seen.T + np.diag(self._noise[list(rows)])
-        learnt: Array = self.prior @ seen.T @ np.linalg.solve(told, seen @ self.prior)
+        # (trials, trials)
+        expected = seen @ (self.prior + SESSION) @ seen.T + np.diag(self._noise[list(rows)])
+        # (factors, factors)
+        learnt: Array = self.prior @ seen.T @ np.linalg.solve(expected, seen @ self.prior)
         return self.prior - learnt
 
     def log_spread(self, covariance: Array) -> Array:
@@ -166,71 +193,59 @@ def lessons(survey: Survey, *, offers: Sequence[Offer] = ()) -> Lessons | None:
     answer = survey.recommended
     if answer is None or answer.fit is not Fit.YES or answer.speed is None:
         return None
-    forecaster = survey.forecaster
-    same = {key: getattr(answer.config, key) for key in _SAME}
-    others = [forecast.config for forecast in survey.fastest_by_numerics.values()]
-    # At the same micro-batch they may only fit at half the length.
-    lengths = (answer.config.seq_len, max(1, answer.config.seq_len // 2))
-    reshaped = [
-        config.changed(**same | {"seq_len": length})
-        for config, length in itertools.product(others, lengths)
-    ]
-    changes = [
-        c for c, key in single_changes(answer.config, forecaster).items() if key not in _SAME
-    ]
-    configs = list(dict.fromkeys([answer.config, *reshaped, *changes]))
-    found = forecaster.forecast(configs)
-    able = [one for at in range(len(found)) if (one := found[at]).fit is Fit.YES and one.speed]
-    forecasts = forecaster.forecast([forecast.config for forecast in able])
-    known, cost = _Known(forecasts.times), [_seconds(one, survey.space) for one in able]
+    forecasts = survey.forecaster.forecast(_worth_a_trial(survey, answer))
+    able = list(forecasts)
+    known = _Known(forecasts.times)
+    seconds = list(map(partial(_seconds, survey.space), able))
     fastest = np.argsort(-forecasts.tokens_per_second).tolist()
-    of_numerics = {able[row].config.numerics: row for row in reversed(fastest)}
-    wanted = sorted({0, *fastest[: 1 + TRIALS], *of_numerics.values()})
+    of_numerics: dict[Numerics, int] = {}
+    for row in fastest:
+        of_numerics.setdefault(able[row].config.numerics, row)
+    # The answer, which is the first, and its nearest rivals.
+    wanted = sorted({0}.union(fastest[: 1 + TRIALS], of_numerics.values()))
 
     def spread(rows: Sequence[int]) -> float:
         return float(np.sqrt((known.log_spread(known.after(rows))[wanted] ** 2).sum()))
 
     chosen: list[int] = []
     taught: list[Lesson] = []
-    for _ in range(min(TRIALS, len(able))):
-        left = [row for row in range(len(able)) if row not in chosen]
-        best = min(left, key=lambda r: (spread([*chosen, r]) - spread(chosen)) / cost[r])
-        before, after = (np.sqrt(np.diag(known.after(r))) for r in (chosen, [*chosen, best]))
-        at = int(np.argmax(before - after))
-        spreads = float(before[at]), float(after[at])
-        taught.append(Lesson(able[best], cost[best], FACTORS[at], spreads))
+    left = list(range(len(able)))
+    while left and len(chosen) < TRIALS:
+        now = spread(chosen)
+        best = min(left, key=lambda row: (spread(chosen + [row]) - now) / seconds[row])
+        left.remove(best)
+        before = np.sqrt(np.diag(known.after(chosen)))
         chosen.append(best)
+        after = np.sqrt(np.diag(known.after(chosen)))
+        factor = int(np.argmax(before - after))
+        spreads = (float(before[factor]), float(after[factor]))
+        taught.append(Lesson(able[best], seconds[best], FACTORS[factor], spreads))
     before_all = answer.speed.log_spread
     after_all = min(before_all, float(known.log_spread(known.after(chosen))[0]))
     return Lessons(survey, answer, tuple(taught), (before_all, after_all), offers)
 
 
-def _seconds(forecast: Forecast, space: SearchSpace) -> float:
+def _worth_a_trial(survey: Survey, answer: Forecast) -> list[TrialConfig]:
+    """Return the answer, then what differs from it in one setting or is of other numerics, as far
+    as it surely fits and has a predicted speed."""
+    same = answer.config.model_dump(include=set(_SAME))
+    configs = [answer.config]
+    for forecast in survey.fastest_by_numerics.values():
+        # At the same micro-batch they may only fit at half the length.
+        for length in (answer.config.seq_len, max(1, answer.config.seq_len // 2)):
+            configs.append(forecast.config.changed(**{**same, "seq_len": length}))
+    for config, key in single_changes(answer.config, survey.forecaster).items():
+        if key not in _SAME:
+            configs.append(config)
+    worth: list[TrialConfig] = []
+    for forecast in survey.forecaster.forecast(list(dict.fromkeys(configs))):
+        if forecast.fit is Fit.YES and forecast.speed is not None:
+            worth.append(forecast.config)
+    return worth
+
+
+def _seconds(space: SearchSpace, forecast: Forecast) -> float:
     """Return what a trial is expected to take: its steps, its compile, and what is beside them."""
     steps = STEPS_OVER_FEWEST * (space.steps.warmup_min + space.steps.measured_min)
     step_seconds = forecast.step_seconds or 0.0
     return TRIAL_SECONDS + COMPILE_SECONDS * forecast.config.compile + steps * step_seconds
-
-
-def lessons_document(answer: Lessons) -> Mapping[str, Any]:
-    """Return the trials, what they teach, and what to type, as a JSON document."""
-    forecaster, (before, after) = answer.survey.forecaster, answer.ranges
-    return {
-        "gpu": forecaster.gpu.name,
-        "model": forecaster.model.name,
-        "recommended": answer.answer.config.model_dump(mode="json"),
-        "tokens_per_second": answer.answer.tokens_per_second,
-        "tokens_per_second_range": list(before),
-        "expected_range": list(after),
-        "trials": [
-            {
-                "config": lesson.forecast.config.model_dump(mode="json"),
-                "seconds": lesson.seconds,
-                "teaches": lesson.factor,
-                "log_spread_before": lesson.log_spreads[0],
-                "log_spread_after": lesson.log_spreads[1],
-            }
-            for lesson in answer.lessons
-        ],
-        **{key: getattr(answer, key) for key in ("seconds", "usd", "commands")},
-    }

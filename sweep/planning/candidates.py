@@ -18,7 +18,7 @@ from qlora_sweep.search_spaces.presets import preset_space, starting_text
 from qlora_sweep.search_spaces.space import SearchSpace
 from qlora_sweep.sweep.predict.forecast import Forecast, Forecaster
 from qlora_sweep.sweep.predict.memory.prediction import Fit
-from qlora_sweep.sweep.predict.speed.predictor import ratio_spread, within
+from qlora_sweep.sweep.predict.speed.predictor import SpeedPrediction, ratio_spread, within
 
 SpaceKind = Literal["preset", "file", "standard"]
 """Where a space comes from: shipped under its name, written by the user, or made for a GPU."""
@@ -70,8 +70,8 @@ def shown_batches(space: SearchSpace) -> tuple[int, ...]:
     """Return the micro-batches of a space, the smallest first; doublings where it has many."""
     batches = sorted(set(space.values_of("micro_batch_size")))
     if len(batches) > VALUES_SHOWN:
-        doublings = {2**power for power in range(max(batches).bit_length())}
-        batches = [batch for batch in batches if batch in doublings] or batches
+        doublings = [batch for batch in batches if batch.bit_count() == 1]
+        batches = doublings or batches
     return tuple(evenly_spaced(batches, most=VALUES_SHOWN))
 
 
@@ -98,18 +98,23 @@ def single_changes(config: TrialConfig, forecaster: Forecaster) -> dict[TrialCon
 
 
 def _other_values(key: str, config: TrialConfig) -> Sequence[Any]:
-    value, kind = getattr(config, key), TrialConfig.model_fields[key].annotation
+    value = getattr(config, key)
+    kind = TrialConfig.model_fields[key].annotation
     if key in _VALUES:
         values = _VALUES[key](value)
     elif kind is bool:
         values = (not value,)
     else:
         values = get_args(kind)
-    return [other for other in dict.fromkeys(values) if other != value]
+    others = dict.fromkeys(values)
+    others.pop(value, None)
+    return list(others)
 
 
 def _half_and_double(value: int | None) -> tuple[int, ...]:
-    return () if value is None else (max(1, value // 2), value * 2)
+    if value is None:
+        return ()
+    return (max(1, value // 2), value * 2)
 
 
 _VALUES: Mapping[str, Callable[[Any], Sequence[Any]]] = {
@@ -146,25 +151,41 @@ def speed_ratio(one: Forecast, other: Forecast) -> Range | None:
     The errors of two GPUs are taken as independent, as are those of packing, and of what several
     GPUs wait for each other in one way and in another.
     """
-    of, own, others = one.forecaster, one.speed, other.speed
-    is_one_gpu = of.gpu == other.forecaster.gpu
-    if is_one_gpu and own and others and not (one.measured and other.measured):
-        apart = math.hypot(own.log_spread, others.log_spread)
-        configs = one.config, other.config
-        if configs[0].packing == configs[1].packing:
-            shared = ratio_spread(one.log_slopes, other.log_slopes, gpu=of.gpu)
-            owns = [] if configs[0] == configs[1] else [one.own_spread, other.own_spread]
-            if _TOGETHER(configs[0]) != _TOGETHER(configs[1]):
-                owns += [of.gpu.speed.shared for config in configs if config.data_parallel > 1]
-            apart = min(apart, math.hypot(shared, *owns))
-        times = own.tokens_per_second / others.tokens_per_second
-        return Range(times, *within(times, apart))
-    known = [
-        Range(forecast.tokens_per_second, *forecast.tokens_per_second_range)
-        for forecast in (one, other)
-        if forecast.tokens_per_second and forecast.tokens_per_second_range
-    ]
-    return known[0].over(known[1]) if len(known) == 2 else None
+    gpu = one.forecaster.gpu
+    were_measured = one.measured and other.measured
+    if gpu == other.forecaster.gpu and one.speed and other.speed and not were_measured:
+        times = one.speed.tokens_per_second / other.speed.tokens_per_second
+        return Range(times, *within(times, _ratio_spread(one, other, one.speed, other.speed)))
+    speed = _speed_range(one)
+    other_speed = _speed_range(other)
+    if speed is None or other_speed is None:
+        return None
+    return speed.over(other_speed)
+
+
+def _ratio_spread(
+    one: Forecast, other: Forecast, speed: SpeedPrediction, other_speed: SpeedPrediction
+) -> float:
+    """Return the standard deviation of the logarithm of a ratio of two speeds on one GPU."""
+    independent = math.hypot(speed.log_spread, other_speed.log_spread)
+    if one.config.packing != other.config.packing:
+        return independent
+    gpu = one.forecaster.gpu
+    spreads = [ratio_spread(one.log_slopes, other.log_slopes, gpu=gpu)]
+    if one.config != other.config:
+        spreads += [one.own_spread, other.own_spread]
+    if _TOGETHER(one.config) != _TOGETHER(other.config):
+        for config in (one.config, other.config):
+            if config.data_parallel > 1:
+                spreads.append(gpu.speed.shared)
+    return min(independent, math.hypot(*spreads))
+
+
+def _speed_range(forecast: Forecast) -> Range | None:
+    """Return a speed with its ends, measured where it was; None where either is not known."""
+    if not forecast.tokens_per_second or not forecast.tokens_per_second_range:
+        return None
+    return Range(forecast.tokens_per_second, *forecast.tokens_per_second_range)
 
 
 def is_faster(one: Forecast, other: Forecast) -> bool:
@@ -184,37 +205,48 @@ def recommended(candidates: Iterable[Forecast]) -> Forecast | None:
     ranked = sorted(best.values(), key=speed_order, reverse=True)
     if not ranked:
         return None
-    fastest = ranked[0]
-    tied = ties(ranked, speed_ratio) if fastest.tokens_per_second else ranked
-    return min(tied, key=lambda forecast: (forecast.config.is_8bit_compute, ranked.index(forecast)))
+    tied: Sequence[Forecast] = ranked
+    if ranked[0].tokens_per_second:
+        tied = ties(ranked, speed_ratio)
+    # The first of the plainest: `min` keeps the order of those that are equal.
+    return min(tied, key=lambda forecast: forecast.config.is_8bit_compute)
 
 
 def best_of_each_numerics(candidates: Iterable[Forecast]) -> dict[Numerics, Forecast]:
     """Return the one to recommend of each class of numerics, of those that fit as surely as any
     does: the plainest of those that tie with its fastest, whatever their length."""
-    known = [forecast for forecast in candidates if forecast.fit is not Fit.NO]
-    sure = [forecast for forecast in known if forecast.fit is Fit.YES]
-    if not sure:
-        # Whose best guess is that it fits, before what may only just.
-        sure = [forecast for forecast in known if forecast.fits] or known
     classes: dict[Numerics, list[Forecast]] = {}
-    for forecast in sure:
-        classes.setdefault(forecast.config.numerics, []).append(forecast)
-    return {numerics: _plainest(of) for numerics, of in classes.items()}
+    surest = 1
+    for forecast in candidates:
+        certainty = _certainty(forecast)
+        if certainty > surest:
+            surest = certainty
+            classes.clear()
+        if certainty == surest:
+            classes.setdefault(forecast.config.numerics, []).append(forecast)
+    return {numerics: _plainest(of_class) for numerics, of_class in classes.items()}
+
+
+def _certainty(forecast: Forecast) -> int:
+    """Return how surely a forecast fits: of what may, a best guess that it does is surer."""
+    if forecast.fit is Fit.NO:
+        return 0
+    if forecast.fit is Fit.YES:
+        return 3
+    return 2 if forecast.fits else 1
 
 
 def _plainest(candidates: Sequence[Forecast]) -> Forecast:
     """Return the plainest of those of one length that tie with the fastest."""
     fastest = max(candidates, key=speed_order)
-    speed, length = fastest.tokens_per_second, fastest.config.seq_len
-    if speed is None:
+    if fastest.tokens_per_second is None:
         return fastest
-    tied = [
-        forecast
-        for forecast in candidates
-        if forecast.config.seq_len == length
-        and (forecast.tokens_per_second or 0.0) * (1.0 + TIE) >= speed
-    ]
+    least = fastest.tokens_per_second / (1.0 + TIE)
+    tied: list[Forecast] = []
+    for forecast in candidates:
+        is_of_length = forecast.config.seq_len == fastest.config.seq_len
+        if is_of_length and (forecast.tokens_per_second or 0.0) >= least:
+            tied.append(forecast)
     return min(
         tied, key=lambda forecast: plainness(forecast.config, forecast.peak_allocated_bytes or 0)
     )
@@ -223,12 +255,10 @@ def _plainest(candidates: Sequence[Forecast]) -> Forecast:
 def alternative(candidates: Iterable[Forecast], chosen: Forecast) -> Forecast | None:
     """Return what may fit and is faster than what is recommended beyond doubt, of its class of
     numerics; None for none."""
-    less_sure = [
-        forecast
-        for forecast in candidates
-        if forecast.fit is Fit.UNCERTAIN
-        and forecast is not chosen
-        and forecast.config.numerics == chosen.config.numerics
-        and is_faster(forecast, chosen)
-    ]
+    less_sure: list[Forecast] = []
+    for forecast in candidates:
+        is_rival = forecast.fit is Fit.UNCERTAIN and forecast is not chosen
+        is_of_class = forecast.config.numerics == chosen.config.numerics
+        if is_rival and is_of_class and is_faster(forecast, chosen):
+            less_sure.append(forecast)
     return max(less_sure, key=speed_order, default=None)

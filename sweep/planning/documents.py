@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import Any, assert_never
 
 from qlora_sweep.search_spaces.costs import Bill, OfferComparison, ties, usd_per_training_second
 from qlora_sweep.search_spaces.linears import standard_capacity
 from qlora_sweep.search_spaces.quality import KnownQuality
-from qlora_sweep.search_spaces.rules import torch_for
+from qlora_sweep.sweep.planning.answers import (
+    Answer,
+    CalibrationTrials,
+    GpuPlans,
+    HostPlans,
+    LongestSequences,
+    PlannedFile,
+)
 from qlora_sweep.sweep.planning.backwards import (
     LENGTH_STEP,
     Cheapest,
@@ -17,10 +24,11 @@ from qlora_sweep.sweep.planning.backwards import (
     LongestRow,
     Outcome,
 )
+from qlora_sweep.sweep.planning.calibrating import Lessons
 from qlora_sweep.sweep.planning.candidates import speed_ratio
 from qlora_sweep.sweep.planning.plan import CardComparison, CardPlan, WhatIf
 from qlora_sweep.sweep.planning.survey import ShapeTable, Survey
-from qlora_sweep.sweep.predict.forecast import Forecast
+from qlora_sweep.sweep.predict.forecast import Evidence, Forecast
 from qlora_sweep.sweep.predict.memory.peaks import PARTS
 from qlora_sweep.sweep.predict.memory.predictor import Fit
 from qlora_sweep.sweep.predict.speed.steps import LINK_SHARES, link_of
@@ -28,42 +36,82 @@ from qlora_sweep.sweep.predict.speed.steps import LINK_SHARES, link_of
 MEASURED = ("peak_allocated_bytes", "peak_reserved_bytes", "step_seconds", "tokens_per_second")
 
 
+def documents_of(answer: Answer) -> Sequence[dict[str, Any]]:
+    """Return what `sweep plan --json` prints, a document a line."""
+    match answer:
+        case HostPlans():
+            return [ways_document(answer)]
+        case GpuPlans(plans=(plan,)):
+            return [card_document(plan)]
+        case GpuPlans(plans=plans, comparison=comparison):
+            return [comparison_document(plans, comparison)]
+        case CalibrationTrials(of_gpus=of_gpus):
+            return _of_gpus(list(map(lessons_document, of_gpus)))
+        case LongestSequences(of_gpus=of_gpus):
+            return _of_gpus(list(map(longest_document, of_gpus)))
+        case Cheapest():
+            return [cheapest_document(answer)]
+        case PlannedFile():
+            return list(map(_line_document, answer.forecasts, answer.bills))
+        case _:
+            assert_never(answer)
+
+
+def _of_gpus(documents: list[dict[str, Any]]) -> Sequence[dict[str, Any]]:
+    """Return the document of one GPU, or one that holds those of several."""
+    if len(documents) == 1:
+        return documents
+    return [{"plans": documents}]
+
+
+def _line_document(forecast: Forecast, bills: Sequence[Bill]) -> dict[str, Any]:
+    """Return the answer to one configuration of a file."""
+    return forecast_document(forecast, bills=bills) | epoch_document(forecast, bills)
+
+
 def _leading(what: str, tied: Sequence[Any]) -> dict[str, Any]:
     """Return what leads beyond doubt, or else all that perhaps does."""
-    is_sure = len(tied) == 1
-    return {what: tied[0] if is_sure else None, f"perhaps_{what}": [] if is_sure else list(tied)}
+    if len(tied) == 1:
+        return {what: tied[0], f"perhaps_{what}": []}
+    return {what: None, f"perhaps_{what}": list(tied)}
 
 
 def _of(thing: object, *names: str) -> dict[str, Any]:
     """Return attributes by their names, as JSON has them; all null where there is no thing."""
-    found = {name: None if thing is None else getattr(thing, name) for name in names}
-    return {key: list(one) if isinstance(one, tuple) else one for key, one in found.items()}
+    found: dict[str, Any] = dict.fromkeys(names)
+    if thing is not None:
+        for name in names:
+            value = getattr(thing, name)
+            found[name] = list(value) if isinstance(value, tuple) else value
+    return found
 
 
 def epoch_document(forecast: Forecast, bills: Sequence[Bill]) -> dict[str, Any]:
-    """Return what one epoch of the texts takes, at the cheapest offer; nothing without texts.
+    """Return what one epoch of the dataset takes, at the cheapest offer; nothing without one.
 
     Seconds are of training alone; a bill has what comes on top.
     """
-    epoch, speed = forecast.epoch, forecast.tokens_per_second
+    epoch = forecast.epoch
+    speed = forecast.tokens_per_second
     if epoch is None or speed is None:
         return {}
     low, high = forecast.tokens_per_second_range or (speed, speed)
-    rates = {"": speed, "_low": high, "_high": low}
-    seconds = {end: epoch.loss_tokens / rate for end, rate in rates.items()}
     price = None
     if bills:
         price = usd_per_training_second(bills[0].offer, forecast.config.data_parallel)
-    dollars = {f"dollars{end}": price and price * time for end, time in seconds.items()}
-    took = {f"seconds{end}": time for end, time in seconds.items()}
-    return {"epoch": epoch.model_dump(mode="json") | took | dollars}
+    document = epoch.model_dump(mode="json")
+    for end, rate in {"": speed, "_low": high, "_high": low}.items():
+        seconds = epoch.loss_tokens / rate
+        document[f"seconds{end}"] = seconds
+        document[f"dollars{end}"] = price and price * seconds
+    return {"epoch": document}
 
 
-def pairs_of(forecast: Forecast) -> dict[str, float]:
-    """Return pairs/s by the name that a trial has for them; nothing where none are trained on."""
-    config, seconds = forecast.config, forecast.step_seconds
-    rate = seconds and config.samples_per_step / seconds
-    return {"samples_per_second": rate} if rate and config.is_on_pairs else {}
+def pairs_per_second(forecast: Forecast) -> float | None:
+    """Return pairs/s of a training on pairs; None of any other, and where no speed is known."""
+    if not forecast.config.is_on_pairs or not forecast.step_seconds:
+        return None
+    return forecast.config.samples_per_step / forecast.step_seconds
 
 
 def forecast_document(forecast: Forecast, *, bills: Sequence[Bill]) -> dict[str, Any]:
@@ -73,38 +121,61 @@ def forecast_document(forecast: Forecast, *, bills: Sequence[Bill]) -> dict[str,
     memory cannot be predicted it is null, and ``notes`` say why. ``cost`` is the cheapest bill.
     ``invalid`` is the rule that forbids the configuration.
     """
-    memory, broken, trial = forecast.memory, forecast.broken, forecast.trial
-    measured = None if trial is None else trial.measurement
-    files, trials = (0, 0) if forecast.speed is None else forecast.speed.contributed
-    contributed = {"files": files, "trials": trials}
-    return {
+    memory = forecast.memory
+    document = {
         **_fit(forecast),
         "learning_rate": forecast.learning_rate.model_dump(mode="json"),
         "quality": KnownQuality.of(forecast.config).model_dump(),
         "peak_allocated_bytes": forecast.peak_allocated_bytes,
         **_of(memory, "peak_reserved_bytes"),
-        "breakdown": None if memory is None else {part: memory.breakdown[part] for part in PARTS},
-        "peak_moment": None if memory is None else memory.moment,
+        "breakdown": None,
+        "peak_moment": None,
         **_of(memory, "quantized_share"),
         **_of(forecast, "step_seconds", "step_seconds_range"),
         **_of(forecast, "tokens_per_second", "tokens_per_second_range"),
-        **pairs_of(forecast),
         **_of(forecast.speed, "bottleneck", "flops_utilization"),
-        "basis": {
-            "memory": None if memory is None else "predicted",
-            "memory_uncertainty": None if memory is None else memory.uncertainty,
-            **_of(memory, "reserved_uncertainty"),
-            "speed": forecast.speed_basis,
-            "speed_trials": 0 if forecast.speed is None else forecast.speed.trials,
-            **({"speed_contributed": contributed} if contributed["files"] else {}),
-        },
-        "measured": None
-        if trial is None or measured is None
-        else {"trial": trial.number, **_of(measured, *MEASURED)},
-        "cost": bills[0].to_json() if bills else None,
-        "invalid": None if broken is None else _of(broken, "rule", "reason"),
+        "basis": _basis(forecast),
+        "measured": None,
+        "cost": None,
+        "invalid": None,
         "notes": list(forecast.notes),
     }
+    if memory is not None:
+        document["breakdown"] = {part: memory.breakdown[part] for part in PARTS}
+        document["peak_moment"] = memory.moment
+    pairs = pairs_per_second(forecast)
+    if pairs is not None:
+        # By the name that a trial has for them.
+        document["samples_per_second"] = pairs
+    trial = forecast.trial
+    if trial is not None and trial.measurement is not None:
+        document["measured"] = {"trial": trial.number, **_of(trial.measurement, *MEASURED)}
+    if bills:
+        document["cost"] = bills[0].to_json()
+    if forecast.broken is not None:
+        document["invalid"] = _of(forecast.broken, "rule", "reason")
+    return document
+
+
+def _basis(forecast: Forecast) -> dict[str, Any]:
+    """Return what an answer rests on."""
+    memory = forecast.memory
+    basis = {
+        "memory": None,
+        "memory_uncertainty": None,
+        **_of(memory, "reserved_uncertainty"),
+        "speed": forecast.speed_basis,
+        "speed_trials": 0,
+    }
+    if memory is not None:
+        basis["memory"] = "predicted"
+        basis["memory_uncertainty"] = memory.uncertainty
+    if forecast.speed is not None:
+        basis["speed_trials"] = forecast.speed.trials
+        files, trials = forecast.speed.contributed
+        if files:
+            basis["speed_contributed"] = {"files": files, "trials": trials}
+    return basis
 
 
 def _fit(forecast: Forecast) -> dict[str, Any]:
@@ -120,35 +191,47 @@ def card_document(plan: CardPlan) -> dict[str, Any]:
     Where one configuration was asked about, its answer's keys are the document's own; where a space
     was, the one to take is under ``recommended``.
     """
-    shown = None if plan.shown is None else forecast_document(plan.shown, bills=plan.bills)
-    answer = {"recommended": shown} if plan.survey is not None else (shown or {})
-    epoch = {} if plan.shown is None else epoch_document(plan.shown, plan.bills)
-    evidence = plan.forecaster.evidence
+    document: dict[str, Any] = {}
+    if plan.shown is not None:
+        document = forecast_document(plan.shown, bills=plan.bills)
+    if plan.survey is not None:
+        document = {"recommended": document or None}
+    document |= _about(plan)
+    document["table"] = None if plan.table is None else _table(plan.table)
+    if plan.survey is not None:
+        document |= _survey(plan, plan.survey)
+    document["what_ifs"] = list(map(_what_if, plan.what_ifs))
+    document["bills"] = _bills(plan.bills)
+    if plan.shown is not None:
+        document |= epoch_document(plan.shown, plan.bills)
+    document["study"] = _study(plan.forecaster.evidence)
+    document["notes"] = list(plan.all_notes)
+    if plan.grpo_config is not None:
+        document["grpo_config"] = plan.grpo_config
+    return document
+
+
+def _study(evidence: Evidence) -> dict[str, Any] | None:
+    """Return the study whose trials calibrate; None without one."""
+    if evidence.study is None:
+        return None
     return {
-        **answer,
-        **_about(plan),
-        "table": None if plan.table is None else _table(plan.table),
-        **({} if plan.survey is None else _survey(plan, plan.survey)),
-        "what_ifs": [_what_if(change) for change in plan.what_ifs],
-        "bills": _bills(plan.bills),
-        **epoch,
-        "study": None
-        if evidence.study is None
-        else {
-            "name": evidence.study,
-            "trials": len(evidence.trials),
-            **_of(evidence, "is_same_card", "memory_error"),
-            "speed_error": evidence.calibration and evidence.calibration.relative_error,
-        },
-        "notes": [*plan.notes, *filter(None, [torch_for(plan.gpu.compute_capability)])],
+        "name": evidence.study,
+        "trials": len(evidence.trials),
+        **_of(evidence, "is_same_card", "memory_error"),
+        "speed_error": evidence.calibration and evidence.calibration.relative_error,
     }
 
 
 def _about(plan: CardPlan | Longest) -> dict[str, Any]:
-    forecaster, asked = plan.forecaster, plan.asked
+    forecaster = plan.forecaster
     gpu = {**_of(forecaster.gpu, "name", "memory_bytes"), **_of(forecaster, "budget_bytes")}
-    known = {"gpu": gpu, "model": forecaster.model.name}
-    return {**known, "space_kind": asked.kind, "held": dict(asked.held)}
+    return {
+        "gpu": gpu,
+        "model": forecaster.model.name,
+        "space_kind": plan.asked.kind,
+        "held": dict(plan.asked.held),
+    }
 
 
 def _what_if(change: WhatIf) -> dict[str, Any]:
@@ -190,7 +273,13 @@ def _table(table: ShapeTable) -> dict[str, Any]:
 
 
 def _survey(plan: CardPlan, survey: Survey) -> dict[str, Any]:
-    found, seconds = survey.found, survey.study_seconds()
+    found = survey.found
+    seconds = survey.study_seconds()
+    best = survey.recommended
+    capacity = None
+    if best is not None:
+        is_standard = survey.capacity == standard_capacity(survey.model)
+        capacity = {**best.config.capacity(), "is_standard": is_standard}
     return {
         "space": survey.space.name,
         "configurations": {
@@ -206,13 +295,8 @@ def _survey(plan: CardPlan, survey: Survey) -> dict[str, Any]:
             "unpredicted_by_reason": dict(found.unpredicted),
         },
         "least_bytes": found.least_bytes,
-        "capacity_class": None
-        if survey.recommended is None
-        else {
-            **survey.recommended.config.capacity(),
-            "is_standard": survey.capacity == standard_capacity(survey.model),
-        },
-        "alternative": None if survey.alternative is None else _brief(survey.alternative),
+        "capacity_class": capacity,
+        "alternative": survey.alternative and _brief(survey.alternative),
         "fastest_by_class": [
             {**forecast.config.capacity(), "seq_len": forecast.config.seq_len, **_brief(forecast)}
             for forecast in survey.fastest_by_class.values()
@@ -222,7 +306,7 @@ def _survey(plan: CardPlan, survey: Survey) -> dict[str, Any]:
             for numerics, forecast in survey.fastest_by_numerics.items()
         ],
         "trials": survey.trials,
-        "study_seconds": None if seconds is None else list(seconds),
+        "study_seconds": seconds and list(seconds),
     }
 
 
@@ -231,8 +315,12 @@ def _gain(plan: CardPlan, survey: Survey, forecast: Forecast) -> dict[str, Any]:
     numerics it is statistically indistinguishable from."""
     rivals = [other for other in survey.fastest_by_numerics.values() if other is not forecast]
     tied = [other.config.numerics for other in ties([forecast, *rivals], speed_ratio)[1:]]
-    times, *ends = plan.times_16_bit(forecast) or (None,)
-    return {"times_16_bit": times, "times_16_bit_range": ends or None, "tied": tied}
+    document: dict[str, Any] = {"times_16_bit": None, "times_16_bit_range": None, "tied": tied}
+    times = plan.times_16_bit(forecast)
+    if times is not None:
+        document["times_16_bit"] = times.value
+        document["times_16_bit_range"] = [times.low, times.high]
+    return document
 
 
 def _brief(forecast: Forecast) -> dict[str, Any]:
@@ -251,44 +339,41 @@ def comparison_document(
     that are statistically indistinguishable none is called the cheapest, soonest or fastest: that
     is null, and all of them are perhaps so. One is recommended all the same, by what is predicted.
     """
-    costs = None if comparison is None else comparison.bills
-    return {
-        "plans": [card_document(plan) for plan in plans],
-        "speeds": None
-        if comparison is None
-        else {
+    document: dict[str, Any] = {
+        "plans": list(map(card_document, plans)),
+        "speeds": None,
+        "recommended": None,
+        "comparison": None,
+    }
+    if comparison is not None:
+        best, *tied = comparison.perhaps_best
+        chosen_by = "tokens_per_second" if comparison.bills is None else "usd"
+        document["speeds"] = {
             **_leading("fastest", comparison.perhaps_fastest),
             "configurations": _configurations(comparison),
-        },
-        "recommended": None
-        if comparison is None
-        else {
-            "gpu": comparison.perhaps_best[0],
-            "chosen_by": "tokens_per_second" if costs is None else "usd",
-            "tied": list(comparison.perhaps_best[1:]),
-        },
-        "comparison": None if comparison is None or costs is None else _costs(comparison, costs),
-    }
+        }
+        document["recommended"] = {"gpu": best, "chosen_by": chosen_by, "tied": tied}
+        if comparison.bills is not None:
+            document["comparison"] = _costs(comparison, comparison.bills)
+    return document
 
 
-def ways_document(
-    plans: Sequence[CardPlan], comparison: CardComparison | None, refused: Mapping[str, str]
-) -> dict[str, Any]:
+def ways_document(answer: HostPlans) -> dict[str, Any]:
     """Return the plans of what a host's GPUs can do, and the same training's speeds in each way.
 
     ``interconnect`` is what they send each other through, and the share of it that is counted on.
     """
-    document, link = comparison_document(plans, comparison), link_of(plans[0].gpu)
+    document = comparison_document(answer.plans, answer.comparison)
     del document["comparison"]
-    document["plans"] = [
-        {"way": plan.way, **of} for plan, of in zip(plans, document["plans"], strict=True)
-    ]
-    if comparison is not None:
+    for plan, of_way in zip(answer.plans, document["plans"], strict=True):
+        of_way["way"] = plan.way
+    if answer.comparison is not None:
         chosen = document["recommended"]
         chosen["way"] = chosen.pop("gpu")
-        document["speeds"] |= _of(comparison, "effective_batch_size", "seq_len")
+        document["speeds"] |= _of(answer.comparison, "effective_batch_size", "seq_len")
+    link = link_of(answer.plans[0].gpu)
     known = {**_of(link, "kind", "bytes_per_second"), "share": LINK_SHARES[link.kind]}
-    return {**document, "interconnect": known, "not_possible": dict(refused)}
+    return {**document, "interconnect": known, "not_possible": dict(answer.refused)}
 
 
 def _configurations(comparison: CardComparison) -> dict[str, Any]:
@@ -306,7 +391,7 @@ def _costs(comparison: CardComparison, costs: OfferComparison) -> dict[str, Any]
         "break_evens": [
             {
                 "samples": point.samples.value,
-                "samples_range": list(point.samples[1:]),
+                "samples_range": [point.samples.low, point.samples.high],
                 "steps": point.steps,
                 "cheaper_below": point.below.offer.label,
                 "cheaper_above": point.above.offer.label,
@@ -317,7 +402,7 @@ def _costs(comparison: CardComparison, costs: OfferComparison) -> dict[str, Any]
 
 
 def _bills(bills: Iterable[Bill]) -> list[dict[str, Any]]:
-    return [bill.to_json() for bill in bills]
+    return list(map(Bill.to_json, bills))
 
 
 def longest_document(longest: Longest) -> dict[str, Any]:
@@ -328,8 +413,8 @@ def longest_document(longest: Longest) -> dict[str, Any]:
         "multiple_of": LENGTH_STEP,
         "limit": longest.limit,
         "structures": longest.configurations,
-        "longest": None if best is None else _longest_row(best),
-        "rows": [_longest_row(row) for row in longest.rows],
+        "longest": best and _longest_row(best),
+        "rows": list(map(_longest_row, longest.rows)),
     }
 
 
@@ -347,20 +432,23 @@ def cheapest_document(answer: Cheapest) -> dict[str, Any]:
     Ties are as in `comparison_document`.
     """
 
-    def named(*cards: JobCard | None) -> list[str]:
-        return [card.gpu.name for card in cards if card is not None]
+    def names(cards: Iterable[JobCard]) -> list[str]:
+        return [card.gpu.name for card in cards]
+
+    best = answer.cheapest
+    smallest = answer.smallest
 
     return {
         "model": answer.model.name,
         "held": dict(answer.held),
         "within_seconds": answer.deadline_seconds,
         **_of(answer.workload, "steps", "samples", "tokens"),
-        **_leading("cheapest", named(*answer.perhaps_cheapest)),
-        "recommended": next(iter(named(answer.cheapest)), None),
-        "smallest": next(iter(named(answer.smallest)), None),
-        "too_small": named(*answer.that(Outcome.TOO_SMALL)),
-        "too_slow": named(*answer.that(Outcome.TOO_SLOW)),
-        "perhaps_in_time": named(*answer.that(Outcome.PERHAPS_IN_TIME)),
+        **_leading("cheapest", names(answer.perhaps_cheapest)),
+        "recommended": best and best.gpu.name,
+        "smallest": smallest and smallest.gpu.name,
+        "too_small": names(answer.that(Outcome.TOO_SMALL)),
+        "too_slow": names(answer.that(Outcome.TOO_SLOW)),
+        "perhaps_in_time": names(answer.that(Outcome.PERHAPS_IN_TIME)),
         "gpus": [
             {
                 "gpu": card.gpu.name,
@@ -373,4 +461,29 @@ def cheapest_document(answer: Cheapest) -> dict[str, Any]:
             }
             for card in answer.cards
         ],
+    }
+
+
+def lessons_document(answer: Lessons) -> dict[str, Any]:
+    """Return the trials that would teach most of a GPU's speed, and what to type."""
+    forecaster = answer.survey.forecaster
+    before, after = answer.ranges
+    return {
+        "gpu": forecaster.gpu.name,
+        "model": forecaster.model.name,
+        "recommended": answer.answer.config.model_dump(mode="json"),
+        "tokens_per_second": answer.answer.tokens_per_second,
+        "tokens_per_second_range": list(before),
+        "expected_range": list(after),
+        "trials": [
+            {
+                "config": lesson.forecast.config.model_dump(mode="json"),
+                "seconds": lesson.seconds,
+                "teaches": lesson.factor,
+                "log_spread_before": lesson.log_spreads[0],
+                "log_spread_after": lesson.log_spreads[1],
+            }
+            for lesson in answer.lessons
+        ],
+        **_of(answer, "seconds", "usd", "commands"),
     }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -52,7 +53,8 @@ def evidence_from(
         InputError: the study is about another model or other texts, or ran on a CPU.
     """
     _refuse_other_texts(snapshot, texts)
-    definition, target = snapshot.definition, snapshot.definition.target
+    definition = snapshot.definition
+    target = definition.target
     if definition.model_fingerprint != model.fingerprint:
         raise InputError(
             f"study '{snapshot.name}' is about model '{definition.model.get('name')}' and says "
@@ -63,29 +65,39 @@ def evidence_from(
     ran_on = target.emulated_on or target.gpu
     is_same_card = match_product(ran_on) == gpu
     # As everywhere, the last trial of a configuration that came to a conclusion decides.
-    measured = {canonical(r.config): r for r in fitting(snapshot.records)}
-    steady = [r for r in measured.values() if r.measurement and not r.measurement.is_noisy]
-    other = f"study '{snapshot.name}' ran on {ran_on}: its speeds do not calibrate the {gpu.name}'s"
+    measured = {canonical(record.config): record for record in fitting(snapshot.records)}
+    steady: list[TrialRecord] = []
+    memory_errors: list[float] = []
+    for record in measured.values():
+        measurement = record.measurement
+        if measurement is None:
+            continue
+        if not measurement.is_noisy:
+            steady.append(record)
+        if record.prediction is not None:
+            predicted = record.prediction.peak_allocated_bytes
+            memory_errors.append(predicted / measurement.peak_allocated_bytes - 1.0)
+    ran_out: set[TrialConfig] = set()
+    for record in snapshot.records:
+        if isinstance(record.outcome, OutOfMemory):
+            ran_out.add(canonical(record.config))
+    calibration = None
+    notes: tuple[str, ...] = ()
+    if is_same_card:
+        calibration = calibrated(steady, model=model, gpu=gpu, shapes=shapes)
+    else:
+        ran = f"study '{snapshot.name}' ran on {ran_on}"
+        notes = (f"{ran}: its speeds do not calibrate the {gpu.name}'s",)
     return Evidence(
         study=snapshot.name,
         budget_bytes=target.budget_bytes,
-        calibration=calibrated(steady, model=model, gpu=gpu, shapes=shapes)
-        if is_same_card
-        else None,
+        calibration=calibration,
         trials=measured,
-        ran_out=frozenset(
-            canonical(record.config)
-            for record in snapshot.records
-            if isinstance(record.outcome, OutOfMemory)
-        ).difference(measured),
+        ran_out=frozenset(ran_out.difference(measured)),
         is_same_card=is_same_card,
-        memory_errors=tuple(
-            r.prediction.peak_allocated_bytes / r.measurement.peak_allocated_bytes - 1.0
-            for r in measured.values()
-            if r.prediction is not None and r.measurement is not None
-        ),
+        memory_errors=tuple(memory_errors),
         records=snapshot.records,
-        notes=() if is_same_card else (other,),
+        notes=notes,
     )
 
 
@@ -107,13 +119,13 @@ def with_target_speeds(snapshot: StudySnapshot) -> StudySnapshot:
     Nothing is added where the target ran itself, or is a GPU that the catalogue does not know; a
     warning where the study's dataset is not here.
     """
-    definition, warnings = snapshot.definition, snapshot.warnings
-    records = (*snapshot.records, *snapshot.confirmations)
-    speeds = target_speeds(definition, records)
+    definition = snapshot.definition
+    warnings = snapshot.warnings
+    speeds = target_speeds(definition, snapshot.records + snapshot.confirmations)
     if definition.target.emulated_on is not None and not _has_its_texts(definition):
         assert definition.texts is not None, "a study without a dataset needs none"
         why = f"what was prepared of {definition.texts.source} is not on this machine"
-        warnings = (*warnings, f"{why}: speeds on the {definition.target.gpu} are not shown")
+        warnings += (f"{why}: speeds on the {definition.target.gpu} are not shown",)
     return replace(snapshot, target_speeds=speeds, warnings=warnings)
 
 
@@ -136,8 +148,12 @@ def target_speeds(
     predicted. Every trial of a configuration has one speed.
     """
     known = OnTarget(definition, records)
-    found = ((record.number, known.speed_of(record.config)) for record in records)
-    return {number: speed for number, speed in found if speed is not None}
+    speeds: dict[int, TargetSpeed] = {}
+    for record in records:
+        speed = known.speed_of(record.config)
+        if speed is not None:
+            speeds[record.number] = speed
+    return speeds
 
 
 class OnTarget:
@@ -157,27 +173,27 @@ class OnTarget:
     ) -> None:
         self._rows: dict[TrialConfig, int] = {}
         target = definition.target
-        configs = [canonical(record.config) for record in records]
-        configs += map(canonical, running)
+        trials = [record.config for record in records]
+        configs = dict.fromkeys(map(canonical, itertools.chain(trials, running)))
         if target.emulated_on is None or match_product(target.gpu) is None or not configs:
             return
         try:
             shapes = shapes_of_study(definition)
         except EnvironmentFault:
             return
-        model, unique = ModelSpec.from_json(definition.model), list(dict.fromkeys(configs))
+        model = ModelSpec.from_json(definition.model)
         forecaster = build_forecaster(model, target, shapes=shapes, predictor=None)
-        stand_in = forecaster.forecast(unique).target
+        stand_in = forecaster.forecast(list(configs)).target
         if stand_in is None:
             return
         self._stand_in = stand_in
-        self._rows = {config: row for row, config in enumerate(unique)}
+        self._rows = {config: row for row, config in enumerate(configs)}
         self._measured = {self._rows[config]: took for config, took in _steps(records).items()}
         self._log_seconds = stand_in.corrected(self._measured)
         self._own = stand_in.own_spread(self._measured)
 
     def _tokens(self, row: int) -> float:
-        """Return how many tokens that carry loss a step trains on."""
+        """Return how many supervised tokens a step trains on."""
         target = self._stand_in.target
         return float(target.tokens_per_second[row] * target.seconds[row])
 
@@ -185,7 +201,9 @@ class OnTarget:
         """Return the speed of a configuration that was asked about; None where nothing is
         predicted."""
         row = self._rows.get(canonical(config))
-        return None if row is None else self._speed(row, self._log_seconds, self._own)
+        if row is None:
+            return None
+        return self._speed(row, self._log_seconds, self._own)
 
     def speed_at(self, config: TrialConfig, tokens_per_second: float) -> TargetSpeed | None:
         """Return the same of a configuration that runs, were it to end at so many tokens/s."""
@@ -217,9 +235,9 @@ def _steps(records: Sequence[TrialRecord]) -> Mapping[TrialConfig, Took]:
     steps: dict[TrialConfig, Took] = {}
     for is_search in (False, True):
         for record in records:
-            known = record.measurement
-            if known is not None and (record.purpose == "search") is is_search:
-                steps[canonical(record.config)] = Took.of(known)
+            measurement = record.measurement
+            if measurement is not None and (record.purpose == "search") is is_search:
+                steps[canonical(record.config)] = Took.of(measurement)
     return steps
 
 
@@ -231,7 +249,8 @@ def with_memory_forecasts(snapshot: StudySnapshot, *, cache_dir: Path) -> StudyS
             nor where the study's dataset is not here.
         cache_dir: where structures that were traced are kept; a report waits for no other.
     """
-    target, model = snapshot.definition.target, ModelSpec.from_json(snapshot.definition.model)
+    target = snapshot.definition.target
+    model = ModelSpec.from_json(snapshot.definition.model)
     if not target.is_on_gpu:
         return snapshot
     try:
@@ -243,7 +262,7 @@ def with_memory_forecasts(snapshot: StudySnapshot, *, cache_dir: Path) -> StudyS
         model,
         cache_dir=cache_dir,
         compute_capability=None if ran_on is None else ran_on.compute_capability,
-        tracer=_Nobody(),
+        tracer=_NoTracer(),
     )
     forecaster = build_forecaster(
         model, target, shapes=shapes, predictor=predictor, warn=lambda _: None
@@ -264,7 +283,8 @@ class KeptForecasts(Mapping[TrialConfig, MemoryForecast]):
 
     def __getitem__(self, config: TrialConfig) -> MemoryForecast:
         known = self._forecaster.forecast([config])
-        least, error = int(known.least_bytes[0]), float(known.errors[0])
+        least = int(known.least_bytes[0])
+        error = float(known.errors[0])
         if config not in self._tried and least * (1.0 - error) > known.budget_bytes:
             # Replaying the allocator takes most of a prediction, and would only add to it.
             return MemoryForecast(least, {}, "no")
@@ -274,14 +294,14 @@ class KeptForecasts(Mapping[TrialConfig, MemoryForecast]):
         return MemoryForecast(memory.peak_allocated_bytes, memory.breakdown, known.fit(0).value)
 
     def __iter__(self) -> Iterator[TrialConfig]:
-        return (config for config in self._tried if config in self)
+        return filter(self.__contains__, self._tried)
 
     def __len__(self) -> int:
-        return sum(1 for _ in self)
+        return len(list(iter(self)))
 
 
-class _Nobody:
-    """A tracer that traces nothing: what is not kept is not known."""
+class _NoTracer:
+    """A tracer that traces nothing: structures that are not in the cache are not predicted."""
 
     def trace_all(
         self, model: ModelSpec, structures: Iterable[Structure]

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
+from functools import partial
+from operator import attrgetter
 from typing import Any
 
 from qlora_sweep.search_spaces.config import CAPACITY_KEYS, MICRO_BATCH_MAX, TrialConfig
@@ -26,9 +29,10 @@ from qlora_sweep.search_spaces.gpus import GpuSpec
 from qlora_sweep.search_spaces.linears import nearest_capacity
 from qlora_sweep.search_spaces.loading import with_fixed
 from qlora_sweep.search_spaces.prices import Offer
-from qlora_sweep.search_spaces.rules import Setting, fp16_caveat
+from qlora_sweep.search_spaces.rules import Setting, fp16_caveat, torch_for
 from qlora_sweep.search_spaces.space import SearchSpace
 from qlora_sweep.search_spaces.trainers import trainer_of
+from qlora_sweep.sweep.export.grpo import grpo_config
 from qlora_sweep.sweep.planning.candidates import (
     NOT_ASKED,
     Asked,
@@ -62,9 +66,13 @@ WORTH_MEMORY = 0.01
 """Nor is a smaller saving of memory, relative to the peak."""
 SHOWN_OF_EACH = 4
 """Changes of one use that are worth a line."""
-TASK_KEYS = (*CAPACITY_KEYS, "seq_len", "effective_batch_size", "lora_dropout", "compute_dtype")
+TASK_KEYS = CAPACITY_KEYS + ("seq_len", "effective_batch_size", "lora_dropout", "compute_dtype")
 """Settings that change what is trained, or the class of numerics, which is a matter of the task and
 no advice about a GPU."""
+
+
+GENERATION = "is not in these numbers: neither its time nor its memory (the KV cache, or vLLM's)"
+"""What the plan of GRPO's training step leaves out."""
 
 
 def bill_offers(
@@ -72,17 +80,22 @@ def bill_offers(
 ) -> tuple[Bill, ...]:
     """Return the work's bills, the cheapest first; none where the speed is unknown, or where what
     generation takes is."""
-    step, ends = forecast.step_seconds, forecast.step_seconds_range
-    if step is None or forecast.config.method_kind.generates:
+    seconds = forecast.step_seconds
+    config = forecast.config
+    if seconds is None or config.method_kind.generates:
         return ()
     workload = workload_of(forecast, work)
-    bills = [Bill(workload, o, step, ends, gpus=forecast.config.data_parallel) for o in offers]
+    bills = [
+        Bill(workload, offer, seconds, forecast.step_seconds_range, gpus=config.data_parallel)
+        for offer in offers
+    ]
     return tuple(sorted(bills, key=lambda bill: bill.usd))
 
 
 def workload_of(forecast: Forecast, work: AskedWork) -> Workload:
-    """Return the work as a configuration does it; of texts a sample is a row as it is trained."""
-    config, shapes = forecast.config, forecast.forecaster.shapes
+    """Return the work as a configuration does it; of a dataset a sample is a row as trained."""
+    config = forecast.config
+    shapes = forecast.forecaster.shapes
     size = checkpoint_bytes(forecast.forecaster.model)
     if shapes is None:
         return work.workload(config, download_bytes=size)
@@ -164,27 +177,53 @@ class CardPlan:
     def times_16_bit(self, forecast: Forecast) -> Range | None:
         """Return how many times as fast as the fastest in 16 bits a forecast of the space is; None
         where either has no prediction."""
-        wide = None if self.survey is None else self.survey.fastest_by_numerics.get("16-bit")
+        if self.survey is None:
+            return None
+        wide = self.survey.fastest_by_numerics.get("16-bit")
         return None if wide is None else speed_ratio(forecast, wide)
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What is missing, and why, and what may come to nothing."""
-        shown = self.obstacles if self.shown is None else self.shown.notes
-        caveats = filter(None, [self.fp16_caveat, self.about_trainer])
-        return (*self.forecaster.evidence.notes, *shown, *caveats)
+        """What is missing and why, and what may fail."""
+        notes = list(self.forecaster.evidence.notes)
+        if self.shown is None:
+            notes += self.obstacles
+        else:
+            notes += self.shown.notes
+        notes += filter(None, [self.fp16_caveat, self.about_trainer])
+        return tuple(notes)
+
+    @property
+    def all_notes(self) -> tuple[str, ...]:
+        """Those, and what the GPU needs and the figures leave out."""
+        notes = list(self.notes)
+        needed = torch_for(self.gpu.compute_capability)
+        if needed is not None:
+            notes.append(needed)
+        if self.grpo_config is not None:
+            notes.append(f"generation {GENERATION}")
+        return tuple(notes)
 
     @property
     def fp16_caveat(self) -> str | None:
-        """Why what is shown may come to nothing in fp16; None where nothing says so."""
-        shown = self.shown
-        return None if shown is None else fp16_caveat(shown.config, self.forecaster.model)
+        """Why what is shown may fail in fp16; None where nothing says so."""
+        if self.shown is None:
+            return None
+        return fp16_caveat(self.shown.config, self.forecaster.model)
 
     @property
     def about_trainer(self) -> str | None:
         """What is predicted where another trainer is named, and how sure that is; None elsewhere,
         or where nothing is shown."""
         return None if self.shown is None else trainer_of(self.shown.config).about
+
+    @property
+    def grpo_config(self) -> dict[str, Any] | None:
+        """What TRL's `GRPOConfig` takes for what is shown; None under other methods."""
+        if not self.asked.grpo or self.shown is None:
+            return None
+        rate = self.shown.learning_rate.value
+        return grpo_config(self.shown.config, self.asked.grpo, learning_rate=rate)
 
     @property
     def obstacles(self) -> tuple[str, ...]:
@@ -194,7 +233,7 @@ class CardPlan:
         has_texts = self.forecaster.shapes is not None
         setting = Setting(self.forecaster.model, "cuda", self.gpu.compute_capability, has_texts)
         broken = obstacles(self.survey.space, setting)
-        return tuple(violation.reason for violation in broken)
+        return tuple(map(attrgetter("reason"), broken))
 
 
 def plan_card(
@@ -212,26 +251,25 @@ def plan_card(
         InputError: the configuration's memory cannot be predicted.
         EnvironmentFault: the tracing process does not answer.
     """
-    forecaster = looked_at.forecaster
+    survey = None
+    table = None
     if isinstance(looked_at, Survey):
-        survey, shown, table = looked_at, looked_at.recommended, looked_at.table
+        survey = looked_at
+        shown = looked_at.recommended
+        table = looked_at.table
     else:
-        survey, shown, table = None, looked_at, None
+        shown = looked_at
         if shown.memory is None and shown.broken is None:
             raise InputError(shown.notes[0])
         if shown.broken is not None and shown.broken.rule == UNBUILDABLE:
             raise InputError(shown.broken.reason)
         if shown.memory is not None:
-            table = shape_table(forecaster, shown.config)
-    return CardPlan(
-        forecaster=forecaster,
-        shown=shown,
-        bills=() if shown is None else bill_offers(shown, work=work, offers=offers),
-        table=table,
-        survey=survey,
-        what_ifs=() if shown is None else what_ifs(shown, progress=progress),
-        asked=asked,
-    )
+            table = shape_table(shown.forecaster, shown.config)
+    plan = CardPlan(looked_at.forecaster, shown, (), table=table, survey=survey, asked=asked)
+    if shown is None:
+        return plan
+    bills = bill_offers(shown, work=work, offers=offers)
+    return replace(plan, bills=bills, what_ifs=what_ifs(shown, progress=progress))
 
 
 def what_ifs(shown: Forecast, *, progress: Progress = silent) -> tuple[WhatIf, ...]:
@@ -246,8 +284,12 @@ def what_ifs(shown: Forecast, *, progress: Progress = silent) -> tuple[WhatIf, .
         return ()
     changed = single_changes(shown.config, shown.forecaster)
     forecasts = shown.forecaster.forecast(list(changed), progress=progress)
-    found = (_what_if(key, shown, forecasts[at]) for at, key in enumerate(changed.values()))
-    return tuple(sorted(filter(None, found), key=_order))
+    found: list[WhatIf] = []
+    for key, forecast in zip(changed.values(), forecasts, strict=True):
+        change = _what_if(key, shown, forecast)
+        if change is not None:
+            found.append(change)
+    return tuple(sorted(found, key=_order))
 
 
 def few(changes: Sequence[WhatIf]) -> list[WhatIf]:
@@ -257,13 +299,13 @@ def few(changes: Sequence[WhatIf]) -> list[WhatIf]:
     """
     shown: list[WhatIf] = []
     for use in (Use.FASTER, Use.LEANER, Use.FASTER_WHERE_IT_FITS):
-        turned: Counter[str] = Counter()
-        ranked: list[tuple[int, WhatIf]] = []
-        for one in changes:
-            if one.use is use and one.key not in TASK_KEYS:
-                ranked.append((turned[one.key], one))
-                turned[one.key] += 1
-        shown += [one for _, one in sorted(ranked, key=lambda pair: pair[0])[:SHOWN_OF_EACH]]
+        values_of: Counter[str] = Counter()
+        rounds: dict[int, list[WhatIf]] = {}
+        for change in changes:
+            if change.use is use and change.key not in TASK_KEYS:
+                rounds.setdefault(values_of[change.key], []).append(change)
+                values_of[change.key] += 1
+        shown += itertools.islice(itertools.chain(*rounds.values()), SHOWN_OF_EACH)
     return sorted(shown, key=_order)
 
 
@@ -299,19 +341,25 @@ def shape_table(forecaster: Forecaster, base: TrialConfig) -> ShapeTable:
     is no multiple of. Batches end with the first one that fits at no length.
     """
     positions = forecaster.model.max_positions or max(base.seq_len, *LENGTHS)
-    lengths = sorted({base.seq_len, *(length for length in LENGTHS if length <= positions)})
-    batches = [b for b in sorted({base.micro_batch_size, *BATCHES}) if base.takes_micro_batch(b)]
-    sizes = [(batch, length) for batch in batches for length in lengths]
-    forecasts = forecaster.forecast([reshaped(base, *size) for size in sizes])
+    lengths = sorted({length for length in LENGTHS if length <= positions} | {base.seq_len})
+    batches = sorted({base.micro_batch_size}.union(BATCHES))
+    batches = list(filter(base.takes_micro_batch, batches))
+    sizes = list(itertools.product(batches, lengths))
+    forecasts = forecaster.forecast(list(itertools.starmap(partial(reshaped, base), sizes)))
+    by_size = dict(zip(sizes, forecasts, strict=True))
     cells: dict[Size, Forecast] = {}
+    shown: list[int] = []
     for batch in batches:
-        row = {size: forecasts[at] for at, size in enumerate(sizes) if size[0] == batch}
-        cells |= row
-        if batch >= base.micro_batch_size and all(cell.fit is Fit.NO for cell in row.values()):
+        shown.append(batch)
+        fits_somewhere = False
+        for length in lengths:
+            cell = by_size[batch, length]
+            cells[batch, length] = cell
+            fits_somewhere |= cell.fit is not Fit.NO
+        if batch >= base.micro_batch_size and not fits_somewhere:
             break
-    shown = tuple(dict.fromkeys(batch for batch, _ in cells))
     largest = {length: _largest_batch(forecaster, base, length) for length in lengths}
-    return ShapeTable(base, shown, tuple(lengths), cells, largest)
+    return ShapeTable(base, tuple(shown), tuple(lengths), cells, largest)
 
 
 def reshaped(base: TrialConfig, batch: int, length: int) -> TrialConfig:
@@ -321,14 +369,16 @@ def reshaped(base: TrialConfig, batch: int, length: int) -> TrialConfig:
 
 def _largest_batch(forecaster: Forecaster, base: TrialConfig, length: int) -> LargestBatch:
     most = min(base.effective_batch_size or MICRO_BATCH_MAX, MICRO_BATCH_MAX)
-    allowed = [batch for batch in range(1, most + 1) if base.takes_micro_batch(batch)]
+    allowed = list(filter(base.takes_micro_batch, range(1, most + 1)))
     first = forecaster.forecast([reshaped(base, allowed[0], length)])[0]
     if first.broken is not None or first.memory is None:
         return LargestBatch(sure=0, possible=0)
-    counts = fitting(
+    sure, possible = fitting(
         allowed, lambda batch: forecaster.forecast([reshaped(base, batch, length)]).fit(0)
     )
-    return LargestBatch(*(allowed[count - 1] if count else 0 for count in counts))
+    # Of none it is 0.
+    allowed.insert(0, 0)
+    return LargestBatch(allowed[sure], allowed[possible])
 
 
 @dataclass(frozen=True)
@@ -392,16 +442,19 @@ def compare_cards(
     micro-batch goes into that batch, and accumulates the rest.
     """
     able = [plan for plan in plans if plan.fits]
-    chosen = _rivals(able, look) if len(able) > 1 else {}
+    if len(able) < 2:
+        return None
+    chosen = _rivals(able, look)
     if len(chosen) < 2:
         return None
-    bills = [
-        bill
-        for gpu, forecast in chosen.items()
-        for bill in bill_offers(forecast, work=work, offers=offers.get(gpu, ()))
-    ]
+    bills: list[Bill] = []
+    for gpu, forecast in chosen.items():
+        bills += bill_offers(forecast, work=work, offers=offers.get(gpu, ()))
     workload = workload_of(next(iter(chosen.values())), work)
-    return CardComparison(chosen, workload, compare_offers(bills) if bills else None)
+    costs = None
+    if bills:
+        costs = compare_offers(bills)
+    return CardComparison(chosen, workload, costs)
 
 
 def _rivals(able: Sequence[CardPlan], look: Look) -> dict[str, Forecast]:
@@ -409,8 +462,10 @@ def _rivals(able: Sequence[CardPlan], look: Look) -> dict[str, Forecast]:
     surveys = {plan.name: plan.survey for plan in able if plan.survey is not None}
     if len(surveys) < len(able):
         return {plan.name: plan.shown for plan in able if plan.shown is not None}
-    first, *others = (survey.fastest_by_class for survey in surveys.values())
-    common = set(first).intersection(*others)
+    first = next(iter(surveys.values())).fastest_by_class
+    common = set(first)
+    for survey in surveys.values():
+        common &= survey.fastest_by_class.keys()
     # Of the class nearest to the standard one, the length that is fastest on the first GPU.
     model = able[0].forecaster.model
     capacity = nearest_capacity({key[0] for key in common}, model=model)
@@ -418,20 +473,20 @@ def _rivals(able: Sequence[CardPlan], look: Look) -> dict[str, Forecast]:
     if best is None:
         return {}
     shared = class_of(best.config, model)
-    own = {gpu: survey.fastest_by_class[shared] for gpu, survey in surveys.items()}
-    steps = [forecast.config.samples_per_step for forecast in own.values()]
+    fastest = {gpu: survey.fastest_by_class[shared] for gpu, survey in surveys.items()}
+    steps = [forecast.config.samples_per_step for forecast in fastest.values()]
     # The largest step of any of them hardly accumulates; what all their micro-batches go into
     # leaves each with its fastest configuration.
     for whole in (max(steps), math.lcm(*steps)):
-        chosen = {
-            gpu: own[gpu]
-            if own[gpu].config.samples_per_step == whole
-            else _accumulating(survey, own[gpu].config, whole, look)
-            for gpu, survey in surveys.items()
-        }
-        fitting = {gpu: choice for gpu, choice in chosen.items() if choice and choice.fits}
-        if len(fitting) == len(chosen):
-            return fitting
+        chosen: dict[str, Forecast] = {}
+        for gpu, survey in surveys.items():
+            choice: Forecast | None = fastest[gpu]
+            if fastest[gpu].config.samples_per_step != whole:
+                choice = _accumulating(survey, fastest[gpu].config, whole, look)
+            if choice is not None and choice.fits:
+                chosen[gpu] = choice
+        if len(chosen) == len(surveys):
+            return chosen
     return {}
 
 
@@ -440,9 +495,10 @@ def _accumulating(survey: Survey, shared: TrialConfig, whole: int, look: Look) -
     ``shared``; None where it has none.
     """
     forecaster = survey.forecaster
-    same = (*CAPACITY_KEYS, "seq_len", *(() if forecaster.shapes is None else ("packing",)))
-    held = {key: getattr(shared, key) for key in same}
+    fixed = {**shared.capacity(), "seq_len": shared.seq_len, "effective_batch_size": whole}
+    if forecaster.shapes is not None:
+        fixed["packing"] = shared.packing
     try:
-        return look(forecaster, with_fixed(survey.space, {**held, "effective_batch_size": whole}))
+        return look(forecaster, with_fixed(survey.space, fixed))
     except InputError:
         return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import shlex
 import sys
@@ -56,7 +57,7 @@ from qlora_sweep.sweep.planning.backwards import job, whole_step
 from qlora_sweep.sweep.planning.candidates import Asked, SpaceKind, own_space
 from qlora_sweep.sweep.planning.evidence import evidence_from
 from qlora_sweep.sweep.predict.building import build_forecaster, shapes_of_texts
-from qlora_sweep.sweep.predict.forecast import NO_EVIDENCE, Forecaster
+from qlora_sweep.sweep.predict.forecast import NO_EVIDENCE, Evidence, Forecaster
 from qlora_sweep.sweep.predict.memory.predictor import MemoryPredictor
 from qlora_sweep.sweep.predict.on_texts import ShapesOnTexts
 
@@ -99,11 +100,11 @@ class PlanRequest:
     data: Mapping[str, Any] = field(default_factory=dict)
     """What was typed of texts, by the keys of a space's section about them."""
     configuration: Mapping[str, Any] = field(default_factory=dict)
-    """Keys of a configuration: held fixed while the rest of the space is searched."""
+    """Keys of a configuration: fixed, while the rest of the space is searched."""
     numerics: str | None = None
     """That of the space, where it was typed."""
     is_exact: bool = False
-    """Whether one configuration is asked about: what is not typed is the standard recipe's."""
+    """Whether one configuration is asked about, by default with the standard recipe's values."""
     from_file: str | None = None
     work: AskedWork = field(default_factory=AskedWork)
     prices: Path | None = None
@@ -125,7 +126,7 @@ class PlanRequest:
     storage: str | None = None
     as_json: bool = False
     is_detailed: bool = False
-    """Whether a person is told all of it, and not one screen."""
+    """Whether all of it is printed, and not one screen."""
 
 
 @dataclass(frozen=True)
@@ -136,9 +137,9 @@ class Question:
     space: SearchSpace | None
     """None where no space was named."""
     kind: SpaceKind
-    """Where the space comes from."""
-    has_own_spaces: bool
-    """Whether each GPU is asked about with its own space, as GPUs alone were named."""
+    """Where it comes from."""
+    spaces: Mapping[str, tuple[SearchSpace, SpaceKind]]
+    """By GPU: what is searched there, and where it comes from."""
     model: ModelSpec
     gpus: tuple[GpuSpec, ...]
     offers: Mapping[str, tuple[Offer, ...]]
@@ -152,23 +153,21 @@ class Question:
     predictors: dict[tuple[int, int], MemoryPredictor] = field(default_factory=dict)
     """By compute capability: GPUs that share one share all that is traced and read."""
 
+    @property
+    def own_settings(self) -> dict[str, Any]:
+        """Settings that the model's architecture decides."""
+        return {key: value for key, (value, _) in own_settings(self.model).items()}
+
     @cached_property
     def held(self) -> Mapping[str, Any]:
         """Settings that are the same on every GPU: what was typed, and what makes jobs the same."""
         typed = self._typed
-        spaces = [] if self.request.is_exact else [self._space_of(gpu)[0] for gpu in self.gpus]
         if self.is_grpo:
-            is_free = self.space is None or self.space.values_of("effective_batch_size") == (None,)
-            if not is_free or "effective_batch_size" in typed:
-                return typed
-            completions = PROMPTS * self.grpo["num_generations"]
-            samples = whole_step(completions, held=typed, spaces=spaces)
-            whole = math.lcm(samples, self.grpo["num_generations"])
-            return {"effective_batch_size": whole, **typed}
-        if self.request.is_cheapest:
-            fixed = {} if self.space is None else self.space.fixed
-            return job(typed, fixed=fixed, spaces=spaces)
-        return typed
+            return self._with_whole_prompts(typed)
+        if not self.request.is_cheapest:
+            return typed
+        fixed = {} if self.space is None else self.space.fixed
+        return job(typed, fixed=fixed, spaces=self._searched)
 
     @property
     def _typed(self) -> Mapping[str, Any]:
@@ -179,17 +178,38 @@ class Question:
             del typed["trainer"]
         return typed
 
+    def _with_whole_prompts(self, typed: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return settings with an optimizer step of whole prompts, each with all its completions,
+        where neither the space nor what was typed says how large it is."""
+        is_free = self.space is None or self.space.values_of("effective_batch_size") == (None,)
+        if not is_free or "effective_batch_size" in typed:
+            return typed
+        completions = self.grpo["num_generations"]
+        samples = whole_step(PROMPTS * completions, held=typed, spaces=self._searched)
+        return {"effective_batch_size": math.lcm(samples, completions), **typed}
+
+    @property
+    def _searched(self) -> list[SearchSpace]:
+        """The space of each GPU; none where one configuration is asked about."""
+        if self.request.is_exact:
+            return []
+        return [space for space, _ in self.spaces.values()]
+
     @property
     def is_grpo(self) -> bool:
         """Whether GRPO's training step is asked about."""
-        of_space = () if self.space is None else self.space.values_of("method")
-        return self.request.configuration.get("method", *of_space) == "grpo"
+        method = self.request.configuration.get("method")
+        if method is None and self.space is not None:
+            (method,) = self.space.values_of("method")
+        return method == "grpo"
 
     @cached_property
     def grpo(self) -> Mapping[str, Any]:
         """Settings of `GRPOConfig`, under method grpo."""
-        names = Document("", names={key: f"--set {key}" for key in self.request.grpo})
-        return validate(Grpo, dict(self.request.grpo), names).model_dump() if self.is_grpo else {}
+        if not self.is_grpo:
+            return {}
+        names = {key: f"--set {key}" for key in self.request.grpo}
+        return validate(Grpo, dict(self.request.grpo), Document("", names=names)).model_dump()
 
     def about(self, gpu: GpuSpec) -> SearchSpace | TrialConfig:
         """Return what is asked of a GPU: a space, or one configuration.
@@ -200,132 +220,141 @@ class Question:
         """
         asked: SearchSpace | TrialConfig
         if self.request.is_exact:
-            own = {key: value for key, (value, _) in own_settings(self.model).items()}
-            given = {**own, **needed_by(self.held), **self.held}
+            given = {**self.own_settings, **needed_by(self.held), **self.held}
             asked = parse_config(_with_micro_batch(given), where="options")
         else:
-            refuse_without_texts(self._space_of(gpu)[0])
-            space = self._of_grpo(self._offered(gpu).space)
-            asked = with_fixed(space, self.held) if self.held else space
-            if isinstance(asked, SearchSpace) and self._space_of(gpu)[1] != "file":
+            space, kind = self.spaces[gpu.name]
+            refuse_without_texts(space)
+            asked = self._of_grpo(self._offered(gpu).space)
+            if self.held:
+                asked = with_fixed(asked, self.held)
+            if isinstance(asked, SearchSpace) and kind != "file":
                 asked = with_offered_batches(asked, self.model, gpu.budget_bytes)
+        # Of the cheapest GPU's space the answer itself says what is not possible.
         if not self.request.is_cheapest or isinstance(asked, TrialConfig):
             refuse_impossible(asked, Setting(self.model, "cuda", None, self.texts is not None))
         return asked
 
+    def of_named_space(self) -> Question:
+        """Return the question with the space that was named on every GPU."""
+        assert self.space is not None, "a space was named"
+        return replace(self, spaces=dict.fromkeys(self.spaces, (self.space, self.kind)))
+
     def ways(self, gpu: GpuSpec) -> Iterator[tuple[str, Question]]:
         """Yield what a host's GPUs can do, by its name: one alone, all of them, or shards."""
-        space, count = self._space_of(gpu)[0], self.request.devices or 1
+        space, _ = self.spaces[gpu.name]
+        count = self.request.devices or 1
         for name, gpus, sharding in (
             ("one GPU", 1, "none"),
             (f"{count} x DDP", count, "none"),
             (f"{count} x FSDP", count, "fsdp"),
         ):
-            held = {"data_parallel": gpus, "sharding": sharding}
-            # What a space says itself is not asked for: without it the survey is the space's own.
-            held = {key: of for key, of in held.items() if set(space.values_of(key)) != {of}}
-            request = replace(self.request, configuration={**self.request.configuration, **held})
-            yield name, replace(self, request=request)
+            configuration = dict(self.request.configuration)
+            for key, value in {"data_parallel": gpus, "sharding": sharding}.items():
+                # What a space says itself is not asked for: the survey is then the space's own.
+                if set(space.values_of(key)) != {value}:
+                    configuration[key] = value
+            yield name, replace(self, request=replace(self.request, configuration=configuration))
 
     def _of_grpo(self, space: SearchSpace) -> SearchSpace:
         """Return the space without sequences that GRPO's completions do not go into."""
         if not self.is_grpo:
             return space
-        longest, lengths = self.grpo["max_completion_length"] or 0, space.values_of("seq_len")
+        longest = self.grpo["max_completion_length"] or 0
+        lengths = space.values_of("seq_len")
         short = [length for length in lengths if length <= longest]
-        if 0 < len(short) < len(lengths):
-            space = space.changed({"leave_out": [*space.leave_out, {"seq_len": short}]})
-        return space
+        if not short or len(short) == len(lengths):
+            return space
+        rules: list[Mapping[str, Any]] = list(space.leave_out)
+        rules.append({"seq_len": short})
+        return space.changed({"leave_out": rules})
 
     def text_notes(self, gpu: GpuSpec) -> tuple[str, ...]:
-        """Return what the texts make of a GPU's space, for a person."""
+        """Return what the dataset makes of a GPU's space, for a person."""
         if not self.request.is_exact:
             return self._offered(gpu).notes
-        reasons = [
-            why for key, (_, why) in own_settings(self.model).items() if key not in self.held
-        ]
-        return tuple(f"{why}." for why in dict.fromkeys(reasons))
+        reasons: dict[str, None] = {}
+        for key, (_, why) in own_settings(self.model).items():
+            if key not in self.held:
+                reasons[f"{why}."] = None
+        return tuple(reasons)
 
     def _offered(self, gpu: GpuSpec) -> Offered:
-        space, kind = self._space_of(gpu)
-        able = for_trainer(space, self.model, is_preset=kind != "file", held=self.held)
+        """Return the space of a GPU as the trainer, the model and the dataset leave it."""
+        space, kind = self.spaces[gpu.name]
         is_preset = kind != "file"
+        able = for_trainer(space, self.model, is_preset=is_preset, held=self.held)
         own = with_own_settings(able.space, self.model, is_preset=is_preset, held=self.held)
-        notes = (*able.notes, *own.notes)
+        notes = able.notes + own.notes
         if self.texts is None:
             return Offered(own.space, notes)
         offered = space_with_texts(
-            own.space, self.texts, model=self.model, is_preset=kind != "file", held=self.held
+            own.space, self.texts, model=self.model, is_preset=is_preset, held=self.held
         )
-        return Offered(offered.space, (*notes, *offered.notes))
+        return Offered(offered.space, notes + offered.notes)
 
     def asked(self, gpu: GpuSpec) -> Asked:
         """Return what was asked of a GPU, for the answer to say."""
         if self.request.is_exact:
             return Asked(held=self.held, grpo=self.grpo)
-        kind, command = self._space_of(gpu)[1], self._run_command(gpu)
+        _, kind = self.spaces[gpu.name]
         held = self._typed if self.is_grpo else self.held
-        return Asked(kind, held, run_command=command, grpo=self.grpo)
+        return Asked(kind, held, run_command=self._run_command(gpu), grpo=self.grpo)
 
     def _run_command(self, gpu: GpuSpec) -> str:
         """Return what to type to measure on a GPU what is searched here."""
-        space, kind = self._space_of(gpu)
-        name = (self.request.space if kind == "file" else space.name) or ""
-        target = {"gpu": gpu.name, "model": self.request.model}
+        space, kind = self.spaces[gpu.name]
+        options: dict[str, Any] = {"gpu": gpu.name, "model": self.request.model}
         first = ""
+        name = space.name
+        if kind == "file":
+            name = self.request.space or ""
         if kind == "standard":
             name = f"{gpu.name}.yaml"
-            first = f"sweep init {_typed(target)} -o {name} && "
-            target = {}
+            first = f"sweep init {_typed(options)} -o {name} && "
+            options = {}
         elif gpu.name == space.gpu:
-            del target["gpu"]
-        texts = {f"data.{k}".removesuffix(".texts"): v for k, v in self.request.data.items()}
-        target |= {**texts, "numerics": self.request.numerics, **self._typed}
-        options = _typed(target)
-        return f"{first}sweep run {shlex.quote(name)} {options}".rstrip()
-
-    def _space_of(self, gpu: GpuSpec) -> tuple[SearchSpace, SpaceKind]:
-        """Return the space of a GPU, and where it comes from."""
-        space, kind = self.space, self.kind
-        if space is None or self.has_own_spaces:
-            space, kind = own_space(gpu.name, self.request.model)
-        if self.request.numerics is None:
-            return space, kind
-        return space.changed({"numerics": self.request.numerics}), kind
+            del options["gpu"]
+        for key, value in self.request.data.items():
+            options["data" if key == "texts" else f"data.{key}"] = value
+        options |= {"numerics": self.request.numerics, **self._typed}
+        return f"{first}sweep run {shlex.quote(name)} {_typed(options)}".rstrip()
 
     def forecaster(self, gpu: GpuSpec) -> Forecaster:
         """Return what answers for one GPU, within its budget or the tighter one of the space."""
-        asked, shared = self._space_of(gpu)[0].budget_gib_on(gpu.name), gpu.compute_capability
-        if shared not in self.predictors:
-            self.predictors[shared] = self.predictor(self.model, gpu)
-        evidence = NO_EVIDENCE
-        if self.request.study is not None:
-            snapshot = self.read_study(self.request.study, self.request.storage)
-            texts = None if self.texts is None else self.texts.summary
-            evidence = evidence_from(
-                snapshot, model=self.model, gpu=gpu, texts=texts, shapes=self.shapes
-            )
+        space, _ = self.spaces[gpu.name]
         budget_bytes = gpu.budget_bytes
-        if asked is not None:
-            budget_bytes = asked_bytes(asked, available=budget_bytes, gpu=gpu.name)
+        asked_gib = space.budget_gib_on(gpu.name)
+        if asked_gib is not None:
+            budget_bytes = asked_bytes(asked_gib, available=budget_bytes, gpu=gpu.name)
+        if gpu.compute_capability not in self.predictors:
+            self.predictors[gpu.compute_capability] = self.predictor(self.model, gpu)
         return build_forecaster(
             self.model,
             Target(gpu=gpu.name, device="cuda", budget_bytes=budget_bytes),
             shapes=self.shapes,
-            predictor=self.predictors[shared],
-            evidence=evidence,
+            predictor=self.predictors[gpu.compute_capability],
+            evidence=self._evidence(gpu),
         )
+
+    def _evidence(self, gpu: GpuSpec) -> Evidence:
+        """Return what the study that was named says of a GPU."""
+        if self.request.study is None:
+            return NO_EVIDENCE
+        snapshot = self.read_study(self.request.study, self.request.storage)
+        texts = None if self.texts is None else self.texts.summary
+        return evidence_from(snapshot, model=self.model, gpu=gpu, texts=texts, shapes=self.shapes)
 
 
 def _with_micro_batch(typed: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return settings with the standard recipe's micro-batch lowered until it goes into a typed
-    effective batch, where nobody typed one."""
-    effective, gpus = typed.get("effective_batch_size"), typed.get("data_parallel", 1)
+    effective batch, where none was typed."""
+    effective = typed.get("effective_batch_size")
+    gpus = typed.get("data_parallel", 1)
     if effective is None or "micro_batch_size" in typed or effective % gpus:
         return typed
-    standard = TrialConfig().micro_batch_size
-    micro = largest_whole(standard, effective // gpus)
-    return typed if micro == standard else {**typed, "micro_batch_size": micro}
+    micro_batch = largest_whole(TrialConfig().micro_batch_size, effective // gpus)
+    return {**typed, "micro_batch_size": micro_batch}
 
 
 def resolve_request(
@@ -341,7 +370,7 @@ def resolve_request(
     Args:
         request: what was typed.
         predictor: makes what predicts memory.
-        GPU: reads the GPU in this machine, for where none is named.
+        card: reads the GPU in this machine, for where none is named.
         read_study: reads the study whose trials calibrate, for where one is named.
         read_texts: reads and tokenizes texts, or finds what did so before.
 
@@ -356,10 +385,22 @@ def resolve_request(
         raise InputError(f"--from-file answers for one GPU, got {len(gpus)}: name one --gpu")
     if request.devices and len(gpus) > 1:
         raise InputError(f"--devices is of one GPU's host, got {len(gpus)} GPUs: name one")
-    of_first = space or own_space(gpus[0].name, request.model)[0]
+    spaces: dict[str, tuple[SearchSpace, SpaceKind]] = {}
+    for gpu in gpus:
+        if space is None or named is not None:
+            # GPUs alone were named: each has a space of its own.
+            of_gpu, of_kind = own_space(gpu.name, request.model)
+        else:
+            of_gpu = space
+            of_kind = kind
+        if request.numerics is not None:
+            of_gpu = of_gpu.changed({"numerics": request.numerics})
+        spaces[gpu.name] = (of_gpu, of_kind)
+    of_first = space or spaces[gpus[0].name][0]
     model = load_model_spec(request.model or of_first.model)
     choice = typed_texts(None if space is None else space.data, request.data)
-    texts = shapes = None
+    texts = None
+    shapes = None
     if choice is not None:
         texts = read_texts(TextsRequest.of(choice, model))
         shapes = shapes_of_texts(texts, choice, seed=of_first.seed)
@@ -371,7 +412,7 @@ def resolve_request(
         request=request,
         space=space,
         kind=kind,
-        has_own_spaces=space is None or named is not None,
+        spaces=spaces,
         model=model,
         gpus=gpus,
         offers=load_prices(request.prices or own_price_file(), typed=request.typed_prices),
@@ -383,14 +424,18 @@ def resolve_request(
 
 
 def _check_grpo(question: Question) -> None:
-    request, alone = question.request, "the memory of one GPU's training step is planned"
-    is_more = request.is_cheapest or request.is_calibrating or request.devices is not None
-    is_more |= request.work != AskedWork() or bool(request.typed_prices)
-    if question.is_grpo and (is_more or len(question.gpus) > 1):
-        how = "ask of one GPU alone, without --work and --price"
-        raise InputError(f"method grpo: {alone}, no cost and no trial: {how}")
+    request = question.request
     if request.grpo and not question.is_grpo:
         raise InputError(f"--set {min(request.grpo)} is of GRPO: add --method grpo")
+    if not question.is_grpo:
+        return
+    is_of_trials = request.is_cheapest or request.is_calibrating or request.devices is not None
+    is_of_cost = request.work != AskedWork() or bool(request.typed_prices)
+    if is_of_trials or is_of_cost or len(question.gpus) > 1:
+        raise InputError(
+            "method grpo: the memory of one GPU's training step is planned, no cost and no trial: "
+            "ask of one GPU alone, without --work and --price"
+        )
 
 
 def _cards(
@@ -404,24 +449,29 @@ def _cards(
     The GPU of a space, or the one that is here, counts where none is; the whole catalogue where
     the cheapest is asked for.
     """
-    typed = [_gpu(name, card) for name in request.gpus]
-    cards = typed if named is None else [named, *typed]
-    if not cards and request.is_cheapest:
-        cards = list(gpu_catalogue().values())
-    if not cards:
-        cards = [_gpu("auto" if space is None else space.gpu, card)]
-    return tuple({gpu.name: gpu for gpu in cards}.values())
+    gpus: dict[str, GpuSpec] = {}
+    if named is not None:
+        gpus[named.name] = named
+    for name in request.gpus:
+        gpu = _gpu(name, card)
+        gpus[gpu.name] = gpu
+    if not gpus and request.is_cheapest:
+        return tuple(gpu_catalogue().values())
+    if not gpus:
+        return (_gpu("auto" if space is None else space.gpu, card),)
+    return tuple(gpus.values())
 
 
 def _check(request: PlanRequest) -> None:
+    has_dataset = request.data.get("texts") is not None
+    has_question = request.is_calibrating or request.is_longest or request.is_cheapest
     typed = {
         "--from-file": request.from_file is not None,
         "--longest": request.is_longest,
         "--cheapest": request.is_cheapest,
         "--calibrate": request.is_calibrating,
         "--devices": request.devices is not None,
-        "--exact": request.is_exact
-        and (request.is_calibrating or request.is_longest or request.is_cheapest),
+        "--exact": request.is_exact and has_question,
     }
     given = [option for option, is_typed in typed.items() if is_typed]
     if len(given) > 1:
@@ -429,15 +479,15 @@ def _check(request: PlanRequest) -> None:
     ways = request.configuration.keys() & {"data_parallel", "sharding"}
     if request.devices is not None and ways:
         raise InputError(f"--devices compares values of {min(ways)}: leave that out")
-    of_each_line = [key for key in request.configuration if key != "trainer"]
-    if of_each_line and request.from_file is not None:
-        key = of_each_line[0]
-        raise InputError(f"{key} and --from-file are both given: keep one")
+    if request.from_file is not None:
+        for key in request.configuration:
+            if key != "trainer":
+                raise InputError(f"{key} and --from-file are both given: keep one")
     if request.is_longest and "seq_len" in request.configuration:
         raise InputError("--longest asks for the length: leave --seq-len out")
-    if request.is_longest and request.data.get("texts") is not None:
+    if request.is_longest and has_dataset:
         raise InputError("--longest asks for the length, and texts have theirs: leave one out")
-    if request.is_calibrating and request.data.get("texts") is not None:
+    if request.is_calibrating and has_dataset:
         raise InputError("--calibrate plans trials of full sequences: leave --data out")
     if request.within_seconds is not None and not request.is_cheapest:
         raise InputError("--within needs --cheapest: which job has to be done by then")
@@ -456,7 +506,9 @@ def _space(
     if name is None:
         return "standard", None, None
     card = match_product(name)
-    preset = preset_name(name) or (preset_name(card.name) if card else None)
+    preset = preset_name(name)
+    if preset is None and card is not None:
+        preset = preset_name(card.name)
     if preset is not None:
         return "preset", preset_space(preset, model=model), match_product(preset)
     if card is not None and not Path(name).exists():
@@ -466,8 +518,9 @@ def _space(
     except InputError:
         if "/" in name or Path(name).suffix or Path(name).exists():
             raise
-        known = [*gpu_names(), *(preset.name for preset in shipped_presets())]
-        near = did_you_mean(name, known) or "; `sweep presets` and `sweep gpus` list them"
+        presets = (preset.name for preset in shipped_presets())
+        near = did_you_mean(name, itertools.chain(gpu_names(), presets))
+        near = near or "; `sweep presets` and `sweep gpus` list them"
         raise InputError(f"'{name}' is no preset, no YAML file and no GPU{near}") from None
 
 
@@ -516,7 +569,7 @@ def read_configurations(
             and key.
         EnvironmentFault: the file is there and cannot be read.
     """
-    label, text = name, ""
+    label = name
     if name != STDIN:
         text = read_text(Path(name), label=name)
     else:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import math
 import random
 import re
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -36,6 +37,7 @@ from qlora_sweep.sweep.predict.forecast import (
     UNBUILDABLE,
     Forecast,
     Forecaster,
+    Forecasts,
     Progress,
     nothing_known,
     silent,
@@ -169,11 +171,8 @@ class Survey:
         """Configurations of the space; None where a dimension is continuous."""
         return self.space.size()
 
-    def _forecasts(self, picked: Sequence[Picked]) -> list[Forecast]:
-        forecasts = self.forecaster.forecast(
-            [c for c, _ in picked], fits=[fit for _, fit in picked]
-        )
-        return [forecasts[row] for row in range(len(picked))]
+    def _forecasts(self, picked: Sequence[Picked]) -> Forecasts:
+        return forecasts_of(itertools.starmap(Pick, picked), self.forecaster)
 
     @cached_property
     def candidates(self) -> Mapping[ClassKey, Sequence[Forecast]]:
@@ -189,16 +188,20 @@ class Survey:
         found = self.found
         if not found.candidates:
             return None
-        cells = {
-            (cell.config.micro_batch_size, cell.config.seq_len): cell
-            for cell in self._forecasts(found.cells)
-        }
+        cells: dict[Size, Forecast] = {}
+        for cell in self._forecasts(found.cells):
+            cells[cell.config.micro_batch_size, cell.config.seq_len] = cell
         return ShapeTable(None, found.batches, found.lengths, cells, found.largest)
 
     @cached_property
     def fastest_by_class(self) -> Mapping[ClassKey, Forecast]:
         """The one to recommend of each class; classes of which nothing may fit are left out."""
-        return {key: best for key, of in self.candidates.items() if (best := recommended(of))}
+        fastest: dict[ClassKey, Forecast] = {}
+        for key, of_class in self.candidates.items():
+            best = recommended(of_class)
+            if best is not None:
+                fastest[key] = best
+        return fastest
 
     @cached_property
     def capacity(self) -> CapacityClass | None:
@@ -220,12 +223,11 @@ class Survey:
     @cached_property
     def recommended(self) -> Forecast | None:
         """The one to recommend of that class, whatever its length; None where nothing may fit."""
-        return recommended(
-            forecast
-            for (capacity, _), best in self.candidates.items()
-            if capacity == self.capacity
-            for forecast in best
-        )
+        of_capacity: list[Forecast] = []
+        for (capacity, _), of_class in self.candidates.items():
+            if capacity == self.capacity:
+                of_capacity += of_class
+        return recommended(of_capacity)
 
     @cached_property
     def alternative(self) -> Forecast | None:
@@ -248,20 +250,30 @@ class Survey:
         The first is with as many trials stopped early as is usual and a GPU as fast as may be, the
         second with none stopped and a GPU as slow as may be.
         """
-        space, found = self.space, self.found
-        if found.step_seconds is None:
+        step_seconds = self.found.step_seconds
+        if step_seconds is None:
             return None
-        shortest, longest = within(found.step_seconds, found.step_log_spread)
-        budget = space.steps
+        shortest, longest = within(step_seconds, self.found.step_log_spread)
+        budget = self.space.steps
         fewest = budget.warmup_min + budget.measured_min
         stopped = budget.warmup_min + min(STEPS_TO_STOP, budget.measured_min)
-        share = STOPPED_SHARE if "tokens_per_second" in space.objectives else 0.0
+        share = STOPPED_SHARE if "tokens_per_second" in self.space.objectives else 0.0
+        overhead = TRIAL_SECONDS + self.found.compiled_share * COMPILE_SECONDS
+        limit = self.space.time_budget_seconds or math.inf
+
+        def whole(trial_seconds: float) -> float:
+            return min(limit, START_SECONDS + self.trials * (overhead + trial_seconds))
+
         low = (share * stopped + (1.0 - share) * fewest) * shortest
         high = STEPS_OVER_FEWEST * fewest * longest
-        overhead = TRIAL_SECONDS + found.compiled_share * COMPILE_SECONDS
-        limit = space.time_budget_seconds or math.inf
-        low, high = (START_SECONDS + self.trials * (overhead + steps) for steps in (low, high))
-        return min(low, limit), min(high, limit)
+        return whole(low), whole(high)
+
+
+def forecasts_of(picks: Iterable[Pick], forecaster: Forecaster) -> Forecasts:
+    """Return what is expected of configurations of which is known whether they fit."""
+    known = list(picks)
+    fits = [pick.fit for pick in known]
+    return forecaster.forecast([pick.config for pick in known], fits=fits)
 
 
 def class_of(config: TrialConfig, model: ModelSpec) -> ClassKey:
@@ -332,31 +344,23 @@ def _found(space: SearchSpace, forecaster: Forecaster, progress: Progress) -> Fo
         if isinstance(layers_of(forecaster.model), InputError):
             raise InputError(nothing_known(forecaster.model, error)) from error
         raise
-    picks = shortlist.picks()
-    chosen = _recommended(picks, shortlist, forecaster)
+    chosen = _recommended(shortlist, forecaster)
     if chosen is not None:
-        config = chosen.config
-        shortlist.look_at_other_capacities(config.seq_len, config.numerics)
-        picks = shortlist.picks()
+        shortlist.look_at_other_capacities(chosen.config.seq_len, chosen.config.numerics)
     fit, uncertain, too_large = shortlist.counts()
     sure = shortlist.surely_fitting()
     step_seconds, step_log_spread = _step_seconds(sure, forecaster)
-    invalid = +shortlist.invalid
-    unpredicted: Counter[str] = Counter()
-    for reason, count in shortlist.refused:
-        if isinstance(reason, Untraceable):
-            # One sentence of what libraries put in words of their own, which one configuration's
-            # plan has.
-            unpredicted[_FAULT.sub(r"\1 cannot be run without data", str(reason))] += count
-        else:
-            invalid[UNBUILDABLE] += count
+    invalid, unpredicted = _left_out(shortlist)
     batches = shown_batches(space)
     lengths = tuple(evenly_spaced(shortlist.lengths, most=VALUES_SHOWN))
-    cells: dict[Size, Pick] = {}
+    cells: Mapping[Size, Pick] = {}
     if chosen is not None:
         cells = shortlist.at_sizes(batches, lengths, chosen.config.numerics)
-    shown = [(batch, length) for batch in batches for length in lengths]
-    largest = {length: LargestBatch(*shortlist.largest(length)) for length in lengths if cells}
+    largest: dict[int, LargestBatch] = {}
+    if cells:
+        for length in lengths:
+            largest[length] = LargestBatch(*shortlist.largest(length))
+    compiled = sum(config.compile for config in sure)
     return Found(
         is_whole=shortlist.is_whole,
         fit=fit,
@@ -364,38 +368,53 @@ def _found(space: SearchSpace, forecaster: Forecaster, progress: Progress) -> Fo
         too_large=too_large,
         invalid=invalid,
         unpredicted=unpredicted,
-        candidates=[(pick.config, pick.fit) for pick in picks],
+        candidates=_picked(shortlist.picks()),
         batches=batches if cells else (),
         lengths=lengths if cells else (),
-        cells=[(cells[size].config, cells[size].fit) for size in shown if size in cells],
+        cells=_picked(filter(None, map(cells.get, itertools.product(batches, lengths)))),
         largest=largest,
         least_bytes=shortlist.least_bytes,
         step_seconds=step_seconds,
         step_log_spread=step_log_spread,
-        compiled_share=sum(config.compile for config in sure) / max(1, len(sure)),
+        compiled_share=compiled / max(1, len(sure)),
     )
 
 
-def _recommended(
-    picks: Sequence[Pick], shortlist: Shortlist, forecaster: Forecaster
-) -> Forecast | None:
+def _picked(picks: Iterable[Pick]) -> list[Picked]:
+    return [(pick.config, pick.fit) for pick in picks]
+
+
+def _left_out(shortlist: Shortlist) -> tuple[Counter[str], Counter[str]]:
+    """Return how many configurations each rule forbids, and of how many nothing is predicted, by
+    the reason."""
+    invalid = +shortlist.invalid
+    unpredicted: Counter[str] = Counter()
+    for reason, count in shortlist.refused:
+        if isinstance(reason, Untraceable):
+            # One sentence for what libraries say in words of their own, which the plan of one
+            # configuration has.
+            unpredicted[_FAULT.sub(r"\1 cannot be run without data", str(reason))] += count
+        else:
+            invalid[UNBUILDABLE] += count
+    return invalid, unpredicted
+
+
+def _recommended(shortlist: Shortlist, forecaster: Forecaster) -> Forecast | None:
     """Return what is recommended of what was found; None where nothing may fit."""
-    forecasts = forecaster.forecast(
-        [pick.config for pick in picks], fits=[pick.fit for pick in picks]
+    forecasts = forecasts_of(shortlist.picks(), forecaster)
+    model = forecaster.model
+    return recommended(
+        forecast
+        for forecast in forecasts
+        if CapacityClass.of(forecast.config, model) == shortlist.capacity
     )
-    of_capacity = [
-        forecasts[at]
-        for at, pick in enumerate(picks)
-        if CapacityClass.of(pick.config, forecaster.model) == shortlist.capacity
-    ]
-    return recommended(of_capacity)
 
 
 def fitting(row: Sequence[int], fit: Callable[[int], Fit]) -> tuple[int, int]:
     """Return how many of a row fit surely, and how many at least perhaps; each needs more memory
     than the one before."""
-    possible = bisect_left(row, True, key=lambda one: fit(one) is Fit.NO)
-    sure = bisect_left(row, True, hi=possible, key=lambda one: fit(one) is not Fit.YES)
+    possible = bisect_left(row, True, key=lambda size: fit(size) is Fit.NO)
+    sure = bisect_left(row, True, hi=possible, key=lambda size: fit(size) is not Fit.YES)
     return sure, possible
 
 
@@ -407,7 +426,7 @@ def _step_seconds(
     A median, as samplers are drawn to what is fast, and the few longest steps would make a mean.
     Of an accumulation a trial times the first micro-steps alone.
     """
-    timed = []
+    timed: list[TrialConfig] = []
     for config in random.Random(0).sample(sure, min(STEPS_SAMPLED, len(sure))):
         micro_steps = min(config.accumulation_steps, MICRO_STEPS_TIMED)
         samples = micro_steps * config.micro_batch_size * config.data_parallel
@@ -415,5 +434,5 @@ def _step_seconds(
     times = forecaster.forecast(timed).times
     if not times.is_known.any():
         return None, 0.0
-    seconds, unsure = times.seconds[times.is_known], times.log_spread[times.is_known]
-    return float(np.median(seconds)), float(unsure.mean())
+    seconds = np.median(times.seconds[times.is_known])
+    return float(seconds), float(times.log_spread[times.is_known].mean())

@@ -250,6 +250,9 @@ class Forecasts:
     def __getitem__(self, row: int) -> Forecast:
         return Forecast(self.configs[row], self, row)
 
+    def __iter__(self) -> Iterator[Forecast]:
+        return map(self.__getitem__, range(len(self)))
+
     @cached_property
     def _memory(self) -> WholeMemory:
         return self.forecaster.whole_memory(self.configs, on_progress=self.progress(TRACED))

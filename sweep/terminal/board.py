@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import itertools
 import statistics
 import threading
 from collections.abc import Callable, Iterable
@@ -39,23 +39,28 @@ def search_words(config: TrialConfig, *, space: SearchSpace) -> str:
     baseline = space.baseline_config()
     if config == baseline:
         return f"the baseline, {units.size(config)}, {words.capacity(config)}"
-    is_class_free = any(key in space.dimensions for key in CAPACITY_KEYS)
-    said = {*SIZE_KEYS, *(CAPACITY_KEYS if is_class_free else ())}
-    changed = units.differing(config, baseline)
-    searched = [key for key in changed if key in space.dimensions and key not in said]
-    phrases = [units.phrase(key, changed[key]) for key in searched]
-    capacity = [words.capacity(config)] if is_class_free else []
-    return ", ".join([units.size(config), *capacity, *phrases])
+    said = set(SIZE_KEYS)
+    phrases = [units.size(config)]
+    if not space.dimensions.keys().isdisjoint(CAPACITY_KEYS):
+        said.update(CAPACITY_KEYS)
+        phrases.append(words.capacity(config))
+    for key, value in units.differing(config, baseline).items():
+        if key in space.dimensions and key not in said:
+            phrases.append(units.phrase(key, value))
+    return ", ".join(phrases)
 
 
 def fixed_words(space: SearchSpace) -> str:
     """Return what all that is tried changes over the baseline; empty where that is nothing."""
-    first = {key: dimension.first for key, dimension in space.dimensions.items()}
-    batches = dict(zip(BATCH_KEYS, space.batches[0], strict=True))
-    params = {**first, **{key: batches[key] for key in batches if key in first}}
-    changed = space.config(params).changes_from(space.baseline_config())
-    fixed = changed.keys() - space.dimensions.keys() - set(SIZE_KEYS)
-    return ", ".join(units.phrase(key, changed[key]) for key in changed if key in fixed)
+    params = {key: dimension.first for key, dimension in space.dimensions.items()}
+    for key, value in zip(BATCH_KEYS, space.batches[0], strict=True):
+        if key in params:
+            params[key] = value
+    phrases: list[str] = []
+    for key, value in space.config(params).changes_from(space.baseline_config()).items():
+        if key not in space.dimensions and key not in SIZE_KEYS:
+            phrases.append(units.phrase(key, value))
+    return ", ".join(phrases)
 
 
 @dataclass
@@ -87,7 +92,9 @@ class Board:
         *,
         clock: Callable[[], float],
     ) -> None:
-        self.name, self.definition, self.clock = name, definition, clock
+        self.name = name
+        self.definition = definition
+        self.clock = clock
         self.lock = threading.Lock()
         self.ledger = Ledger(records)
         self.running: dict[int, Running] = {}
@@ -103,7 +110,8 @@ class Board:
         """When what is done now, beside trials, began."""
         self._started_seconds = clock()
         self._first_number = self.ledger.next_number
-        self._finished, self._lanes = 0, 1
+        self._finished = 0
+        self._lanes = 1
         self._ranked: tuple[Ranking, ConfirmationPlan | None] | None = None
         self._contenders: dict[int, TrialRecord] = {}
         """Trials of the search by which the ranking is made, by number."""
@@ -117,7 +125,9 @@ class Board:
         before = self._doing
         match event:
             case events.SpaceTraced():
-                self.tracing = event if event.done < event.of else None
+                self.tracing = event
+                if event.done >= event.of:
+                    self.tracing = None
             case events.GainForeseen():
                 self.foreseen = event
             case events.TrialStarted():
@@ -132,7 +142,8 @@ class Board:
                 self._finished += 1
                 self._consider(record)
             case events.ConfirmationStarted():
-                self.confirming, self._ranked = event, None
+                self.confirming = event
+                self._ranked = None
                 # What a lost GPU left in the middle does not run any more.
                 self.running.clear()
             case events.LanesOpened(names=names):
@@ -150,7 +161,8 @@ class Board:
 
     def stop(self) -> None:
         """Note that somebody asked to stop, and when."""
-        self.is_stopping, self.since_seconds = True, self.clock()
+        self.is_stopping = True
+        self.since_seconds = self.clock()
 
     @property
     def is_first(self) -> bool:
@@ -188,13 +200,16 @@ class Board:
         Both are worked out when somebody looks at them first after a trial that may change them.
         """
         if self._ranked is None:
-            budget, confirmations = self.definition.space.confirm, self.ledger.confirmations
-            records = self._contenders.values()
-            ran = (*records, *confirmations)
+            confirmations = self.ledger.confirmations
+            records = list(self._contenders.values())
+            ran = list(itertools.chain(records, confirmations))
             speeds = target_speeds(self.definition, ran)
             ranking = rank(records, self.definition, confirmations, target_speeds=speeds)
-            plan = None if budget is None else ConfirmationPlan(ranking, budget, self._series)
-            self._ranked = ranking, plan
+            plan = None
+            budget = self.definition.space.confirm
+            if budget is not None:
+                plan = ConfirmationPlan(ranking, budget, self._series)
+            self._ranked = (ranking, plan)
         return self._ranked
 
     def _consider(self, record: TrialRecord) -> None:
@@ -210,7 +225,9 @@ class Board:
 
     @property
     def _series(self) -> int:
-        return 0 if self.confirming is None else self.confirming.series
+        if self.confirming is None:
+            return 0
+        return self.confirming.series
 
     @property
     def trials_done(self) -> int:
@@ -232,23 +249,26 @@ class Board:
         newest = list(islice(own, _PACE_OF))
         if not newest:
             return left
-        rests = []
+        rests: list[float] = []
         for ran in self._ran_seconds():
             longer = [seconds for seconds in newest if seconds > ran]
-            rests.append(statistics.fmean(longer) - ran if longer else math.inf)
+            if not longer:
+                return left
+            rests.append(statistics.fmean(longer) - ran)
         to_begin = max(0, self.definition.space.trials - self.trials_done - len(rests))
         at_pace = (sum(rests) + to_begin * statistics.fmean(newest)) / self._lanes
         seconds = max(at_pace, *rests, 0.0)
-        if left is not None:
-            seconds = min(seconds, left)
-        return seconds if math.isfinite(seconds) else None
+        if left is None:
+            return seconds
+        return min(seconds, left)
 
     @property
     def left_seconds(self) -> float | None:
         """Seconds until the time budget ends; None without one, and once it has ended."""
         limit = self.definition.space.time_budget_seconds
-        left = math.inf if limit is None else limit - self.elapsed_seconds
-        return left if 0.0 < left < math.inf else None
+        if limit is None or limit <= self.elapsed_seconds:
+            return None
+        return limit - self.elapsed_seconds
 
     def _ran_seconds(self) -> list[float]:
         return [self.clock() - trial.began_seconds for trial in self.running.values()]
@@ -261,8 +281,9 @@ class Board:
         _, plan = self._known()
         if plan is None:
             return None
-        ran = 0.0 if self.confirming is None else max(self._ran_seconds(), default=0.0)
-        seconds = plan.expected_seconds - ran
+        seconds = plan.expected_seconds
+        if self.confirming is not None:
+            seconds -= max(self._ran_seconds(), default=0.0)
         return seconds if seconds > 0 else None
 
     def describe(self, config: TrialConfig) -> str:

@@ -27,8 +27,10 @@ from qlora_sweep.sweep.terminal.options import amounts
 def read_for_report(study: str, *, url: str) -> StudySnapshot:
     """Return a study, or a surface, with its prices, its speeds, and what is known of memory
     without tracing."""
-    is_surface = study.endswith(".jsonl")
-    snapshot = with_offer(recorded_study(study)) if is_surface else read(study, url=url)
+    if study.endswith(".jsonl"):
+        snapshot = with_offer(recorded_study(study))
+    else:
+        snapshot = read(study, url=url)
     return with_memory_forecasts(snapshot, cache_dir=paths.cache_directory() / "memory")
 
 
@@ -40,18 +42,21 @@ def remove(study: str, *, storage: str | None, is_sure: bool) -> None:
     if not console.agreed(question, command=f"rm {study}", is_sure=is_sure):
         console.note("Nothing was removed.")
         return
-    # Removing needs Optuna, whose import nobody else here waits for.
+    # Only removing needs Optuna, which takes seconds to import.
     from qlora_sweep.storage.transfer import remove_study
     from qlora_sweep.sweep.launching.rented import remove_jobs
 
     home = paths.runs_directory()
     removed = remove_study(study, url=url, home=home)
+    gone = list(removed.files)
     # Where the directory is another study's, nothing of it was removed.
-    jobs = remove_jobs(home / study) if removed.files else ()
-    left = [path for path in removed.left if path.exists() or path.is_symlink()]
+    if removed.files:
+        gone += remove_jobs(home / study)
     lines = [f"Removed study {study}: {trials}"]
-    lines += [f"Removed {path}" for path in (*removed.files, *jobs)]
-    lines += [f"Left {path}, which is not sweep's" for path in left]
+    lines += [f"Removed {path}" for path in gone]
+    for path in removed.left:
+        if path.exists() or path.is_symlink():
+            lines.append(f"Left {path}, which is not sweep's")
     console.say("\n".join(lines))
 
 
@@ -65,14 +70,14 @@ def report(
     is_forced: bool,
 ) -> None:
     """Print the report of a study, or of several GPUs, or write it and print where it is."""
-    twice = [name for name, times in Counter(named or ()).items() if times > 1]
-    if twice:
-        raise InputError(f"{twice[0]} is named twice: name each study once")
     studies = list(named or ())
+    for name, times in Counter(studies).items():
+        if times > 1:
+            raise InputError(f"{name} is named twice: name each study once")
     if not studies:
         raise InputError("name a study for its report, or several studies to compare")
     asked = AskedWork(**amounts(work, ("tokens", "dataset_samples", "epochs")))
-    endings = (".html", ".htm", *images.SUFFIXES)
+    endings = (".html", ".htm") + tuple(images.SUFFIXES)
     path = checked_output(output, what="a report", endings=endings, is_forced=is_forced)
     is_picture = path is not None and path.suffix.lower() in images.SUFFIXES
     name = studies[0]
@@ -92,8 +97,7 @@ def report(
         if is_one:
             page = render(snapshots[0], work=asked)
         else:
-            candidates = [of_study(snapshot) for snapshot in snapshots]
-            page = render_comparison(compare(candidates, work=asked))
+            page = render_comparison(compare(list(map(of_study, snapshots)), work=asked))
         if output == console.STDOUT:
             console.say_as_is(page)
             return

@@ -1,4 +1,4 @@
-"""The two streams: results go to stdout, everything else to stderr; neither can fail a study.
+"""The two streams: results go to stdout, all else to stderr; neither can fail a study.
 
 What is printed has no password or token in it and nothing that works unseen in a terminal, also
 where a library prints it. Documents that programs read are printed as they are: `say_json` takes
@@ -27,17 +27,17 @@ from qlora_sweep.search_spaces.redaction import redact, redacted, shown
 
 STDOUT = "-"
 """Name of standard output, where a file is named."""
-SILENCE_SECONDS, LONGEST_SILENCE_SECONDS = 1.25, 60.0
-"""After which something is said; nobody waits two seconds wondering."""
+SILENCE_SECONDS = 1.25
+LONGEST_SILENCE_SECONDS = 60.0
+"""Seconds without a line after which progress is printed, and the longest that they become."""
 PATIENCE_SECONDS = 20.0
-"""Of one wait, after which each silence is twice as long, up to a minute: a night's log is for
-reading."""
+"""Of one wait, after which the time to the next line doubles, up to a minute."""
 _BELONGS_TOGETHER = re.compile(r"(?<=\d) (?=x \d|%|[GM]iB|tokens/s|s\b|min\b)|(?<=\d x) (?=\d)")
 """A number and its unit are not parted at the end of a line."""
 
 
 class ReaderGoneError(Exception):
-    """Whoever read stdout has stopped; there is nobody left to print for."""
+    """The reader of stdout has closed it."""
 
 
 def prepare_streams() -> None:
@@ -131,7 +131,7 @@ def agreed(question: str, *, command: str, is_sure: bool) -> bool:
         InputError: stdin is no terminal.
     """
     if not is_sure and not sys.stdin.isatty():
-        raise InputError(f"{command}: nobody is here to be asked: say --yes")
+        raise InputError(f"{command}: stdin is not a terminal: pass --yes")
     return is_sure or confirmed(question)
 
 
@@ -144,7 +144,7 @@ def confirmed(question: str) -> bool:
 
 
 def note(text: str) -> None:
-    """Print progress or a message on stderr; a closed stderr is nobody's fault."""
+    """Print progress or a message on stderr; a closed stderr is no error."""
     cancel_announced()
     _note_now(text)
 
@@ -233,7 +233,7 @@ def folded(text: str, width: int | None, *, indent: int = 0) -> str:
     Further lines are indented by ``indent`` more than the first. Commands are left as they are, to
     be copied. Secrets are left out, and what works unseen is written out.
     """
-    # Before it is folded: a secret that goes on in the next line would not be known any more.
+    # Before it is folded: a secret over two lines would not be recognised.
     text = shown(text)
     if width is None:
         return text
@@ -262,7 +262,7 @@ def progress_words(what: str, done: int, of: int) -> str:
 
 
 class Rhythm:
-    """When a further line is worth it where none is redrawn: soon, and in time more seldom."""
+    """When a further progress line is due where none is redrawn: soon, then more seldom."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -314,7 +314,9 @@ def working(doing: str) -> Iterator[Callable[[str], Callable[[int, int], None]]]
     """
     from rich.console import Console
 
-    words, began, rhythm = doing, time.monotonic(), Rhythm()
+    words = doing
+    began = time.monotonic()
+    rhythm = Rhythm()
     console = Console(file=cast(TextIO, Synchronized(sys.stderr)))
     is_drawn = sys.stderr.isatty() and not console.is_dumb_terminal
     status = console.status(doing) if is_drawn else None

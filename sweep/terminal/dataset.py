@@ -6,7 +6,7 @@ Other commands that take a dataset have it prepared here too, with progress and 
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict
 from functools import partial
@@ -53,7 +53,8 @@ def prepared(request: TextsRequest, *, progress: Progress | None = None) -> Prep
 
     Raises what `prepare_texts` raises.
     """
-    with working("reading the dataset") if progress is None else nullcontext(progress) as part:
+    shown = nullcontext(progress) if progress else working("reading the dataset")
+    with shown as part:
         texts = prepare_texts(request, on_progress=lambda what, done, of: part(what)(done, of))
     for words in texts.notes(request.model):
         note_folded(f"warning: {words}", indent=2)
@@ -69,38 +70,48 @@ def data(
     as_json: bool,
 ) -> None:
     """Print what a dataset holds, how long its examples are, and which lengths to search."""
-    if method is not None and method not in get_args(Method):
-        raise InputError(
-            f"--method {method}: unknown method{did_you_mean(method, get_args(Method))}"
-        )
-    how = options.settings({}, settings, only=["micro_batch_size"], also=options.DATA_SETTINGS)
-    batch = how[0].get("micro_batch_size", MICRO_BATCH_SIZE)
-    spec = None if model is None else load_model_spec(model)
-    texts = prepared(TextsRequest(source, spec, **options.dataset(None, how[1])))
+    methods = get_args(Method)
+    if method is not None and method not in methods:
+        raise InputError(f"--method {method}: unknown method{did_you_mean(method, methods)}")
+    configuration, of_space = options.settings(
+        {}, settings, only=["micro_batch_size"], also=options.DATA_SETTINGS
+    )
+    batch = configuration.get("micro_batch_size", MICRO_BATCH_SIZE)
+    spec = None
+    limit = None
+    if model is not None:
+        spec = load_model_spec(model)
+        limit = spec.max_positions
+    texts = prepared(TextsRequest(source, spec, **options.dataset(None, of_space)))
     if method is not None:
         refuse_other_kind(method, texts)
-    limit, lengths = None if spec is None else spec.max_positions, texts.lengths()
+    lengths = texts.lengths()
     with working("looking at lengths") as part:
         wastes = _wastes(texts, limit, micro_batch_size=batch, tell=part("lengths"))
     truncation_at = StudyEpochs.of_all(texts).truncation
     worthwhile = worthwhile_lengths(lengths, max_positions=limit, truncation_at=truncation_at)
-    document = _document(texts, spec) | {
-        "micro_batch_size": batch,
-        "lengths": [
-            asdict(waste) | {"is_worth_searching": waste.seq_len in worthwhile} for waste in wastes
-        ],
-        "worthwhile_lengths": list(worthwhile),
-    }
-    width, is_on_pairs = width_of(sys.stdout), texts.summary.are_pairs
-    shares, samples, also = "padded, grouped, packed", "examples,", ", and with packed sequences"
-    if is_on_pairs:
-        shares, samples, also = "padded, grouped", "pairs and", ""
-    explanation = (
-        f"{shares}: share of padding in computed tokens, with micro-batches of {batch} random "
-        f"{samples} of {batch} of similar length{also}.\n"
-        f"Worth searching: seq_len: [{', '.join(map(str, worthwhile))}]"
-    )
-    noun = "rows" if is_on_pairs else "examples"
+    document = _document(texts, spec)
+    document["micro_batch_size"] = batch
+    document["lengths"] = [
+        {**asdict(waste), "is_worth_searching": waste.seq_len in worthwhile} for waste in wastes
+    ]
+    document["worthwhile_lengths"] = list(worthwhile)
+    width = width_of(sys.stdout)
+    noun = "examples"
+    if texts.summary.are_pairs:
+        noun = "rows"
+    parts = [
+        folded(_opening(texts.summary), width, indent=2),
+        _drawn(histogram(lengths), noun, width=width),
+        _lengths_table(wastes, worthwhile, noun, width=width),
+        folded(_explanation(texts.summary, batch, worthwhile), width, indent=2),
+    ]
+    say_result(document, "\n\n".join(parts), as_json=as_json)
+
+
+def _lengths_table(
+    wastes: Sequence[Waste], worthwhile: Collection[int], noun: str, *, width: int | None
+) -> str:
     header = (
         "seq_len",
         f"{noun} cut",
@@ -111,41 +122,59 @@ def data(
         "packed",
         "",
     )
-    rows = [
-        (
-            f"{waste.seq_len:,}",
-            units.share(waste.rows_cut),
-            units.share(waste.tokens_cut),
-            units.share(waste.supervised_tokens_cut),
-            units.share(waste.padding_waste),
-            units.share(waste.grouped_waste),
-            "–" if waste.packed_waste is None else units.share(waste.packed_waste),
-            "worth searching" if waste.seq_len in worthwhile else "",
+    rows: list[Sequence[str]] = []
+    for waste in wastes:
+        rows.append(
+            (
+                f"{waste.seq_len:,}",
+                units.share(waste.rows_cut),
+                units.share(waste.tokens_cut),
+                units.share(waste.supervised_tokens_cut),
+                units.share(waste.padding_waste),
+                units.share(waste.grouped_waste),
+                units.share(waste.packed_waste) if waste.packed_waste is not None else "–",
+                "worth searching" if waste.seq_len in worthwhile else "",
+            )
         )
-        for waste in wastes
-    ]
-    parts = [
-        folded(_opening(texts.summary), width, indent=2),
-        _drawn(histogram(lengths), noun, width=width),
-        table(header, rows, width=width),
-        folded(explanation, width, indent=2),
-    ]
-    say_result(document, "\n\n".join(parts), as_json=as_json)
+    return table(header, rows, width=width)
+
+
+def _explanation(summary: TextsSummary, batch: int, worthwhile: Iterable[int]) -> str:
+    words = "padded, grouped, packed"
+    samples = f"examples, of {batch} of similar length, and with packed sequences"
+    if summary.are_pairs:
+        words = "padded, grouped"
+        samples = f"pairs and of {batch} of similar length"
+    return (
+        f"{words}: share of padding in computed tokens, with micro-batches of {batch} random "
+        f"{samples}.\n"
+        f"Worth searching: seq_len: [{', '.join(map(str, worthwhile))}]"
+    )
 
 
 def _wastes(
     texts: PreparedTexts, limit: int | None, *, micro_batch_size: int, tell: Any
 ) -> list[Waste]:
     """Return what each candidate length does; those that leave nothing to learn are left out."""
-    lengths, loss_lengths = texts.lengths(), texts.loss_lengths()
+    lengths = texts.lengths()
+    loss_lengths = texts.loss_lengths()
     exact = partial(cut_exactly, texts.directory, lengths, loss_lengths)
     method: Method = "dpo" if texts.summary.are_pairs else "sft"
-    wasted = partial(waste_at, micro_batch_size=micro_batch_size, cut_at=exact, method=method)
-    candidates, found = candidate_lengths(lengths, max_positions=limit), list[Waste | None]()
+    candidates = candidate_lengths(lengths, max_positions=limit)
+    wastes: list[Waste] = []
     for done, seq_len in enumerate(candidates):
         tell(done, len(candidates))
-        found.append(wasted(seq_len, lengths, loss_lengths))
-    return [*filter(None, found)]
+        waste = waste_at(
+            seq_len,
+            lengths,
+            loss_lengths,
+            micro_batch_size=micro_batch_size,
+            cut_at=exact,
+            method=method,
+        )
+        if waste is not None:
+            wastes.append(waste)
+    return wastes
 
 
 def _document(texts: PreparedTexts, model: ModelSpec | None) -> dict[str, Any]:
@@ -159,29 +188,37 @@ def _document(texts: PreparedTexts, model: ModelSpec | None) -> dict[str, Any]:
         "broken_rows": summary.broken,
         "broken_listed_max": BROKEN_KEPT,
         "histogram": [asdict(bin) for bin in histogram(texts.lengths())],
-        "model": None if model is None else model.name,
-        "max_positions": None if model is None else model.max_positions,
+        "model": model and model.name,
+        "max_positions": model and model.max_positions,
         "notes": list(texts.notes(model)),
     }
 
 
 def _opening(summary: TextsSummary) -> str:
-    told = "as data.format says" if summary.format != "auto" else "recognised by its columns"
+    recognised = "recognised by its columns"
     if summary.text_column is not None:
-        told = f"column '{summary.text_column}'"
+        recognised = f"column '{summary.text_column}'"
     elif summary.prompt_column is not None:
-        told = "columns as named"
-    found, each = summary.quantiles, "row" if summary.are_pairs else "example"
-    broken = f", and {summary.broken:,} broken" if summary.broken else ""
-    loss = units.share(summary.loss_tokens / summary.tokens)
-    which = "completions only" if summary.completions_only else "all but an example's first"
+        recognised = "columns as named"
+    elif summary.format != "auto":
+        recognised = "as data.format says"
+    examples = units.plural(summary.rows, "example")
+    if summary.broken:
+        examples += f", and {summary.broken:,} broken"
+    supervised = "all but an example's first"
+    if summary.completions_only:
+        supervised = "completions only"
     if summary.completions_only == on_completions(summary.kind):
-        which += ", as in TRL"
+        supervised += ", as in TRL"
+    share = units.share(summary.loss_tokens / summary.tokens)
+    found = summary.quantiles
+    each = "example"
+    if summary.are_pairs:
+        each = "row"
     return (
-        f"{summary.source}: {units.plural(summary.rows, 'example')}{broken}: "
-        f"{_KINDS[summary.kind]} ({summary.kind}, {told})\n"
-        f"{summary.tokens:,} tokens of tokenizer '{summary.tokenizer}', {loss} of them supervised "
-        f"({which})\n"
+        f"{summary.source}: {examples}: {_KINDS[summary.kind]} ({summary.kind}, {recognised})\n"
+        f"{summary.tokens:,} tokens of tokenizer '{summary.tokenizer}', {share} of them supervised "
+        f"({supervised})\n"
         f"Tokens per {each}: median {found.p50:,}, 90 % up to {found.p90:,}, 95 % up to "
         f"{found.p95:,}, 99 % up to {found.p99:,}, longest {found.max:,}"
     )
@@ -190,12 +227,20 @@ def _opening(summary: TextsSummary) -> str:
 def _drawn(bins: Sequence[Bin], noun: str, *, width: int | None) -> str:
     """Return a histogram, a line for each range, of at least one character if it has examples."""
     most = max(bin.rows for bin in bins)
-    names = [f"{bin.at_least:,}–{bin.at_most:,}" for bin in bins]
-    counts = [f"{bin.rows:,}" for bin in bins]
-    left, right = max(map(len, names)), max(len(noun), *map(len, counts))
-    room = _BAR if width is None else max(5, min(_BAR, width - left - right - 4))
+    names: list[str] = []
+    counts: list[str] = []
+    for bin in bins:
+        names.append(f"{bin.at_least:,}–{bin.at_most:,}")
+        counts.append(f"{bin.rows:,}")
+    left = max(map(len, names))
+    right = max(len(noun), max(map(len, counts)))
+    room = _BAR
+    if width is not None:
+        room = max(5, min(_BAR, width - left - right - 4))
     lines = [f"{'tokens':>{left}}  {noun:>{right}}"]
     for bin, name, count in zip(bins, names, counts, strict=True):
-        bar = "█" * max(round(room * bin.rows / most), 1 if bin.rows else 0)
-        lines.append(f"{name:>{left}}  {count:>{right}}  {bar}".rstrip())
+        length = round(room * bin.rows / most)
+        if bin.rows:
+            length = max(length, 1)
+        lines.append(f"{name:>{left}}  {count:>{right}}  {'█' * length}".rstrip())
     return "\n".join(lines)

@@ -40,12 +40,13 @@ def demonstrate(surface: str, replay: str) -> int:
     held = {"lora_rank": 16, "target_modules": "qv"}
     request = RunRequest(space="a10", study="demo-a10", held=held)
     recorded = _study(request, f"recorded:{surface}")
-    reports = ", ".join(str(report_path(each.study)) for each in (live, recorded))
-    lines = [
-        *("", *_found(live), *_found(recorded), *_as_published(recorded, surface)),
-        *(_searched(replay), f"Reports: {reports}"),
-        "Next: `sweep plan a10` (no GPU needed), or `sweep run a10` on a GPU.",
-    ]
+    lines = [""]
+    lines += _found(live)
+    lines += _found(recorded)
+    lines += _as_published(recorded, surface)
+    lines.append(_searched(replay))
+    lines.append(f"Reports: {report_path(live.study)}, {report_path(recorded.study)}")
+    lines.append("Next: `sweep plan a10` (no GPU needed), or `sweep run a10` on a GPU.")
     say("\n".join(folded(line, width_of(sys.stdout), indent=2) for line in lines))
     return NothingFits.exit_code if live.winner is None else 0
 
@@ -91,9 +92,10 @@ def _searched(replay: str) -> str:
         trials, seconds = sampler["trials"]["median"], sampler["device_seconds"]["median"]
         return f"{units.plural(round(trials), 'trial')} and {seconds:.0f} s of the GPU"
 
-    guided, rand = (needed(document["samplers"][name]) for name in ("guided", "random"))
+    guided = needed(document["samplers"]["guided"])
+    random = needed(document["samplers"]["random"])
     found = f"  found among {document['configurations']} by guided search in {guided}"
-    return f"{found}, by random search in {rand} (medians)"
+    return f"{found}, by random search in {random} (medians)"
 
 
 if __name__ == "__main__":

@@ -67,9 +67,11 @@ class Machine:
 
 def examine(ask_libraries: Callable[[], Mapping[str, Any]] | None = None) -> Machine:
     """Look at this machine; takes as long as importing torch in a child does."""
-    runs, environment = runs_directory(), fingerprint(device="cpu")
-    absolute = runs.absolute()
-    nearest = next(one for one in (absolute, *absolute.parents) if os.path.exists(one))
+    runs = runs_directory()
+    environment = fingerprint(device="cpu")
+    nearest = runs.absolute()
+    while not os.path.exists(nearest):
+        nearest = nearest.parent
     return Machine(
         card=read_card(),
         libraries=(ask_libraries or probe_libraries)(),
@@ -105,13 +107,11 @@ def probe_libraries(command: Sequence[str] = PROBE) -> Mapping[str, Any]:
 
 def check(machine: Machine) -> tuple[Finding, ...]:
     """Return every finding, what fails included."""
-    return (
-        Finding("ok", "python", machine.python),
-        _installation(machine),
-        *_libraries(machine),
-        *_gpu(machine),
-        _disk(machine),
-    )
+    findings = [Finding("ok", "python", machine.python), _installation(machine)]
+    findings += _libraries(machine)
+    findings += _gpu(machine)
+    findings.append(_disk(machine))
+    return tuple(findings)
 
 
 def is_healthy(findings: Sequence[Finding]) -> bool:
@@ -124,13 +124,16 @@ def _installation(machine: Machine) -> Finding:
     changed = machine.changed_files
     if not changed:
         return Finding("ok", "installation", f"in {installation.DIRECTORY}")
-    more = f" and {len(changed) - 3} more" if len(changed) > 3 else ""
-    detail = f"{', '.join(changed[:3])}{more}: not what was installed"
+    files = ", ".join(changed[:3])
+    if len(changed) > 3:
+        files += f" and {len(changed) - 3} more"
+    detail = f"{files}: not what was installed"
     return Finding("fail", "installation", detail, installation.REINSTALL)
 
 
 def _libraries(machine: Machine) -> Iterator[Finding]:
-    found, versions = machine.libraries, machine.versions
+    found = machine.libraries
+    versions = machine.versions
     errors = found["errors"]
     if "torch" in errors:
         advice = _other_torch(machine) or "install it again: pip install --force-reinstall torch"
@@ -138,11 +141,13 @@ def _libraries(machine: Machine) -> Iterator[Finding]:
     else:
         kind = f"built for CUDA {found['cuda']}" if found["cuda"] else "built for the CPU"
         yield Finding("ok", "torch", f"{found['torch']}, {kind}")
-        broken = errors.get("bitsandbytes")
-        works = f"{versions.get('bitsandbytes')}, takes a tensor to NF4 and back"
-        again = "pip install --upgrade --force-reinstall bitsandbytes"
-        advice = f"4-bit training cannot work: {again}" if broken else ""
-        yield Finding("fail" if broken else "ok", "bitsandbytes", broken or works, advice)
+        if "bitsandbytes" in errors:
+            again = "pip install --upgrade --force-reinstall bitsandbytes"
+            advice = f"4-bit training cannot work: {again}"
+            yield Finding("fail", "bitsandbytes", errors["bitsandbytes"], advice)
+        else:
+            works = f"{versions.get('bitsandbytes')}, takes a tensor to NF4 and back"
+            yield Finding("ok", "bitsandbytes", works)
     known = [p for p in PACKAGES if versions.get(p) and p not in ("torch", "bitsandbytes")]
     yield Finding("ok", "versions", ", ".join(f"{p} {versions[p]}" for p in known))
     if machine.card is not None and versions.get("liger-kernel") is None:
@@ -152,7 +157,8 @@ def _libraries(machine: Machine) -> Iterator[Finding]:
 
 def _other_torch(machine: Machine) -> str | None:
     """Return which torch to install where the one that is here has no kernels for the GPU."""
-    card, built = machine.card, machine.libraries.get("architectures")
+    card = machine.card
+    built = machine.libraries.get("architectures")
     if card is None or card.compute_capability is None or not built:
         return None
     if runs_on(card.compute_capability, built):
@@ -183,7 +189,8 @@ def runs_on(capability: tuple[int, int], architectures: Sequence[str]) -> bool:
 
 
 def _gpu(machine: Machine) -> Iterator[Finding]:
-    card, cuda = machine.card, machine.libraries["cuda"]
+    card = machine.card
+    cuda = machine.libraries["cuda"]
     if card is None:
         needed = "see that `nvidia-smi` finds it and CUDA_VISIBLE_DEVICES"
         if cuda is None:
@@ -219,8 +226,9 @@ def _gpu_memory(card: Card) -> Finding:
     whole = units.gib(card.memory_bytes)
     advice = "stop what else uses it: it takes memory and speed from the trials"
     if card.free_bytes is None:
-        shared = ", shared with the host" if card.shares_host_memory else ""
-        detail = f"{whole}{shared}; the driver does not tell how much is free"
+        if card.shares_host_memory:
+            whole += ", shared with the host"
+        detail = f"{whole}; the driver does not tell how much is free"
         return Finding("note", "GPU memory", detail, advice)
     free = f"{units.gib(card.free_bytes)} of {whole} free"
     if card.processes or card.memory_bytes - card.free_bytes > _BUSY_SHARE * card.memory_bytes:

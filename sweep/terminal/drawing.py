@@ -28,8 +28,10 @@ class Shown:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         for segment in console.render(self.content, options):
-            text, style, control = segment
-            yield segment if control else Segment(shown(text), style)
+            if segment.control:
+                yield segment
+            else:
+                yield Segment(shown(segment.text), segment.style)
 
 
 def rendered(content: RenderableType, *, is_terminal: bool, width: int = PLAIN_WIDTH) -> str:
@@ -60,8 +62,10 @@ def grid(headers: Sequence[str], rows: Iterable[Sequence[str | Text]]) -> Table:
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]], *, width: int | None = None) -> str:
     """Return a grid as plain text of so many columns; None for no limit."""
-    # Shown before it is folded: a secret that goes on in the next line would not be known any more.
-    cells = ([Text(shown(cell)) for cell in row] for row in rows)
+    # Shown before it is folded: a secret over two lines would not be recognised.
+    cells: list[list[str | Text]] = []
+    for row in rows:
+        cells.append([Text(shown(cell)) for cell in row])
     return rendered(grid(header, cells), is_terminal=False, width=width or 10_000)
 
 
@@ -78,5 +82,8 @@ def facts(rows: Iterable[Fact]) -> Table:
 def section(title: str, *content: RenderableType) -> Iterator[RenderableType]:
     """Yield a title and what is under it, indented."""
     yield Text(f"\n{title}", style="bold")
-    parts = (Text(part) if isinstance(part, str) else part for part in content)
+    parts: list[RenderableType] = []
+    for part in content:
+        # Of plain text rich would read markup.
+        parts.append(Text(part) if isinstance(part, str) else part)
     yield Padding(Group(*parts), (0, 0, 0, 2))

@@ -7,14 +7,15 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from qlora_sweep.reports import units
 from qlora_sweep.reports.answer import stopped_words
 from qlora_sweep.reports.page import render, write_page
-from qlora_sweep.reports.view import view_of
+from qlora_sweep.reports.view import StudyView, view_of
 from qlora_sweep.reports.words import emulation_note
 from qlora_sweep.search_spaces.documents import home_expanded
 from qlora_sweep.search_spaces.errors import InputError, NothingFits, quote, words_of
@@ -94,9 +95,9 @@ class LocalGpus:
         """
         size = prepared.cards_per_trial
         if self.typed is None:
-            return replace(
-                prepared, cards=() if size == 1 else gpus.cards_for(size, gpus.read_cards())
-            )
+            if size == 1:
+                return replace(prepared, cards=())
+            return replace(prepared, cards=gpus.cards_for(size, gpus.read_cards()))
         if not self.cards:
             raise InputError(f"--devices {self.typed}: {prepared.space.name} is for the CPU")
         if len(self.cards) < size:
@@ -117,7 +118,9 @@ class RayGpus(LocalGpus):
 
     def __init__(self, request: RunRequest, address: str, warn: Callable[[str], None]) -> None:
         super().__init__(None)
-        self._request, self._address, self._warn = request, checked_address(address), warn
+        self._request = request
+        self._address = checked_address(address)
+        self._warn = warn
         self._stack = ExitStack()
         self._joined: Cluster | None = None
 
@@ -209,9 +212,11 @@ def _place(request: RunRequest, where: Where, warn: Callable[[str], None]) -> Lo
         raise InputError(f"{must}: `sweep run --on {where}` starts a study elsewhere")
     is_ray = where.kind == "ray"
     if request.devices is not None:
-        whose = "Ray hands out the GPUs of its nodes" if is_ray else "no GPU takes part"
-        raise InputError(f"--devices and --on {where}: {whose}: leave --devices out")
-    return RayGpus(request, where.address, warn) if is_ray else Recorded(where.address)
+        why = "Ray hands out the GPUs of its nodes" if is_ray else "no GPU takes part"
+        raise InputError(f"--devices and --on {where}: {why}: leave --devices out")
+    if is_ray:
+        return RayGpus(request, where.address, warn)
+    return Recorded(where.address)
 
 
 def run(request: RunRequest, where: Where, *, is_dry: bool) -> int:
@@ -286,9 +291,10 @@ def confirm(
     as_json: bool,
 ) -> int:
     """Measure a study's winner again; then conclude as a run does."""
-    long = seconds("--soak", soak)
-    # Where a time was typed, steps do not end it sooner.
-    typed = {} if long is None else {"soak_seconds": long, "soak_steps": STEPS_WITHOUT_END}
+    typed: dict[str, Any] = {}
+    if soak is not None:
+        # Where a time was typed, steps do not end it sooner.
+        typed = {"soak_seconds": seconds("--soak", soak), "soak_steps": STEPS_WITHOUT_END}
     url = _driven_url(storage)
     stored = read_study(study, url=url, home=runs_directory()).definition
     if stored.target.recorded is not None:
@@ -306,39 +312,66 @@ def _conclude(prepared: Prepared, reason: StopReason, *, storage: str | None, as
 
     All of it also where Ctrl-C is pressed on.
     """
-    is_cut = reason is StopReason.INTERRUPTED
-    with undisturbed() if is_cut else nullcontext(), suppress(*[console.ReaderGoneError] * is_cut):
-        if reason in _REASONS:
+    url = storage_url(storage)
+    option = f" --storage {shlex.quote(redact(storage))}" if storage else ""
+    if reason is StopReason.INTERRUPTED:
+        with undisturbed(), suppress(console.ReaderGoneError):
             console.note(_REASONS[reason])
-        snapshot, report, fault = reported(prepared.name, url=storage_url(storage))
-        if not is_cut and (expected := stopped_words(snapshot)):
-            console.note_folded(expected)
-        option = f" --storage {shlex.quote(redact(storage))}" if storage else ""
-        width, view = console.width_of(sys.stdout), view_of(snapshot)
-        screen = last_screen(snapshot, report=report, storage_option=option, width=width)
-        console.say_result(view.document(), screen, as_json=as_json)
-        if fault is not None:
-            again = f"sweep report {prepared.name}{option}"
-            console.note_folded(f"warning: no report was written: {fault}; `{again}` writes it")
-        if not is_cut and (invalid := why_invalid(snapshot)) is not None:
-            # Only the real model knows its modules, where its architecture is not known from here.
-            why = f"no configuration that was tried is valid: {invalid.rule}: {invalid.detail}"
-            raise InputError(f"space '{prepared.space.name}': {why}")
-        if reason in _LIMITS and all(r.verdict in RETRYABLE for r in snapshot.records):
-            raise InputError(
-                f"{_LIMITS[reason]} ended before one trial was measured: give it {MARGIN:g} times "
-                "as much, or more; what was begun is tried again"
-            )
-        if not is_cut:
-            return 0 if view.winner else NothingFits.exit_code
-    return INTERRUPTED
+            _print_result(prepared, url=url, storage_option=option, as_json=as_json)
+        return INTERRUPTED
+    if reason in _REASONS:
+        console.note(_REASONS[reason])
+    view = _print_result(
+        prepared, url=url, storage_option=option, as_json=as_json, has_stopped=True
+    )
+    if (invalid := why_invalid(view.snapshot)) is not None:
+        # Only the real model knows its modules, where its architecture is not known from here.
+        why = f"no configuration that was tried is valid: {invalid.rule}: {invalid.detail}"
+        raise InputError(f"space '{prepared.space.name}': {why}")
+    if reason in _LIMITS and all(record.verdict in RETRYABLE for record in view.snapshot.records):
+        raise InputError(
+            f"{_LIMITS[reason]} ended before one trial was measured: give it {MARGIN:g} times "
+            "as much, or more; what was begun is tried again"
+        )
+    return 0 if view.winner else NothingFits.exit_code
+
+
+def _print_result(
+    prepared: Prepared,
+    *,
+    url: str,
+    storage_option: str,
+    as_json: bool,
+    has_stopped: bool = False,
+) -> StudyView:
+    """Write a study's report and print what came out; return what is known of it.
+
+    Args:
+        prepared: the study.
+        url: of the database.
+        storage_option: what the next commands need to find the database again.
+        as_json: whether a document is printed.
+        has_stopped: whether it stopped by itself, so that what was expected then is said.
+    """
+    snapshot, report, fault = reported(prepared.name, url=url)
+    if has_stopped and (expected := stopped_words(snapshot)):
+        console.note_folded(expected)
+    view = view_of(snapshot)
+    width = console.width_of(sys.stdout)
+    screen = last_screen(snapshot, report=report, storage_option=storage_option, width=width)
+    console.say_result(view.document(), screen, as_json=as_json)
+    if fault is not None:
+        again = f"sweep report {prepared.name}{storage_option}"
+        console.note_folded(f"warning: no report was written: {fault}; `{again}` writes it")
+    return view
 
 
 def reported(study: str, *, url: str) -> tuple[StudySnapshot, Path | None, str | None]:
     """Return a study and where its report was written, or why it was not: the results stand and are
     printed all the same."""
     with console.working("writing the report"):
-        snapshot, path = read_for_report(study, url=url), report_path(study)
+        snapshot = read_for_report(study, url=url)
+        path = report_path(study)
         try:
             write_page(render(snapshot), path)
         except Exception as fault:  # noqa: BLE001 - see below
@@ -350,27 +383,36 @@ def reported(study: str, *, url: str) -> tuple[StudySnapshot, Path | None, str |
 @contextmanager
 def _watch(study: OpenStudy, interruption: Interruption) -> Iterator[Listener]:
     """Say what begins or resumes, then show it on stderr."""
-    definition, records, name = study.definition, study.records(), study.study.study_name
-    space, total = definition.space, definition.space.trials
+    definition = study.definition
+    records = study.records()
+    name = study.study.study_name
+    space = definition.space
     if study.was_resumed:
         done = study.ledger.trials_spent(since=study.ledger.next_number)
-        console.note(f"Resuming study {name}: {progress_words(done, total)}.")
+        console.note(f"Resuming study {name}: {progress_words(done, space.trials)}.")
     else:
-        most = "at most " if space.sampler == "guided" else ""
-        console.note(f"Starting study {name}: {most}{units.plural(total, 'trial')}.")
-    known = Counter(record.carried.study for record in records if record.carried is not None)
-    for other, count in known.items():
+        trials = units.plural(space.trials, "trial")
+        if space.sampler == "guided":
+            trials = f"at most {trials}"
+        console.note(f"Starting study {name}: {trials}.")
+    carried = Counter(record.carried.study for record in records if record.carried is not None)
+    for other, count in carried.items():
         trials = units.plural(count, "trial")
         console.note_folded(f"Carried over from {other}: {trials}, measured there, not run again.")
     # What holds for every trial, so that the trials' lines need not say it.
-    emulation, baseline = emulation_note(definition.target), space.baseline_config()
-    what = "" if space.holds(baseline) else ": a reference that the space does not hold, no answer"
-    gains = f"Gains are over {search_words(baseline, space=space)}{what}."
+    emulation = emulation_note(definition.target)
+    if emulation:
+        console.note_folded(emulation)
+    baseline = space.baseline_config()
+    gains = f"Gains are over {search_words(baseline, space=space)}"
+    if not space.holds(baseline):
+        gains += ": a reference that the space does not hold, no answer"
+    console.note_folded(f"{gains}.")
     fixed = fixed_words(space)
-    same = f"The same in every other trial, and changed over the baseline: {fixed}."
-    for line in filter(None, (emulation, gains, same if fixed else "")):
-        console.note_folded(line)
-    board = Board(name, definition, (*records, *study.confirmations()), clock=time.monotonic)
+    if fixed:
+        same = f"The same in every other trial, and changed over the baseline: {fixed}."
+        console.note_folded(same)
+    board = Board(name, definition, records + study.confirmations(), clock=time.monotonic)
     with watching(board, is_stopping=interruption.is_requested, stream=sys.stderr) as listener:
         yield listener
 
@@ -378,7 +420,8 @@ def _watch(study: OpenStudy, interruption: Interruption) -> Iterator[Listener]:
 def progress_words(done: int, total: int) -> str:
     """Return how many trials are done; an earlier run may have been asked for more than this."""
     trials = units.plural(max(done, total), "trial")
-    return f"{done:,} of {trials} {'is' if done == 1 else 'are'} done"
+    verb = "is" if done == 1 else "are"
+    return f"{done:,} of {trials} {verb} done"
 
 
 def tune(
@@ -409,7 +452,10 @@ def tune(
     start = start or CommandStart.now()
     with closing(_place(request, where, warn)) as place:
         study = _prepared(request, place, url=url, read=read or read_texts)
-        prepared, carried = place.given_to(study), request.carried
+        prepared = place.given_to(study)
+        source = None
+        if request.carried is not None:
+            source = carried_source(request.carried, of=prepared.name, url=url)
         for line in prepared.notes:
             tell(line)
         reason = drive(
@@ -417,7 +463,7 @@ def tune(
             storage=url,
             watch=watch,
             warn=warn,
-            carried=None if carried is None else carried_source(carried, of=prepared.name, url=url),
+            carried=source,
             new_runner=place.new_runner,
             start=start,
         )

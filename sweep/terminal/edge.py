@@ -43,7 +43,7 @@ _CURES = {
     errno.EROFS: "mount it writable, or set SWEEP_HOME to another disk",
     errno.ELOOP: "remove the links that lead in a circle",
 }
-"""What to do where the system refuses something that is nobody's mistake."""
+"""What to do where the system refuses something, by its error number."""
 _NO_THREAD = "can't start new thread"
 """Python's own words."""
 

@@ -1,5 +1,5 @@
-"""`sweep run --on ssh|slurm|modal|skypilot`: a study that another machine drives, from its request
-to what is started there, said here and kept of it."""
+"""`sweep run --on ssh|slurm|modal|skypilot`: a study that another machine drives: what is sent
+there, what is shown here, and what is fetched."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from contextlib import closing, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from qlora_sweep.reports import units
 from qlora_sweep.reports.view import view_of
@@ -31,6 +32,7 @@ from qlora_sweep.storage.urls import SqliteUrl, parse_url
 from qlora_sweep.sweep.data.tokenizers import find_tokenizer
 from qlora_sweep.sweep.launching import parcel, remote, rented, slurm
 from qlora_sweep.sweep.paths import STORAGE, cache_directory, runs_directory, storage_url
+from qlora_sweep.sweep.planning.answers import stored_study, tracing
 from qlora_sweep.sweep.planning.question import PlanRequest, Predictor, resolve_request
 from qlora_sweep.sweep.predict.memory.profile_store import TracingChildren
 from qlora_sweep.sweep.request import REQUEST, RunRequest, Where
@@ -49,7 +51,6 @@ from qlora_sweep.sweep.terminal.console import (
 )
 from qlora_sweep.sweep.terminal.dataset import prepared
 from qlora_sweep.sweep.terminal.edge import WORST_FIRST
-from qlora_sweep.sweep.terminal.plan import stored_study, tracing
 
 _INPUTS = "inputs"
 """Directory on the machine that is reached by ssh, below the study's."""
@@ -67,7 +68,8 @@ def on_ssh(request: RunRequest, where: Where, *, is_dry: bool) -> int:
         InputError: something that was typed is not right; nothing was started.
         EnvironmentFault: the machine, or something on it, is not to be had.
     """
-    address, url = remote.checked_address(where.address), storage_url(request.storage)
+    address = remote.checked_address(where.address)
+    url = storage_url(request.storage)
     parse_url(url)
     sent, files = parcel.packed(request)
     assert sent.study is not None, "what is packed has a name"
@@ -75,7 +77,8 @@ def on_ssh(request: RunRequest, where: Where, *, is_dry: bool) -> int:
     if is_dry:
         place = f"{remote.HOME}/{sent.study}"
         would = f"Would start or resume study {sent.study} on {address}, in {place}."
-        lines = [would, *(f"Would go along: {name}" for name in files)]
+        lines = [would]
+        lines += [f"Would go along: {name}" for name in files]
         document = {"study": sent.study, "on": str(where), "files": list(files)}
         say_result(document, "\n".join(lines), as_json=request.as_json)
         return 0
@@ -128,9 +131,11 @@ class Followed:
                 hear=note, requests=lambda: int(interruption.is_requested()), say=note_folded
             )
         except remote.ConnectionLostError as lost:
-            goes_on = "The study goes on there; the same command follows and fetches it."
-            note_folded(f"{lost}. {goes_on}")
-            return INTERRUPTED if interruption.is_requested() else EnvironmentFault.exit_code
+            runs = "The study keeps running there; the same command follows and fetches it."
+            note_folded(f"{lost}. {runs}")
+            if interruption.is_requested():
+                return INTERRUPTED
+            return EnvironmentFault.exit_code
         is_kept = False
         try:
             is_kept = self._keep()
@@ -139,7 +144,9 @@ class Followed:
             self._print(end.stdout, is_kept=is_kept)
         if end.exit not in WORST_FIRST:
             # Killed there, say.
-            how = "an unknown result" if end.exit is None else f"exit code {end.exit}"
+            how = "an unknown result"
+            if end.exit is not None:
+                how = f"exit code {end.exit}"
             ended = f"Study {self.name} ended on {self.address}, with {how}"
             note_folded(f"{ended}; the same command resumes it.")
             return EnvironmentFault.exit_code
@@ -213,12 +220,14 @@ def on_slurm(request: RunRequest, where: Where, *, is_dry: bool) -> int:
         EnvironmentFault: there is no queue here, or a file cannot be written.
     """
     name, space = request.named()
-    devices, on_cpu = request.devices, space.gpu == "cpu"
+    devices = request.devices
+    on_cpu = space.gpu == "cpu"
     if space.data is not None:
         # What is on the hub is fetched where the job runs.
         with suppress(KeyError):
-            model, nothing = load_model_spec(space.model), dict[str, Path]()
-            find_tokenizer(space.data.tokenizer, model, fetch=nothing.__getitem__)
+            not_here: dict[str, Path] = {}
+            model = load_model_spec(space.model)
+            find_tokenizer(space.data.tokenizer, model, fetch=not_here.__getitem__)
     if devices is not None:
         # Whether there are such GPUs, the job sees.
         check_spelling(devices)
@@ -228,8 +237,8 @@ def on_slurm(request: RunRequest, where: Where, *, is_dry: bool) -> int:
         from qlora_sweep.sweep.terminal.driving import carried_source
 
         carried_source(request.carried, of=name, url=storage_url(request.storage))
-    each = 0 if on_cpu else space.gpus_per_trial
-    allocation = _allocation(where, devices=devices, least=each)
+    gpus_per_trial = 0 if on_cpu else space.gpus_per_trial
+    allocation = _allocation(where, devices=devices, least=gpus_per_trial)
     if not on_cpu and allocation.gpu_count > 1 and devices is None:
         # What was asked of the queue is there to be used.
         devices = "all"
@@ -262,19 +271,28 @@ def _allocation(where: Where, *, devices: str | None, least: int) -> slurm.Alloc
         devices: that were typed.
         least: GPUs that a trial needs.
     """
-    settings = {key: value for key, value in where.settings.items() if key != "env"}
-    if devices not in (None, "all") and not devices.isdecimal():
-        raise InputError(f"--devices {devices}: SLURM numbers a job's GPUs: name how many")
-    wanted = int(devices) if devices is not None and devices != "all" else least
-    gpus, time = settings.pop("gpus", str(wanted)), settings.pop("time", None)
-    try:
-        seconds = None if time is None else parse_duration(time)
-    except InputError as error:
-        raise InputError(f"--with time: {error}") from error
+    wanted = least
+    if devices is not None and devices != "all":
+        if not devices.isdecimal():
+            raise InputError(f"--devices {devices}: SLURM numbers a job's GPUs: name how many")
+        wanted = int(devices)
+    settings = dict(where.settings)
+    settings.pop("env", None)
+    gpus = settings.pop("gpus", str(wanted))
+    time = settings.pop("time", None)
+    seconds = None
+    if time is not None:
+        try:
+            seconds = parse_duration(time)
+        except InputError as error:
+            raise InputError(f"--with time: {error}") from error
+    options: list[str] = []
+    for key, value in settings.items():
+        options.append(f"{key}={value}" if value else key)
     allocation = slurm.Allocation(
         limit_seconds=seconds,
         gpus=None if gpus == "0" else gpus,
-        options=tuple(f"{key}={value}" if value else key for key, value in settings.items()),
+        options=tuple(options),
     )
     if allocation.gpu_count < wanted:
         raise InputError(f"--with gpus={gpus}: the study runs on {wanted}: ask for as many")
@@ -292,12 +310,14 @@ def _python(environment: str | None) -> str:
 
 
 def _storage_of_job(typed: str | None) -> str | None:
-    """Return the database as the job is told of it, from wherever it is started; None where it
-    inherits the variable, as a password would stand in the script, which others may read."""
+    """Return the database for the job's script; None where the job inherits the variable, as others
+    may read a password in the script."""
     url = storage_url(typed)
     database = parse_url(url)
-    if isinstance(database, SqliteUrl) or redact(url) == url:
-        return str(database) if isinstance(database, SqliteUrl) else url
+    if isinstance(database, SqliteUrl):
+        return str(database)
+    if redact(url) == url:
+        return url
     if typed is not None:
         cure = f"set {STORAGE} instead, which the job inherits, or leave it to ~/.pgpass"
         raise InputError(f"--storage: its password would stand in the job's script: {cure}")
@@ -326,54 +346,35 @@ def on_rented(
         EnvironmentFault: the provider's tool or login is not there, or it did not start.
         NothingFits: nothing of the space is predicted to fit the GPU.
     """
-    for typed, option in ((request.storage, "--storage"), (request.carried, "--from")):
-        if typed is not None:
-            raise InputError(f"{option} names what a rented machine cannot see: leave it out")
+    if request.storage is not None:
+        raise _not_seen_there("--storage")
+    if request.carried is not None:
+        raise _not_seen_there("--from")
     study, space = request.named()
     machine = _machine(request, where, space)
     provider = rented.providers()[where.kind].of(machine)
-    # As it is read there.
-    changes = {
-        "study": study,
-        "overrides": {**request.overrides, "gpu": machine.gpu.name},
-        "devices": None if machine.gpus == 1 else "all",
-    }
-    request = request.model_copy(update=changes)
-    _, space = request.named()
+    there = _as_read_there(request, study, machine)
     volume = provider.checked_volume(where.settings.get("volume"))
-    is_started = not is_dry and (is_sure or sys.stdin.isatty())
-    if is_started:
+    may_start = not is_dry and (is_sure or sys.stdin.isatty())
+    if may_start:
         with working(f"asking {provider.title} for your account"):
             provider.require(machine.cloud)
-    cost = _cost(request, where.settings, machine, provider, typed=space, predictor=predictor)
-    file = rented.job_directory(runs_directory() / study) / provider.template
-    sent, files = parcel.packed(request, with_weights=True)
-    own = file.with_name(REQUEST)
-    variables = parcel.hub_variables(request)
-    secrets = tuple(variables)
-    with working("building the package"):
-        wheel = parcel.write(file.parent)
-    inputs = {REQUEST: own.absolute(), **files}
-    rental = rented.Rental(study, provider, machine, cost, volume, wheel, inputs, secrets)
-    put(own, sent.model_dump_json().encode())
-    put(file, rental.text().encode())
-    command, results = rental.command("start", file), rental.command("results")
+    _, space = there.named()
+    cost = _cost(there, where.settings, machine, provider, typed=space, predictor=predictor)
+    file, rental = _written(there, study, machine, provider, cost, volume)
     note_folded(cost_words(cost, machine), indent=2)
-    if is_started and not is_sure:
-        is_started = confirmed(f"Start it on {provider.title} now?")
+    is_started = may_start and (is_sure or confirmed(f"Start it on {provider.title} now?"))
+    command = rental.command("start", file)
+    results = rental.command("results")
+    text = f"What came of it, once it has begun:\n  {results}"
+    variables = parcel.hub_variables(there)
     if is_started:
-        words = shlex.split(command)
-        try:
-            # What it prints is progress.
-            done = subprocess.run(
-                words, stdout=sys.stderr.fileno(), env={**os.environ, **variables}, check=False
-            )
-            code = done.returncode
-        except KeyboardInterrupt:
-            note(f"It may go on at {provider.title}; what stops it: {rental.command('stop')}")
-            raise
-        if code:
-            raise EnvironmentFault(f"`{command}` ended with exit code {code}, as it says above")
+        _start(command, variables, rental)
+    else:
+        wrote = f"Wrote {file}; nothing was started. What starts it, and resumes it:\n  {command}"
+        text = f"{wrote}\n{text}"
+        if variables.keys() - os.environ.keys():
+            note_folded(f"It hands on {parcel.TOKEN}, which is not set here: export it first.")
     document = {
         "provider": provider.name,
         "study": study,
@@ -385,13 +386,66 @@ def on_rented(
         "cost": cost.to_json(),
         "started": is_started,
     }
-    wrote = f"Wrote {file}; nothing was started. What starts it, and resumes it:\n  "
-    text = "" if is_started else f"{wrote}{command}\n"
-    if not is_started and variables.keys() - os.environ.keys():
-        note_folded(f"It hands on {parcel.TOKEN}, which is not set here: export it first.")
-    text += f"What came of it, once it has begun:\n  {results}"
     say_result(document, text, as_json=request.as_json)
     return 0
+
+
+def _not_seen_there(option: str) -> InputError:
+    return InputError(f"{option} names what a rented machine cannot see: leave it out")
+
+
+def _as_read_there(request: RunRequest, study: str, machine: rented.Machine) -> RunRequest:
+    """Return a request as the rented machine runs it."""
+    changes: dict[str, Any] = {
+        "study": study,
+        "overrides": {**request.overrides, "gpu": machine.gpu.name},
+        "devices": None,
+    }
+    if machine.gpus > 1:
+        changes["devices"] = "all"
+    return request.model_copy(update=changes)
+
+
+def _written(
+    request: RunRequest,
+    study: str,
+    machine: rented.Machine,
+    provider: rented.Provider,
+    cost: rented.Cost,
+    volume: str,
+) -> tuple[Path, rented.Rental]:
+    """Write the job, the request and the package that it takes along; return the job's file."""
+    file = rented.job_directory(runs_directory() / study) / provider.template
+    sent, files = parcel.packed(request, with_weights=True)
+    request_file = file.with_name(REQUEST)
+    with working("building the package"):
+        wheel = parcel.write(file.parent)
+    inputs = {REQUEST: request_file.absolute(), **files}
+    secrets = tuple(parcel.hub_variables(request))
+    rental = rented.Rental(study, provider, machine, cost, volume, wheel, inputs, secrets)
+    put(request_file, sent.model_dump_json().encode())
+    put(file, rental.text().encode())
+    return file, rental
+
+
+def _start(command: str, variables: Mapping[str, str], rental: rented.Rental) -> None:
+    """Start a rental by its provider's command."""
+    try:
+        # What it prints is progress.
+        done = subprocess.run(
+            shlex.split(command),
+            stdout=sys.stderr.fileno(),
+            env={**os.environ, **variables},
+            check=False,
+        )
+    except KeyboardInterrupt:
+        title = rental.provider.title
+        note(f"It may keep running at {title}; what stops it: {rental.command('stop')}")
+        raise
+    if done.returncode:
+        raise EnvironmentFault(
+            f"`{command}` ended with exit code {done.returncode}, as it says above"
+        )
 
 
 def _machine(request: RunRequest, where: Where, space: SearchSpace) -> rented.Machine:
@@ -402,8 +456,9 @@ def _machine(request: RunRequest, where: Where, space: SearchSpace) -> rented.Ma
         InputError: neither names a GPU of the catalogue, a setting is none, or fewer GPUs were
             typed than a trial trains on.
     """
-    typed, each = request.overrides.get("gpu"), space.gpus_per_trial
-    devices = request.devices or str(each)
+    typed = request.overrides.get("gpu")
+    needed = space.gpus_per_trial
+    devices = request.devices or str(needed)
     if typed in ("auto", "cpu"):
         raise InputError(f"--gpu {typed} is no GPU to rent: name one (`sweep gpus`)")
     if space.gpu in ("auto", "cpu"):
@@ -411,14 +466,16 @@ def _machine(request: RunRequest, where: Where, space: SearchSpace) -> rented.Ma
         raise InputError(f"space '{space.name}' is for gpu {space.gpu}: {cure}")
     if not (devices.isascii() and devices.isdecimal() and int(devices) >= 1):
         raise InputError(f"--devices must be how many GPUs to rent, at least 1, got {devices}")
-    if int(devices) < each:
-        needed = f"data_parallel {each} trains on {each} GPUs at once"
-        raise InputError(f"--devices {devices}: {needed}: rent as many")
-    spot, cloud = where.settings.get("spot", "false"), where.settings.get("cloud")
+    if int(devices) < needed:
+        why = f"data_parallel {needed} trains on {needed} GPUs at once"
+        raise InputError(f"--devices {devices}: {why}: rent as many")
+    spot = where.settings.get("spot", "false")
     if spot not in ("true", "false"):
         raise InputError(f"--with spot must be true or false, got {spot}")
-    cloud, gpu = cloud and cloud.lower(), find_gpu(space.gpu)
-    return rented.Machine(gpu, int(devices), cloud, spot == "true")
+    cloud = where.settings.get("cloud")
+    if cloud is not None:
+        cloud = cloud.lower()
+    return rented.Machine(find_gpu(space.gpu), int(devices), cloud, spot == "true")
 
 
 def _cost(
@@ -431,17 +488,22 @@ def _cost(
     predictor: Predictor | None,
 ) -> rented.Cost:
     """Return what the study costs on a machine, at the price that is known or was typed."""
-    gpu, price, prices = machine.gpu, settings.get("price"), settings.get("prices")
+    gpu = machine.gpu
+    prices = None
+    if "prices" in settings:
+        prices = Path(settings["prices"])
+    typed_prices: tuple[str, ...] = ()
+    if "price" in settings:
+        typed_prices = (f"{gpu.name}={settings['price']}",)
     asked = PlanRequest(
         space=request.space,
         gpus=(gpu.name,),
         model=request.overrides.get("model"),
         data=request.overrides.get("data") or {},
         configuration=request.held,
-        prices=None if prices is None else Path(prices),
-        typed_prices=() if price is None else (f"{gpu.name}={price}",),
+        prices=prices,
+        typed_prices=typed_prices,
     )
-
     with working("predicting") as progress, closing(TracingChildren(outlive=True)) as children:
         question = resolve_request(
             asked,
@@ -460,14 +522,18 @@ def _cost(
 
 def cost_words(cost: rented.Cost, machine: rented.Machine) -> str:
     """Return what a rental costs: ``about $0.21 to $0.35: 11 min to 19 min of a10 at ...``."""
-    many = f"{machine.gpus} x " if machine.gpus > 1 else ""
-    gpu = f"{many}{machine.gpu.name}{' spot' if machine.is_spot else ''}"
-    whose = ", the price that you gave," if cost.offer.source == PRICE_OPTION else ""
-    rate = f"at ${cost.offer.usd_per_hour:.2f} an hour{whose} on {cost.offer.provider}"
+    gpu = machine.gpu.name
+    if machine.gpus > 1:
+        gpu = f"{machine.gpus} x {gpu}"
+    if machine.is_spot:
+        gpu += " spot"
+    rate = f"at ${cost.offer.usd_per_hour:.2f} an hour"
+    if cost.offer.source == PRICE_OPTION:
+        rate += ", the price that you gave,"
+    rate += f" on {cost.offer.provider}"
     most = f"at most ${cost.usd_max:.2f}, stopped after {units.duration(cost.limit_seconds)}"
     if cost.usd is None or cost.hours is None:
         return f"{gpu} {rate}; {most}"
-    dollars = [f"${usd:.2f}" for usd in cost.usd]
-    hours = [units.duration(SECONDS_PER_HOUR * one) for one in cost.hours]
-    about, long = (" to ".join(dict.fromkeys(ends)) for ends in (dollars, hours))
-    return f"about {about}: {long} of {gpu} {rate}; {most}"
+    dollars = dict.fromkeys(f"${usd:.2f}" for usd in cost.usd)
+    hours = dict.fromkeys(units.duration(SECONDS_PER_HOUR * hours) for hours in cost.hours)
+    return f"about {' to '.join(dollars)}: {' to '.join(hours)} of {gpu} {rate}; {most}"

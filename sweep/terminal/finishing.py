@@ -38,7 +38,8 @@ from qlora_sweep.sweep.terminal.listings import read, warn
 from qlora_sweep.sweep.verifying.runs import Verification
 from qlora_sweep.sweep.verifying.runs import verify as run_verify
 
-NOT_AS_RECORDED, NOT_NEAR = 1, 1
+NOT_AS_RECORDED = 1
+NOT_NEAR = 1
 _RUNS = {
     "training": "our training",
     "script": "the exported script (transformers' Trainer)",
@@ -61,29 +62,50 @@ def train(
     *,
     output: str,
     data: str | None,
-    settings: Sequence[str] | None,
+    trial: int | None,
+    model: str | None,
+    max_steps: int | None,
+    epochs: float | None,
+    seed: int | None,
+    checkpoint_every: int | None,
+    is_resumed: bool,
     devices: str | None,
     seq_len: int | None,
+    settings: Sequence[str] | None,
     storage: str | None,
     is_sure: bool,
     as_json: bool,
-    **asked: Any,
 ) -> int:
     """Train, and print what came of it beside what was promised."""
-    also = (*options.DATA_SETTINGS, "data.eval_fraction", "weights")
+    also = options.DATA_SETTINGS + ("data.eval_fraction", "weights")
     changed, of_space = options.settings({"seq_len": seq_len}, settings, only=_CHANGED, also=also)
-    asked |= {"settings": changed, "weights": of_space.get("weights")}
-    texts, epochs, weights = options.dataset(data, of_space), asked["epochs"], asked["weights"]
+    texts = options.dataset(data, of_space)
+    weights = of_space.get("weights")
     if epochs is not None and not 0 < epochs <= _EPOCHS_MAX:
         raise InputError(f"--epochs must be above 0 and at most {_EPOCHS_MAX:,}, got {epochs:g}")
     if weights not in (None, "pretrained", "random"):
         raise InputError(f"--set weights must be pretrained or random, got {quote(weights)}")
+    count = None
     if devices is not None:
         chosen = choose_cards(devices, read_cards())
         # This process and its children see no other.
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(card.cuda_name for card in chosen)
-        asked["devices"] = len(chosen)
-    request = TrainingRequest(name=name, output=Path(output), texts=texts, **asked)
+        count = len(chosen)
+    request = TrainingRequest(
+        name=name,
+        output=Path(output),
+        texts=texts,
+        trial=trial,
+        devices=count,
+        model=model,
+        weights=weights,
+        max_steps=max_steps,
+        epochs=epochs,
+        settings=changed,
+        seed=seed,
+        checkpoint_every=checkpoint_every,
+        is_resumed=is_resumed,
+    )
     is_begun = directories.known_run(request.output) is not None
     # A directory that is refused is not made, and one that is held is not again.
     with directories.held(request.output) if is_begun else nullcontext():
@@ -100,25 +122,31 @@ def _train(
         cards=read_cards,
         warn=warn,
     )
-    output, summary = request.output, prepared.texts.summary
+    output = request.output
+    summary = prepared.texts.summary
     if request.is_resumed and directories.is_done(output):
         checkpoints.remove(output)
         console.note(f"{output} holds a training that is done: there is nothing left to do.")
         if as_json:
             console.say_json(read_json(output / directories.TRAINING, label=directories.TRAINING))
         return 0
-    examples, size = units.plural(summary.rows, "example"), units.size(prepared.job.config)
+    examples = units.plural(summary.rows, "example")
     dataset = f"{summary.source} ({examples}, {summary.tokens:,} tokens)"
-    about = f"Training {prepared.subject.words} on {dataset}, {size}."
-    for text in (about, *prepared.notes, prepared.plan_words, prepared.cut_words):
-        if text is not None:
-            console.note_folded(text)
+    size = units.size(prepared.job.config)
+    console.note_folded(f"Training {prepared.subject.words} on {dataset}, {size}.")
+    for note in prepared.notes:
+        console.note_folded(note)
+    for words in (prepared.plan_words, prepared.cut_words):
+        if words is not None:
+            console.note_folded(words)
     # A training that was begun was agreed to.
     if prepared.truncation.is_much and not request.is_resumed and not is_sure:
         _agree_to_cut(prepared)
-    resume_from = checkpoints.newest(output, warn=warn) if request.is_resumed else None
-    if request.is_resumed and resume_from is None:
-        console.note("No checkpoint had been written yet: it begins at the first step.")
+    resume_from = None
+    if request.is_resumed:
+        resume_from = checkpoints.newest(output, warn=warn)
+        if resume_from is None:
+            console.note("No checkpoint had been written yet: it begins at the first step.")
     with nullcontext() if is_held else directories.held(output):
         if not is_held and not request.is_resumed:
             # Somebody may have begun there meanwhile.
@@ -132,10 +160,11 @@ def _agree_to_cut(prepared: PreparedTraining) -> None:
     """Have a person agree to train on what the length leaves.
 
     Raises:
-        InputError: they do not, or nobody is there to be asked; says what to do instead.
+        InputError: they do not, or stdin is not a terminal; says what to do instead.
     """
     share = percent(prepared.truncation.whole.supervised_share)
-    length, ways = f"length {prepared.job.config.seq_len:,}", prepared.ways_out()
+    length = f"length {prepared.job.config.seq_len:,}"
+    ways = prepared.ways_out()
     words = f"{length} cuts {share} of the supervised tokens, which is more than {percent(CUT_MAX)}"
     if not sys.stdin.isatty():
         raise InputError(f"{words}. {ways}. --yes trains all the same")
@@ -174,19 +203,25 @@ def _conclude(prepared: PreparedTraining, end: protocol.TrainingOutcome, *, as_j
 
 
 def _result_text(trained: TrainedAdapter) -> str:
-    result, found, width = trained.result, trained.comparison, console.width_of(sys.stdout)
-    held = "" if result.eval_loss is None else f"; held out {result.eval_loss:.4f}"
-    held += reward_accuracy(result.eval_wins, result.eval_pairs)
+    result = trained.result
+    found = trained.comparison
+    width = console.width_of(sys.stdout)
+    loss = f"loss {result.final_train_loss:.4f} at the end, {result.train_loss:.4f} on average"
+    if result.eval_loss is not None:
+        loss += f"; held out {result.eval_loss:.4f}"
+    loss += reward_accuracy(result.eval_wins, result.eval_pairs)
     rows = (found.speed.row(), found.memory.row())
-    words = found.words()
     lines = [
         f"{units.plural(result.steps, 'step')}, {result.tokens:,} supervised tokens, in "
         f"{units.duration(result.seconds)}",
-        f"loss {result.final_train_loss:.4f} at the end, {result.train_loss:.4f} on average{held}",
+        loss,
         drawing.table(("", "promised", "reached", "ratio"), rows, width=width),
-        *([] if words is None else [console.folded(words, width)]),
     ]
-    return "\n".join([*lines, f"Adapter: {trained.job.output}"])
+    words = found.words()
+    if words is not None:
+        lines.append(console.folded(words, width))
+    lines.append(f"Adapter: {trained.job.output}")
+    return "\n".join(lines)
 
 
 @contextmanager
@@ -206,12 +241,14 @@ def _shown() -> Iterator[Callable[[protocol.Event], None]]:
                     if event.eight_bit is not None:
                         console.note(words_of_8_bits(event.eight_bit))
                 case protocol.TrainingProgress(step=step, loss=float(loss)):
-                    rate, left = event.tokens_per_second, event.seconds_left
-                    words = f"loss {loss:.4f}, {units.rate(rate)} tokens/s"
-                    part(f"steps: {words}, {units.duration(left or 0.0)} left")(step, steps)
+                    words = f"loss {loss:.4f}, {units.rate(event.tokens_per_second)} tokens/s"
+                    left = units.duration(event.seconds_left or 0.0)
+                    part(f"steps: {words}, {left} left")(step, steps)
                 case protocol.Saved(step=step, eval_loss=loss, refusal=None):
-                    held_out = "" if loss is None else f", held-out loss {loss:.4f}"
-                    console.note(f"step {step:,}: checkpoint written{held_out}")
+                    words = f"step {step:,}: checkpoint written"
+                    if loss is not None:
+                        words += f", held-out loss {loss:.4f}"
+                    console.note(words)
                 case protocol.Saved(step=step, refusal=reason):
                     why = f"as the disk does not take it ({reason}): the one before is kept"
                     console.note(f"warning: step {step:,}: no checkpoint, {why}")
@@ -220,12 +257,14 @@ def _shown() -> Iterator[Callable[[protocol.Event], None]]:
 
 
 def _started(started: protocol.Started) -> str:
-    begun = f"from step {started.steps_done:,} " if started.steps_done else ""
+    steps = units.plural(started.steps, "step")
+    if started.steps_done:
+        steps += f" from step {started.steps_done:,}"
     examples = units.plural(started.rows, "example")
     if started.texts_rows not in (None, started.rows):
         examples = f"{units.plural(started.texts_rows, 'example')} packed into {started.rows:,}"
     return (
-        f"{started.device_name}: {units.plural(started.steps, 'step')} {begun}over {examples}, "
+        f"{started.device_name}: {steps} over {examples}, "
         f"{units.plural(started.rows_held_out, 'example')} held out; "
         f"{units.count(started.trainable_parameters)} trainable parameters"
     )
@@ -255,6 +294,7 @@ def verify(
 def _verified(
     what: str, *, steps: int, trial: int | None, model: str | None, storage: str | None
 ) -> Verification:
+    path: Path | None = None
     if exists(Path(what), label=what):
         if trial is not None:
             raise InputError("--trial: an export is of one trial; leave it out")
@@ -262,10 +302,15 @@ def _verified(
     elif what.endswith((".py", ".yaml", ".yml", ".json")) or "/" in what:
         raise InputError(f"{what}: no such file")
     else:
-        record, path = record_of(read(what, url=storage_url(storage)), number=trial), None
-    asked: dict[str, Any] = {"path": path, "steps": steps, "model": model}
+        record = record_of(read(what, url=storage_url(storage)), number=trial)
     with console.working(f"running {record.label} for {steps} steps") as part:
-        return run_verify(record, **asked, tell=lambda name, done, of: part(name)(done, of))
+        return run_verify(
+            record,
+            path=path,
+            steps=steps,
+            model=model,
+            tell=lambda name, done, of: part(name)(done, of),
+        )
 
 
 def verification_text(found: Verification) -> str:
@@ -280,7 +325,9 @@ def verification_text(found: Verification) -> str:
             beside = f"{100 * (figure.ratio - 1.0):+.1f} % (within {within} is as recorded)"
         _, promised, reached, _ = figure.row()
         lines.append(f"{figure.name:<14}  {promised} recorded, {reached} reached: {beside}")
-    return "\n".join([*lines, *(f"- {difference}" for difference in found.differences)])
+    for difference in found.differences:
+        lines.append(f"- {difference}")
+    return "\n".join(lines)
 
 
 def merge(
@@ -297,13 +344,14 @@ def merge(
             else:
                 part("models compared")(news["compared"], news["of"])
 
-        asked: dict[str, Any] = {"output": output, "model": model, "dtype": dtype, "rows": rows}
-        report = run_merge(adapter, **asked, on_news=tell)
+        report = run_merge(
+            adapter, output=output, model=model, dtype=dtype, rows=rows, on_news=tell
+        )
     lines = [f"Merged {report['adapter']} into {report['base']}: {report['output']}"]
     compared = report["comparison"]
-    replaced = ""
-    if whole := report["weights_replaced"]:
-        replaced = f", {units.plural(whole, 'tensor')} replaced"
+    merged = f"{units.plural(report['weights_merged'], 'module')} merged"
+    if report["weights_replaced"]:
+        merged += f", {units.plural(report['weights_replaced'], 'tensor')} replaced"
     tokenizer = "none"
     if report["tokenizer"]:
         tokenizer = f"that of the {report['tokenizer']}"
@@ -312,8 +360,7 @@ def merge(
     for note in report["notes"]:
         console.note_folded(f"warning: {note}.")
     lines += [
-        f"{units.plural(report['weights_merged'], 'module')} merged{replaced}; "
-        f"{units.gib(report['weights_bytes'])} of {report['dtype']} in "
+        f"{merged}; {units.gib(report['weights_bytes'])} of {report['dtype']} in "
         f"{units.plural(report['shards'], 'file')}, {report['merge_seconds']:.0f} s, "
         f"host memory up to {units.gib(report['peak_host_bytes'])}.",
         f"Tokenizer: {tokenizer}.",
@@ -358,7 +405,9 @@ def comparison_lines(compared: Mapping[str, Any]) -> Iterator[str]:
     )
     yield "An adapter trained on a quantized base knows that base: this is near it, not the same."
     if (trained := compared["trained"]) is not None:
-        kind = f"{trained['quantization']}{', double-quantized' if trained['double_quant'] else ''}"
+        kind = trained["quantization"]
+        if trained["double_quant"]:
+            kind += ", double-quantized"
         yield f"Beside the quantized base ({kind}) and adapter: {difference(trained)}."
     elif failed := compared["trained_failed"]:
         yield f"The quantized base could not be looked at: {failed}."

@@ -47,7 +47,9 @@ def with_offer(snapshot: StudySnapshot, *, warn: Callable[[str], None] = warn) -
         # What was measured is worth showing without its price.
         warn(f"no cost is shown: {error}")
         return snapshot
-    return replace(snapshot, offer=offers[0]) if offers else snapshot
+    if not offers:
+        return snapshot
+    return replace(snapshot, offer=offers[0])
 
 
 def _on_target(snapshot: StudySnapshot) -> StudySnapshot:
@@ -62,28 +64,31 @@ def _on_target(snapshot: StudySnapshot) -> StudySnapshot:
 def best(study: str, *, storage: str | None, as_json: bool) -> int:
     """Print the winner of a study."""
     snapshot = read(study, url=storage_url(storage))
-    text, view = best_text(snapshot, width=width_of(sys.stdout)), view_of(snapshot)
+    view = view_of(snapshot)
+    text = best_text(snapshot, width=width_of(sys.stdout))
     say_result(view.document(), text, as_json=as_json)
     return 0 if view.winner else NothingFits.exit_code
 
 
 def status(study: str | None, *, storage: str | None, as_json: bool, watch: bool) -> None:
     """Print what ran, what is running and the best so far, of one study or of all."""
-    url, width = storage_url(storage), width_of(sys.stdout)
+    url = storage_url(storage)
+    width = width_of(sys.stdout)
     if study is None:
         if watch:
             raise InputError("--watch follows one study: name it")
-        studies = [
-            study if isinstance(study, UnreadableStudy) else _on_target(study)
-            for study in list_studies(url, runs_directory())
-        ]
-        document = {"studies": [_study_line(study) for study in studies]}
+        studies: list[StudySnapshot | UnreadableStudy] = []
+        for listed in list_studies(url, runs_directory()):
+            if not isinstance(listed, UnreadableStudy):
+                listed = _on_target(listed)
+            studies.append(listed)
+        document = {"studies": list(map(_study_line, studies))}
         say_result(document, studies_text(studies, width=width), as_json=as_json)
         return
     if watch:
         from qlora_sweep.sweep.terminal.live import follow
 
-        # Who has seen enough is told how it stands; the study itself runs on.
+        # Ctrl-C ends the following, not the study.
         with suppress(KeyboardInterrupt):
             follow(lambda: read(study, url=url), stream=sys.stderr)
     snapshot = read(study, url=url)
@@ -99,21 +104,27 @@ def _study_line(study: StudySnapshot | UnreadableStudy) -> dict[str, Any]:
     "unreadable", "unreadable_trials"}``
 
     ``driven_by`` is ``host:pid``, ``driven_since`` when that began, by its own clock in UTC; both
-    null where nobody does. ``unreadable`` is null, or why nothing can be said of the study: then
-    all else is null but for the number of its trials, none of which is known.
+    null where no process does. ``unreadable`` is null, or why the study cannot be read: then all
+    else is null but for the number of its trials, none of which is known.
     """
     if isinstance(study, UnreadableStudy):
-        nothing = ("gpu", "model", "objectives", "best", "is_confirmed", "seconds")
-        unknown = dict.fromkeys((*nothing, "driven_by", "driven_since", "running"))
-        counts = {"trials": study.trials, "unreadable_trials": study.trials}
-        return {"study": study.name, **unknown, **counts, "unreadable": study.reason}
-    view, best = view_of(study), None
+        unknown = ("gpu", "model", "objectives", "best", "is_confirmed", "seconds", "running")
+        return {
+            **dict.fromkeys(unknown + ("driven_by", "driven_since")),
+            "study": study.name,
+            "trials": study.trials,
+            "unreadable_trials": study.trials,
+            "unreadable": study.reason,
+        }
+    view = view_of(study)
+    best = None
     if view.best is not None:
+        measurement = view.best.measurement
         speed = view.target_tokens_per_second
-        measured = ("tokens_per_second", "peak_allocated_bytes")
         best = {
             "number": view.best.number,
-            **{key: view.best.measurement[key] for key in measured},
+            "tokens_per_second": measurement["tokens_per_second"],
+            "peak_allocated_bytes": measurement["peak_allocated_bytes"],
             "target_tokens_per_second": None if speed is None else speed.model_dump(),
         }
     return {
@@ -143,9 +154,13 @@ def status_document(snapshot: StudySnapshot) -> dict[str, Any]:
     cases, and its ``gain_if_better``.
     """
     running = [
-        {"number": t.number, "config": t.config.model_dump(mode="json")}
-        | {"started_at": t.started_at, "purpose": t.purpose}
-        for t in snapshot.running
+        {
+            "number": trial.number,
+            "config": trial.config.model_dump(mode="json"),
+            "started_at": trial.started_at,
+            "purpose": trial.purpose,
+        }
+        for trial in snapshot.running
     ]
     return {
         **view_of(snapshot).document(),
@@ -164,18 +179,15 @@ def _list(document: Mapping[str, Any], header: Sequence[str], rows: Rows, *, as_
 
 def presets(*, as_json: bool) -> None:
     """Print the shipped search spaces."""
-    known = shipped_presets()
+    documents: list[dict[str, Any]] = []
+    rows: list[Sequence[str]] = []
     same = {"name", "description", "gpu", "model", "fixed"}
-    documents = [
-        {
-            **space.model_dump(mode="json", include=same),
-            "configurations": space.size(),
-            "searched": list(space.dimensions),
-        }
-        for space in known
-    ]
+    for space in shipped_presets():
+        size = space.size()
+        document = space.model_dump(mode="json", include=same)
+        documents.append({**document, "configurations": size, "searched": list(space.dimensions)})
+        rows.append((space.name, space.gpu, space.model, units.count(size), space.description))
     header = ("preset", "gpu", "model", "configurations", "what")
-    rows = [(p.name, p.gpu, p.model, units.count(p.size()), p.description) for p in known]
     _list({"presets": documents}, header, rows, as_json=as_json)
 
 
@@ -184,59 +196,71 @@ def gpus(*, as_json: bool) -> None:
     from qlora_sweep.sweep.predict.speed.predictor import within
     from qlora_sweep.sweep.running.device_info import read_card
 
-    card, known = read_card(), gpu_catalogue().values()
+    card = read_card()
     here = None if card is None else card.product
-    documents = [
-        {
-            **spec.model_dump(mode="json", exclude={"matrix_flops"}),
-            "budget_bytes": spec.budget_bytes,
-            "measured_flops": dict(spec.matrix_flops),
-            "speed_uncertainty": within(1.0, spec.speed.device)[1] - 1.0,
-        }
-        for spec in known
-    ]
-    header = ("gpu", "product", "memory", "for a training", "bandwidth", "peak TFLOP/s")
-    rows = [
-        (
-            spec.name,
-            spec.product,
-            units.gib(spec.memory_bytes),
-            units.gib(spec.budget_bytes),
-            f"{spec.bandwidth_bytes_per_second / 1e9:,.0f} GB/s",
-            f"{spec.peak_flops[spec.half] / 1e12:,.0f}",
-            f"{spec.matrix_flops[spec.half] / 1e12:,.0f}" if spec.matrix_flops else "-",
-            f"{within(1.0, spec.speed.device)[1]:.2f}x",
+    documents: list[dict[str, Any]] = []
+    rows: list[Sequence[str]] = []
+    for spec in gpu_catalogue().values():
+        most = within(1.0, spec.speed.device)[1]
+        documents.append(
+            {
+                **spec.model_dump(mode="json", exclude={"matrix_flops"}),
+                "budget_bytes": spec.budget_bytes,
+                "measured_flops": dict(spec.matrix_flops),
+                "speed_uncertainty": most - 1.0,
+            }
         )
-        for spec in known
-    ]
-    whole = {"gpus": documents, "here": here}
-    _list(whole, (*header, "measured", "speed within"), rows, as_json=as_json)
+        measured = "-"
+        if spec.matrix_flops:
+            measured = f"{spec.matrix_flops[spec.half] / 1e12:,.0f}"
+        rows.append(
+            (
+                spec.name,
+                spec.product,
+                units.gib(spec.memory_bytes),
+                units.gib(spec.budget_bytes),
+                f"{spec.bandwidth_bytes_per_second / 1e9:,.0f} GB/s",
+                f"{spec.peak_flops[spec.half] / 1e12:,.0f}",
+                measured,
+                f"{most:.2f}x",
+            )
+        )
+    header = (
+        "gpu",
+        "product",
+        "memory",
+        "for a training",
+        "bandwidth",
+        "peak TFLOP/s",
+        "measured",
+        "speed within",
+    )
+    _list({"gpus": documents, "here": here}, header, rows, as_json=as_json)
     if not as_json:
         note("No NVIDIA GPU here." if here is None else f"Here: {here}.")
 
 
 def models(*, as_json: bool) -> None:
     """Print the shipped architectures; what is not known of one is null."""
-    documents: list[dict[str, Any]] = [
-        {
-            "name": model.name,
-            "parameters": parameters(model),
-            "layers": model.hidden_layers,
-            "width": model.hidden_size,
-            "vocabulary": model.vocab_size,
-            "positions": model.max_positions,
-        }
-        for model in shipped_models()
-    ]
-    header = ("model", "parameters", "layers", "width", "vocabulary", "positions")
-    rows = [
-        (
-            d["name"],
-            f"{(d['parameters'] or 0) / 1e6:,.0f} M",
-            *(units.count(d[k]) for k in header[2:]),
+    documents: list[dict[str, Any]] = []
+    rows: list[Sequence[str]] = []
+    for model in shipped_models():
+        count = parameters(model)
+        sizes = (model.hidden_layers, model.hidden_size, model.vocab_size, model.max_positions)
+        layers, width, vocabulary, positions = sizes
+        documents.append(
+            {
+                "name": model.name,
+                "parameters": count,
+                "layers": layers,
+                "width": width,
+                "vocabulary": vocabulary,
+                "positions": positions,
+            }
         )
-        for d in documents
-    ]
+        millions = f"{(count or 0) / 1e6:,.0f} M"
+        rows.append((model.name, millions) + tuple(map(units.count, sizes)))
+    header = ("model", "parameters", "layers", "width", "vocabulary", "positions")
     _list({"models": documents}, header, rows, as_json=as_json)
     if not as_json:
         note("A directory with a config.json or a hub id (org/name) is a model as well.")

@@ -1,6 +1,6 @@
 """A study shown on stderr while it runs: a live panel on a terminal, lines elsewhere.
 
-Neither is silent for long: what is being done is said with its seconds.
+Both show what is being done, with its seconds.
 """
 
 from __future__ import annotations
@@ -95,7 +95,9 @@ class PlainLines:
             stops_now = self._is_stopping() and not self._board.is_stopping
             if stops_now:
                 self._board.stop()
-            now = "; ".join(now_lines(self._board)) if self._rhythm.is_due else ""
+            now = ""
+            if self._rhythm.is_due:
+                now = "; ".join(now_lines(self._board))
         if stops_now:
             self._rhythm.begin()
             self._say(STOPPING)
@@ -136,9 +138,10 @@ def _taken(board: Board, event: events.Event, *, is_redrawn: bool) -> str:
     match event:
         case events.ConfirmationStarted(numbers=numbers, recipes=recipes):
             noun = "trials" if len(numbers) > 1 else "trial"
-            over = " and ".join(words.reference_of(board.ranking, recipe) for recipe in recipes)
-            beside = f" beside {over}" if over else ""
-            what = f"{noun} {', '.join(map(str, numbers))} again{beside}"
+            what = f"{noun} {', '.join(map(str, numbers))} again"
+            if recipes:
+                over = (words.reference_of(board.ranking, recipe) for recipe in recipes)
+                what += f" beside {' and '.join(over)}"
             return f"the search has ended: measuring {what}, in turns"
         case events.LanesOpened(names=names):
             return f"trials run on {', '.join(names)}; the winner is measured again on one of them"
@@ -160,17 +163,22 @@ def _taken(board: Board, event: events.Event, *, is_redrawn: bool) -> str:
 def _trial_line(board: Board, record: TrialRecord) -> str:
     """Return a finished trial in one line: how it ended, and what was searched of it."""
     ended = outcome_line(record, budget_bytes=board.definition.target.budget_bytes)
-    named = _named(board, record, record.number, record.config)
+    line = _named(board, record, record.number, record.config)
     if record.purpose != "search":
         soak = record.measurement and record.measurement.soak
-        steps = f" ({soak.steps} steps in {units.duration(soak.seconds)})" if soak else ""
-        return f"{named}{steps}: {ended}"
-    where = f" on {record.ran_on}" if record.ran_on else ""
-    again = f", attempt {record.attempt}" if record.attempt > 1 else ""
-    count = units.out_of(board.trials_done, board.definition.space.trials)
-    done = "" if board.may_end_sooner else f" ({count})"
-    best = " (best so far)" if board.is_best(record) else ""
-    return f"{named}{where}{again}{done}: {ended}{best}: {board.describe(record.config)}"
+        if soak:
+            line += f" ({soak.steps} steps in {units.duration(soak.seconds)})"
+        return f"{line}: {ended}"
+    if record.ran_on:
+        line += f" on {record.ran_on}"
+    if record.attempt > 1:
+        line += f", attempt {record.attempt}"
+    if not board.may_end_sooner:
+        line += f" ({units.out_of(board.trials_done, board.definition.space.trials)})"
+    line += f": {ended}"
+    if board.is_best(record):
+        line += " (best so far)"
+    return f"{line}: {board.describe(record.config)}"
 
 
 def _named(board: Board, errand: Errand, number: int, config: TrialConfig) -> str:
@@ -184,32 +192,46 @@ def _named(board: Board, errand: Errand, number: int, config: TrialConfig) -> st
 
 def panel(board: Board) -> RenderableType:
     """Return the live view of a study."""
-    target, best = board.definition.target, board.ranking.winner
-    on = f" (on {target.emulated_on})" if target.emulated_on else ""
-    known = [r.progress.allocated_bytes or 0 for r in board.running.values() if r.progress]
-    used = units.gib(max(known, default=0) or None)
-    total, done = board.definition.space.trials, board.trials_done
-    most = "at most " if board.may_end_sooner else ""
-    count = f"{done:,} of {most}{total:,}" if done <= total else units.out_of(done, total)
+    target = board.definition.target
+    headline = f"{board.name}: {target.gpu}"
+    if target.emulated_on:
+        headline += f" (on {target.emulated_on})"
+    headline += f", {units.gib(target.budget_bytes)}"
+    allocated: list[int] = []
+    for running in board.running.values():
+        if running.progress and running.progress.allocated_bytes:
+            allocated.append(running.progress.allocated_bytes)
+    used = units.gib(max(allocated, default=None))
+    total = board.definition.space.trials
+    done = board.trials_done
+    count = units.out_of(done, total)
+    if done <= total:
+        most = "at most " if board.may_end_sooner else ""
+        count = f"{done:,} of {most}{total:,}"
     ended = verdict_words(board.ledger.records) or "none finished yet"
     rows = {
-        "best": "nothing fits yet" if best is None else _best(board, best),
+        "best": _best(board),
         "now": "\n".join(now_lines(board)),
         "memory": f"{used} of {units.gib(target.budget_bytes)}",
         "trials": f"{count} trials: {ended}",
         "time": time_line(board),
     }
-    headline = f"{board.name}: {target.gpu}{on}, {units.gib(target.budget_bytes)}"
-    stopping = [Text(STOPPING, style="yellow")] if board.is_stopping else []
-    return Group(Text(headline, style="bold"), facts(rows.items()), *stopping)
+    parts: list[RenderableType] = [Text(headline, style="bold"), facts(rows.items())]
+    if board.is_stopping:
+        parts.append(Text(STOPPING, style="yellow"))
+    return Group(*parts)
 
 
-def _best(board: Board, best: TrialRecord) -> str:
-    ratio, gain = board.ranking.gain.ratio, ""
-    if ratio is not None and ratio.value != 1:
-        gain = f", {words.factor(ratio)} {words.reference_of(board.ranking, best.config)}"
+def _best(board: Board) -> str:
+    best = board.ranking.winner
+    if best is None:
+        return "nothing fits yet"
     ended = outcome_line(best, budget_bytes=board.definition.target.budget_bytes)
-    return f"trial {best.number}: {ended}{gain}: {board.describe(best.config)}"
+    line = f"trial {best.number}: {ended}"
+    ratio = board.ranking.gain.ratio
+    if ratio is not None and ratio.value != 1:
+        line += f", {words.factor(ratio)} {words.reference_of(board.ranking, best.config)}"
+    return f"{line}: {board.describe(best.config)}"
 
 
 def now_lines(board: Board) -> list[str]:
@@ -228,12 +250,14 @@ def now_lines(board: Board) -> list[str]:
 
 
 def _running_line(board: Board, running: Running) -> str:
-    started, progress = running.started, running.progress
+    started = running.started
     what = _named(board, started.errand, started.number, started.config)
-    if progress is None:
-        phase = "starting the worker" if board.starts_a_worker else "getting ready"
+    if running.progress is not None:
+        phase = _PHASES[running.progress.phase]
+        if running.progress.step:
+            phase += f" step {running.progress.step}"
     else:
-        phase = _PHASES[progress.phase] + (f" step {progress.step}" if progress.step else "")
+        phase = "starting the worker" if board.starts_a_worker else "getting ready"
     seconds = f"{board.clock() - running.since_seconds:,.0f} s"
     return f"{what}, {phase}, {seconds}: {board.describe(started.config)}"
 
@@ -243,23 +267,29 @@ def time_line(board: Board) -> str:
     done = f"{units.duration(board.elapsed_seconds)} so far"
     if board.is_stopping:
         return done
-    search, confirm = board.search_seconds, board.confirm_seconds
+    search = board.search_seconds
+    confirm = board.confirm_seconds
     # A time budget holds for both.
-    most = math.inf if board.left_seconds is None else board.left_seconds
+    most = board.left_seconds or math.inf
     if confirm is not None:
         confirm = min(confirm, most)
     if board.confirming is not None:
-        return done if confirm is None else f"{done}, about {_roughly(confirm)} left"
-    again = None if confirm is None else f"{_roughly(confirm)} to measure the winner again"
+        if confirm is None:
+            return done
+        return f"{done}, about {_roughly(confirm)} left"
     if search is None:
-        return done if again is None else f"{done}, then some {again}"
+        if confirm is None:
+            return done
+        return f"{done}, then some {_roughly(confirm)} to measure the winner again"
     whole = _roughly(min(search + (confirm or 0.0), most))
-    of_it = "" if again is None else f", {again.replace(' to ', ' of it to ', 1)}"
+    of_it = ""
+    if confirm is not None:
+        of_it = f", {_roughly(confirm)} of it to measure the winner again"
     if not board.may_end_sooner:
         return f"{done}, about {whole} left{of_it}"
     least = units.error(board.definition.space.stop_below_gain)
     sooner = f"the search ends once less than {least} is expected to be gained"
-    if board.foreseen is not None and board.foreseen.gain != float("inf"):
+    if board.foreseen is not None and board.foreseen.gain != math.inf:
         gain = units.share(board.foreseen.gain)
         sooner = f"{gain} expected of the next trial, the search ends below {least}"
     return f"{done}, at most some {whole} more{of_it}: {sooner}"
@@ -270,7 +300,9 @@ def _roughly(seconds: float) -> str:
     if seconds < 55:
         return f"{max(5, 5 * round(seconds / 5))} s"
     hours, minutes = divmod(max(1, round(seconds / 60)), 60)
-    return f"{hours} h {minutes} min" if hours else f"{minutes} min"
+    if hours:
+        return f"{hours} h {minutes} min"
+    return f"{minutes} min"
 
 
 def follow(
@@ -280,7 +312,7 @@ def follow(
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> None:
-    """Show how a study stands until nobody drives it any more.
+    """Show how a study stands until it is no longer driven.
 
     Args:
         read: returns the study as it stands.
@@ -289,19 +321,21 @@ def follow(
         clock: seconds; only differences count.
         sleep: waits between two looks.
     """
-    screen, told = Console(file=cast(TextIO, console.Synchronized(stream)), highlight=False), -1
+    screen = Console(file=cast(TextIO, console.Synchronized(stream)), highlight=False)
     is_drawn = screen.is_terminal and not screen.is_dumb_terminal
     drawn = Live(console=screen, auto_refresh=False, transient=True)
+    done_before = -1
     with drawn if is_drawn else nullcontext() as live:
         while True:
-            before, snapshot = clock(), read()
+            before = clock()
+            snapshot = read()
             if snapshot.holder is None:
                 return
             done = len(snapshot.records) + len(snapshot.confirmations)
             if live is not None:
                 text = Text(status_text(snapshot, width=screen.width))
                 live.update(Shown(text), refresh=True)
-            elif done != told:
+            elif done != done_before:
                 console.note_folded(status_text(snapshot))
-            told = done
+            done_before = done
             sleep(max(_LOOK_SECONDS, (clock() - before) / _SHARE_READING))

@@ -58,7 +58,9 @@ def studies() -> list[str]:
     from qlora_sweep.search_spaces.documents import home_expanded
 
     scheme, _, named = os.environ.get(STORAGE, "").partition(":///")
-    path = home_expanded(named) if scheme.startswith("sqlite") else runs_directory() / "sweep.db"
+    path = runs_directory() / "sweep.db"
+    if scheme.startswith("sqlite"):
+        path = home_expanded(named)
     if (scheme and not named) or not path.is_file():
         return []
     with (
@@ -252,7 +254,7 @@ DATA_SETTINGS = (
 """How a dataset is read: settings that `--set` takes wherever a dataset is named."""
 _NAMES = ("data.text_column", "data.prompt_column", "data.completion_column", "data.tokenizer")
 """Of these, what is typed is a name, also where it reads like a number."""
-SPACE_SETTINGS = ("numerics", "weights", *DATA_SETTINGS)
+SPACE_SETTINGS = ("numerics", "weights") + DATA_SETTINGS
 """Keys of a space that `--set` takes beside the settings of a configuration."""
 
 
@@ -271,7 +273,8 @@ def pairs(option: str, typed: Sequence[str] | None, *, bare: bool = False) -> di
     for each in typed or ():
         key, sign, value = each.partition("=")
         key = key.strip()
-        if not key or not (value if sign else bare):
+        is_bare = bare and not sign
+        if not key or not (value or is_bare):
             raise InputError(f"{option} {each}: write it as {key or 'KEY'}=VALUE")
         if key in found:
             raise InputError(f"{option} {each}: {key} is given twice: keep one")
@@ -299,8 +302,10 @@ def settings(
     """
     from qlora_sweep.search_spaces.config import KNOBS, OPTION_KEYS
 
-    known = (*(KNOBS if only is None else only), *also)
-    configuration, space = dict[str, Any](), dict[str, Any]()
+    known = list(KNOBS if only is None else only)
+    known += also
+    configuration: dict[str, Any] = {}
+    space: dict[str, Any] = {}
     for key, option in OPTION_KEYS.items():
         if (value := params.get(key)) is not None:
             configuration[key] = _checked(key, value, name=option)
@@ -314,7 +319,9 @@ def settings(
         if key in KNOBS:
             configuration[key] = _checked(key, _value(text), name=f"--set {key}")
         else:
-            space[key] = text if key in _NAMES else _value(text)
+            space[key] = _value(text)
+            if key in _NAMES:
+                space[key] = text
     return configuration, space
 
 
@@ -323,11 +330,17 @@ def dataset(data: str | None, space: Mapping[str, Any]) -> dict[str, Any]:
     from qlora_sweep.search_spaces.documents import Document, validate
     from qlora_sweep.search_spaces.texts import TextsChoice
 
-    keys = [key.removeprefix("data.") for key in space if key.startswith("data.")]
-    section = {key: space[f"data.{key}"] for key in keys}
-    names = {key: f"--set data.{key}" for key in keys}
+    section: dict[str, Any] = {}
+    names: dict[str, str] = {}
+    for typed_key, value in space.items():
+        _, is_of_data, key = typed_key.partition("data.")
+        if is_of_data:
+            section[key] = value
+            names[key] = f"--set {typed_key}"
     validate(TextsChoice, {"texts": "named", **section}, Document("", names=names))
-    return section if data is None else {"texts": data, **section}
+    if data is None:
+        return section
+    return {"texts": data, **section}
 
 
 def _checked(key: str, value: Any, *, name: str) -> Any:
@@ -339,9 +352,11 @@ def _checked(key: str, value: Any, *, name: str) -> Any:
 
 def _value(text: str) -> Any:
     """Return a number, a truth value, null or a list as JSON has it; anything else is a word."""
-    word = text.lower() if text.lower() in ("true", "false", "null") else text
-    with suppress(ValueError, RecursionError):
+    word = text.lower()
+    if word in ("true", "false", "null"):
         return json.loads(word)
+    with suppress(ValueError, RecursionError):
+        return json.loads(text)
     return text
 
 
@@ -349,10 +364,26 @@ def seconds(option: str, typed: str | None) -> float | None:
     """Return the seconds of a duration that was typed; None where none was."""
     from qlora_sweep.search_spaces.space import parse_duration
 
+    if typed is None:
+        return None
     try:
-        return None if typed is None else parse_duration(typed)
+        return parse_duration(typed)
     except InputError as error:
         raise InputError(f"{option}: {error}") from error
+
+
+def prices(typed: Sequence[str] | None) -> tuple[Path | None, tuple[str, ...]]:
+    """Return the file that ``--price`` names, and the prices of GPUs that were typed."""
+    file = None
+    of_gpus: list[str] = []
+    for price in typed or ():
+        if "=" in price:
+            of_gpus.append(price)
+        elif file is None:
+            file = Path(price)
+        else:
+            raise InputError(f"--price {file} and --price {price} are both files: keep one")
+    return file, tuple(of_gpus)
 
 
 def amounts(typed: Sequence[str] | None, known: Sequence[str]) -> dict[str, Any]:
@@ -367,9 +398,10 @@ def amounts(typed: Sequence[str] | None, known: Sequence[str]) -> dict[str, Any]
         if key not in known:
             names = (each.replace("_", "-") for each in known)
             raise InputError(f"--work {name}: unknown amount{did_you_mean(name, names)}")
-        is_part = key == "epochs"
-        if type(number) not in (int, float) or (number % 1 and not is_part):
-            kind = "a number" if is_part else "a whole number"
+        kind = "a whole number"
+        if key == "epochs":
+            kind = "a number"
+        if type(number) not in (int, float) or (number % 1 and key != "epochs"):
             raise InputError(f"--work {name} must be {kind}, got {quote(number)}")
     return found
 
@@ -380,8 +412,10 @@ _EMPTY = "an argument is an empty text, which names nothing"
 def refuse_mistyped(command: Any, words: Sequence[str]) -> None:
     """Raise `InputError` where an option of one value is given two, in whatever spelling, or where
     an empty text is one, or an argument."""
-    options = [known for known in command.params if known.param_type_name == "option"]
-    known = {name: option for option in options for name in (*option.opts, *option.secondary_opts)}
+    options: dict[str, Any] = {}
+    for parameter in command.params:
+        if parameter.param_type_name == "option":
+            options |= dict.fromkeys(parameter.opts + parameter.secondary_opts, parameter)
     given: dict[str, dict[str, None]] = {}
     rest = iter(words)
     for word in rest:
@@ -390,15 +424,17 @@ def refuse_mistyped(command: Any, words: Sequence[str]) -> None:
             break
         if not word:
             raise InputError(_EMPTY)
-        if name not in known:
+        if name not in options:
             continue
-        option = known[name]
+        option = options[name]
         if not option.is_flag:
-            value = value if sign else next(rest, "missing")
+            if not sign:
+                value = next(rest, "missing")
             if not value:
                 raise InputError(f"{name}: an empty text names nothing; leave the option out")
+            name = f"{name} {value}"
         both = given.setdefault(option.name, {})
-        both[name if option.is_flag else f"{name} {value}"] = None
+        both[name] = None
         if len(both) > 1 and not option.multiple:
             raise InputError(f"{' and '.join(both)} are both given: keep one")
     if "" in rest:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 
 from rich.console import Group, RenderableType
@@ -12,6 +13,7 @@ from qlora_sweep.search_spaces.config import CAPACITY_KEYS, SIZE_KEYS, TrialConf
 from qlora_sweep.search_spaces.costs import Bill, OfferComparison, Workload
 from qlora_sweep.search_spaces.linears import parameters
 from qlora_sweep.search_spaces.prices import Offer
+from qlora_sweep.sweep.planning.answers import PlannedFile
 from qlora_sweep.sweep.planning.plan import CardPlan, WhatIf, few
 from qlora_sweep.sweep.planning.survey import ShapeTable, Survey
 from qlora_sweep.sweep.predict.forecast import Forecast
@@ -29,22 +31,28 @@ _TERMS_SHOWN = 3
 
 def settings(config: TrialConfig, *, with_capacity: bool = False) -> list[str]:
     """Return in words what differs from the standard recipe, beside the size."""
-    changed = units.differing(config, TrialConfig())
-    capacity = CAPACITY_KEYS if with_capacity else ()
-    return [units.phrase(key, getattr(config, key)) for key in capacity] + [
-        units.phrase(key, value)
-        for key, value in changed.items()
-        if key not in (*SIZE_KEYS, *CAPACITY_KEYS)
-    ]
+    phrases: list[str] = []
+    if with_capacity:
+        phrases += [units.phrase(key, getattr(config, key)) for key in CAPACITY_KEYS]
+    for key, value in units.differing(config, TrialConfig()).items():
+        if key not in SIZE_KEYS and key not in CAPACITY_KEYS:
+            phrases.append(units.phrase(key, value))
+    return phrases
 
 
 def change_words(change: WhatIf) -> str:
     """Return one change and what it brings: ``micro-batch 6 (-3.4 % speed, -7.37 GiB)``."""
-    speed, memory = change.speed_change, change.memory_change_bytes
-    brings = [] if speed is None else [f"{100 * speed:+.1f} % speed"]
-    sign = "+" if memory > 0 else "-"
-    brings.append(f"{sign}{units.gib(abs(memory))}" if memory else "same memory")
-    brings += [] if change.forecast.fit is Fit.YES else [FIT_WORDS[change.forecast.fit]]
+    brings: list[str] = []
+    if change.speed_change is not None:
+        brings.append(f"{100 * change.speed_change:+.1f} % speed")
+    memory = change.memory_change_bytes
+    if memory:
+        sign = "+" if memory > 0 else "-"
+        brings.append(f"{sign}{units.gib(abs(memory))}")
+    else:
+        brings.append("same memory")
+    if change.forecast.fit is not Fit.YES:
+        brings.append(FIT_WORDS[change.forecast.fit])
     return f"{units.phrase(change.key, change.value)} ({', '.join(brings)})"
 
 
@@ -59,30 +67,41 @@ def price_source(offer: Offer) -> str:
     return f"{offer.provider}, read on {offer.date}, {offer.source}"
 
 
-def configurations(forecasts: Sequence[Forecast], bills: Sequence[Bill | None]) -> RenderableType:
+def configurations(planned: PlannedFile) -> RenderableType:
     """Return the configurations of a file in their order, each with its cheapest bill."""
-    rows, fits = [], {Fit.YES: "yes", Fit.NO: "no", Fit.UNCERTAIN: "?"}
-    for number, (forecast, bill) in enumerate(zip(forecasts, bills, strict=True), start=1):
-        broken, known = forecast.broken, units.DASH if forecast.fits is None else fits[forecast.fit]
-        what = [units.size(forecast.config), *settings(forecast.config, with_capacity=True)]
-        why = [broken.reason] if broken else list(forecast.notes[:1]) * (forecast.memory is None)
-        rows.append(
-            (
-                f"{number:,}",
-                Text(_FORBIDDEN if broken else known, _FIT_STYLES[forecast.fit]),
-                units.gib(forecast.peak_allocated_bytes),
-                units.rate(forecast.tokens_per_second),
-                units.usd(bill.usd_per_1000_steps if bill else None),
-                ": ".join([", ".join(what), *why]),
-            )
-        )
+    rows = map(_configuration_row, itertools.count(1), planned.forecasts, planned.bills)
     header = ("", "fits", ">peak", ">tokens/s", ">1,000 steps", "configuration")
     return Group(grid(header, rows), Text(UNSURE, style="dim"))
 
 
+def _configuration_row(
+    number: int, forecast: Forecast, bills: Sequence[Bill]
+) -> Sequence[str | Text]:
+    fits = {Fit.YES: "yes", Fit.NO: "no", Fit.UNCERTAIN: "?"}[forecast.fit]
+    words = [units.size(forecast.config)]
+    words += settings(forecast.config, with_capacity=True)
+    what = ", ".join(words)
+    if forecast.fits is None:
+        fits = units.DASH
+    if forecast.broken is not None:
+        fits = _FORBIDDEN
+        what += f": {forecast.broken.reason}"
+    elif forecast.memory is None and forecast.notes:
+        what += f": {forecast.notes[0]}"
+    return (
+        f"{number:,}",
+        Text(fits, _FIT_STYLES[forecast.fit]),
+        units.gib(forecast.peak_allocated_bytes),
+        units.rate(forecast.tokens_per_second),
+        units.usd(bills[0].usd_per_1000_steps if bills else None),
+        what,
+    )
+
+
 def details(plan: CardPlan) -> Iterator[RenderableType]:
     """Yield what else could be done, then what the answer rests on."""
-    shown, survey = plan.shown, plan.survey
+    shown = plan.shown
+    survey = plan.survey
     if changes := few(plan.what_ifs):
         more = f"all {units.plural(len(plan.what_ifs), 'change')} of a setting: --json"
         title = "What if: one change each, against that configuration"
@@ -102,81 +121,105 @@ def details(plan: CardPlan) -> Iterator[RenderableType]:
 
 def _memory_and_time(forecast: Forecast) -> Iterator[str]:
     """Yield where a configuration's memory and time go."""
-    memory, speed = forecast.memory, forecast.speed
+    memory = forecast.memory
+    speed = forecast.speed
     if memory is not None:
-        parts = (f"{part} {units.gib(memory.breakdown[part])}" for part in PARTS)
-        peak, reserved = map(units.gib, (memory.peak_allocated_bytes, memory.peak_reserved_bytes))
+        parts = [f"{part} {units.gib(memory.breakdown[part])}" for part in PARTS]
+        peak = units.gib(memory.peak_allocated_bytes)
+        reserved = units.gib(memory.peak_reserved_bytes)
         yield f"peak {peak} allocated, reached in {memory.moment}; {reserved} reserved"
         yield f"of the peak: {', '.join(parts)}"
     if forecast.step_seconds is not None:
         yield f"{units.step_time(forecast.step_seconds)} per step ({forecast.speed_basis})"
     if speed is not None:
         ranked = sorted(speed.terms.items(), key=lambda term: -term[1])[:_TERMS_SHOWN]
-        shares = (
+        shares = [
             f"{term.replace('_', '-')} {units.percent(seconds / speed.step_seconds)}"
             for term, seconds in ranked
-        )
-        used, dtype = units.percent(speed.flops_utilization), forecast.config.compute_dtype
+        ]
+        used = units.percent(speed.flops_utilization)
+        dtype = forecast.config.compute_dtype
         yield f"bound by {speed.bottleneck}; of a step: {', '.join(shares)}"
         yield f"{used} of the {forecast.forecaster.gpu.name}'s {dtype} peak is put to use"
 
 
 def _sizes(table: ShapeTable, plan: CardPlan) -> Iterator[RenderableType]:
     """Yield what fits by micro-batch and sequence length."""
-
-    def cell(forecast: Forecast | None) -> Text:
-        if forecast is None:
-            return Text("")
-        speed, fit = forecast.tokens_per_second, forecast.fit
-        words = "fits" if speed is None else units.rate(speed)
-        if fit is Fit.NO:
-            words = "-" if forecast.broken is None else _FORBIDDEN
-        return Text(f"{words}?" if fit is Fit.UNCERTAIN else words, _FIT_STYLES[fit])
-
-    def largest(length: int) -> str:
-        known = [table.cells.get((batch, length)) for batch in table.batches]
-        if all(one is not None and one.broken is not None for one in known):
-            return _FORBIDDEN
-        sure, possible = table.largest[length].sure, table.largest[length].possible
-        words = f"{sure:,}" if sure else "-"
-        if possible > sure:
-            words += f" ({possible:,}?)"
-        return words
-
     # Up to the first micro-batch from which on nothing fits at any length.
     most = max((size.possible for size in table.largest.values()), default=0)
-    batches = table.batches[: sum(batch <= most for batch in table.batches) + 1]
-    rows: list[list[str | Text]] = [
-        [f"{batch:,}", *(cell(table.cells.get((batch, length))) for length in table.lengths)]
-        for batch in batches
-    ]
-    rows.append(["largest", *map(largest, table.lengths)])
-    if table.base is not None:
-        what = ", ".join(settings(table.base, with_capacity=True))
-        yield Text(f"{what}, at other sizes: by micro-batch and sequence length", style="dim")
-    yield grid(("micro-batch", *(f">{length:,}" for length in table.lengths)), rows)
+    header = ["micro-batch"]
+    largest: list[str | Text] = ["largest"]
+    for length in table.lengths:
+        header.append(f">{length:,}")
+        largest.append(_largest(table, length))
+    rows: list[list[str | Text]] = []
+    for batch in table.batches:
+        row: list[str | Text] = [f"{batch:,}"]
+        row += [_cell(table.cells.get((batch, length))) for length in table.lengths]
+        rows.append(row)
+        if batch > most:
+            break
+    rows.append(largest)
     legend = f"{UNSURE}, '-' does not fit"
     if table.base is None:
         legend = f"the fastest of the space that fits, of the recommended class; {legend}"
+    else:
+        what = ", ".join(settings(table.base, with_capacity=True))
+        yield Text(f"{what}, at other sizes: by micro-batch and sequence length", style="dim")
+    yield grid(header, rows)
     yield Text(legend, style="dim")
-    if rules := sorted({cell.broken.rule for cell in table.cells.values() if cell.broken}):
-        words = f"'{_FORBIDDEN}' is forbidden on this model and GPU: {', '.join(rules)}"
+    rules = {cell.broken.rule for cell in table.cells.values() if cell.broken}
+    if rules:
+        words = f"'{_FORBIDDEN}' is forbidden on this model and GPU: {', '.join(sorted(rules))}"
         yield Text(words, style="dim")
+
+
+def _cell(forecast: Forecast | None) -> Text:
+    """Return what is known of one size."""
+    if forecast is None:
+        return Text("")
+    words = "fits"
+    if forecast.tokens_per_second is not None:
+        words = units.rate(forecast.tokens_per_second)
+    match forecast.fit:
+        case Fit.UNCERTAIN:
+            words += "?"
+        case Fit.NO:
+            words = "-" if forecast.broken is None else _FORBIDDEN
+    return Text(words, _FIT_STYLES[forecast.fit])
+
+
+def _largest(table: ShapeTable, length: int) -> str:
+    """Return the largest micro-batch at a length."""
+    cells = [table.cells.get((batch, length)) for batch in table.batches]
+    if all(cell is not None and cell.broken is not None for cell in cells):
+        return _FORBIDDEN
+    size = table.largest[length]
+    words = f"{size.sure:,}" if size.sure else "-"
+    if size.possible > size.sure:
+        words += f" ({size.possible:,}?)"
+    return words
 
 
 def _classes(survey: Survey, length: int) -> RenderableType:
     """Return the fastest of each rank and target modules at one length."""
-    known = [f for f in survey.fastest_by_class.values() if f.config.seq_len == length and f.memory]
-    rows = [
-        (
-            str(forecast.config.lora_rank),
-            targets_in_words(forecast.config.target_modules),
-            units.rate(forecast.tokens_per_second) + "?" * (forecast.fit is Fit.UNCERTAIN),
-            units.gib(forecast.peak_allocated_bytes),
-            units.size(forecast.config),
+    rows: list[Sequence[str]] = []
+    for forecast in survey.fastest_by_class.values():
+        config = forecast.config
+        if config.seq_len != length or not forecast.memory:
+            continue
+        speed = units.rate(forecast.tokens_per_second)
+        if forecast.fit is Fit.UNCERTAIN:
+            speed += "?"
+        rows.append(
+            (
+                str(config.lora_rank),
+                targets_in_words(config.target_modules),
+                speed,
+                units.gib(forecast.peak_allocated_bytes),
+                units.size(config),
+            )
         )
-        for forecast in known
-    ]
     return grid(("rank", "target modules", ">tokens/s", ">peak", ">size"), rows)
 
 
@@ -211,25 +254,33 @@ def _bill_lines(bill: Bill) -> Iterator[str]:
 def break_even_lines(comparison: OfferComparison) -> Iterator[str]:
     """Yield where the cheapest offer changes, as far as the speeds are known well enough."""
     for point in comparison.break_evens:
-        steps = "" if point.steps is None else f" ({units.plural(round(point.steps), 'step')})"
-        low, high = (f"{round(end):,}" for end in point.samples[1:])
-        between = "" if low == high else f", between {low} and {high} for all that is known"
+        where = f"break-even at {round(point.samples.value):,} samples"
+        if point.steps is not None:
+            where += f" ({units.plural(round(point.steps), 'step')})"
+        low = f"{round(point.samples.low):,}"
+        high = f"{round(point.samples.high):,}"
+        if low != high:
+            where += f", between {low} and {high} for all that is known"
         yield (
-            f"break-even at {round(point.samples.value):,} samples{steps}{between}: "
-            f"{point.below.offer.label} is cheaper below, {point.above.offer.label} above"
+            f"{where}: {point.below.offer.label} is cheaper below, {point.above.offer.label} above"
         )
     if len(comparison.bills) > 1 and not comparison.break_evens:
         yield "no break-even is claimed within the speeds' uncertainty"
 
 
 def _grounds(plan: CardPlan) -> Iterator[str]:
-    forecaster, shown, evidence = plan.forecaster, plan.shown, plan.forecaster.evidence
-    model, gpu = forecaster.model, plan.gpu
-    usable, budget = map(units.gib, (gpu.memory_bytes, forecaster.budget_bytes))
+    shown = plan.shown
+    gpu = plan.gpu
+    model = plan.forecaster.model
+    evidence = plan.forecaster.evidence
+    usable = units.gib(gpu.memory_bytes)
+    budget = units.gib(plan.forecaster.budget_bytes)
     yield f"{gpu.name} ({gpu.product}): {usable} usable, a training may take {budget}"
+    size = f"{model.hidden_layers} layers, a vocabulary of {model.vocab_size:,}"
     count = parameters(model)
-    size = "" if count is None else f"{count:,} parameters, "
-    yield f"{model.name}: {size}{model.hidden_layers} layers, a vocabulary of {model.vocab_size:,}"
+    if count is not None:
+        size = f"{count:,} parameters, {size}"
+    yield f"{model.name}: {size}"
     if plan.survey is not None:
         found = plan.survey.found
         for rule, number in sorted(found.invalid.items()):
@@ -239,25 +290,24 @@ def _grounds(plan: CardPlan) -> Iterator[str]:
     if shown is None:
         return
     if shown.memory is not None:
-        off = ""
+        within = units.error(shown.memory.uncertainty)
+        known = f"within {within} (reserved: {units.error(shown.memory.reserved_uncertainty)})"
         if evidence.memory_error is not None:
             trials = units.plural(len(evidence.memory_errors), "trial")
             error = f"{100 * evidence.memory_error:.1f} %"
-            off = f"; off by {error} in the median over {trials} of study {evidence.study}"
-        errors = shown.memory.uncertainty, shown.memory.reserved_uncertainty
-        within, reserved = map(units.error, errors)
-        known = f"within {within} (reserved: {reserved}){off}"
+            known += f"; off by {error} in the median over {trials} of study {evidence.study}"
         yield f"memory: predicted from the model's own code, {known}"
     if (speed := _speed_ground(plan, shown)) is not None:
         yield f"speed: {speed}"
     yield f"learning rate: {shown.learning_rate.words}"
-    for bill in plan.bills[:1]:
-        yield f"price: {price_source(bill.offer)}"
+    if plan.bills:
+        yield f"price: {price_source(plan.bills[0].offer)}"
     yield from plan.notes if shown.broken is None else evidence.notes
 
 
 def _speed_ground(plan: CardPlan, shown: Forecast) -> str | None:
-    evidence, gpu, dtype = plan.forecaster.evidence, plan.gpu, shown.config.compute_dtype
+    evidence = plan.forecaster.evidence
+    gpu = plan.gpu
     if shown.trial is not None:
         return f"measured by trial {shown.trial.number} of study {evidence.study}"
     if shown.speed is None:
@@ -266,9 +316,12 @@ def _speed_ground(plan: CardPlan, shown: Forecast) -> str | None:
         trials = units.plural(evidence.calibration.trials, "trial")
         error = f"{100 * evidence.calibration.relative_error:.1f} %"
         return f"calibrated by {trials} of study {evidence.study}, met within {error} in the median"
-    sheet = "by its data sheet"
-    products = "measured matrix products" if dtype in gpu.matrix_flops else f"FLOP/s {sheet}"
-    copies = "measured copies" if gpu.copy_bytes_per_second else f"bandwidth {sheet}"
+    products = "FLOP/s by its data sheet"
+    if shown.config.compute_dtype in gpu.matrix_flops:
+        products = "measured matrix products"
+    copies = "bandwidth by its data sheet"
+    if gpu.copy_bytes_per_second:
+        copies = "measured copies"
     files, count = shown.speed.contributed
     if files:
         copies += f", and {units.plural(count, 'trial')} of {units.plural(files, 'contribution')}"

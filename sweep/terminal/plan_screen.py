@@ -21,12 +21,26 @@ from qlora_sweep.search_spaces.prices import PRICE_OPTION
 from qlora_sweep.search_spaces.quality import quality_in_words
 from qlora_sweep.search_spaces.rules import torch_for
 from qlora_sweep.search_spaces.trainers import trainer_of
-from qlora_sweep.sweep.export.grpo import grpo_config
 from qlora_sweep.sweep.planning import candidates
-from qlora_sweep.sweep.planning.backwards import LENGTH_STEP, Cheapest, JobCard, Longest, Outcome
-from qlora_sweep.sweep.planning.calibrating import Lessons
-from qlora_sweep.sweep.planning.documents import pairs_of
-from qlora_sweep.sweep.planning.plan import CardComparison, CardPlan, Use, few, perhaps_fastest
+from qlora_sweep.sweep.planning.answers import GpuPlans, HostPlans
+from qlora_sweep.sweep.planning.backwards import (
+    LENGTH_STEP,
+    Cheapest,
+    JobCard,
+    Longest,
+    LongestRow,
+    Outcome,
+)
+from qlora_sweep.sweep.planning.calibrating import Lesson, Lessons
+from qlora_sweep.sweep.planning.documents import pairs_per_second
+from qlora_sweep.sweep.planning.plan import (
+    GENERATION,
+    CardComparison,
+    CardPlan,
+    Use,
+    few,
+    perhaps_fastest,
+)
 from qlora_sweep.sweep.planning.survey import Survey
 from qlora_sweep.sweep.predict.forecast import Forecast
 from qlora_sweep.sweep.predict.memory.prediction import Fit
@@ -36,7 +50,6 @@ from qlora_sweep.sweep.terminal import plan_details
 from qlora_sweep.sweep.terminal.drawing import Fact, facts, grid, section
 
 _DETAILS = ("details", "add --details for every size, rank, change, price and source")
-GENERATION = "is not in these numbers: neither its time nor its memory (the KV cache, or vLLM's)"
 _LINES_SHOWN = 4
 """Micro-batches of all GPUs, or GPUs, that one screen has room for."""
 _SPACE_WORDS = {
@@ -48,139 +61,198 @@ _SPACE_WORDS = {
 
 def _answer(
     sentence: str,
-    table: Sequence[RenderableType],
     said: Sequence[Fact],
+    *,
+    table: RenderableType | None = None,
     shown: Iterable[Forecast | None] = (),
 ) -> Group:
     """Return a sentence that stands alone, a table where there is one, and facts; before them why
     the speed of any that is shown is not known."""
-    title = Text(f"{sentence}\n", style="bold")
-    return Group(*_unknown_speeds(shown), title, *table, facts(said))
+    parts = _unknown_speeds(shown)
+    parts.append(Text(f"{sentence}\n", style="bold"))
+    if table is not None:
+        parts.append(table)
+    parts.append(facts(said))
+    return Group(*parts)
 
 
 def _unknown_speeds(shown: Iterable[Forecast | None]) -> list[RenderableType]:
     """Return why the speeds of configurations are not known, once each."""
-    told = (forecast.speed_unknown for forecast in shown if forecast is not None)
-    return [Text(words, style="bold") for words in dict.fromkeys(filter(None, told))]
+    reasons: dict[str, None] = {}
+    for forecast in shown:
+        if forecast is not None and forecast.speed_unknown:
+            reasons[forecast.speed_unknown] = None
+    return [Text(reason, style="bold") for reason in reasons]
 
 
 def one_gpu(plan: CardPlan, *, is_detailed: bool) -> RenderableType:
     """Return the plan of one GPU: the recommendation, what decides, and what to do next."""
-    shown, model, gpu = plan.shown, plan.forecaster.model.name, plan.gpu.name
-    where, said = f"for {model} on the {gpu}", list[Fact]()
+    shown = plan.shown
+    where = f"for {plan.forecaster.model.name} on the {plan.gpu.name}"
     if plan.asked.grpo:
-        where = f"for GRPO's training step alone, of {model} on the {gpu}"
+        where = f"for GRPO's training step alone, of {where.removeprefix('for ')}"
+    said: list[Fact] = []
     if shown is None:
         sentence = f"Nothing fits {where}: {_too_small(plan)}"
     elif shown.broken is not None:
         sentence = f"{_what(shown.config)} is not possible {where}: {shown.broken.reason}"
     else:
-        bill = plan.bills[0] if plan.bills and shown.fit is not Fit.NO else None
-        what, numbers = _what(shown.config), _numbers(shown, bill)
-        sentence = f"{what} {plan_details.FIT_WORDS[shown.fit]} {where}: {numbers}"
-        if plan.survey is not None:
+        bill = None
+        if plan.bills and shown.fit is not Fit.NO:
+            bill = plan.bills[0]
+        what = _what(shown.config)
+        numbers = _numbers(shown, bill)
+        if plan.survey is None:
+            sentence = f"{what} {plan_details.FIT_WORDS[shown.fit]} {where}: {numbers}"
+        else:
             sentence = f"Recommended {where}: {what}: {numbers}"
         said += _facts(plan, shown, bill)
-    said += [*_searched([plan]), *_next(plan), _DETAILS]
-    answer = _answer(sentence, (), said, [shown])
-    return Group(answer, *(plan_details.details(plan) if is_detailed else ()))
-
-
-def several_gpus(
-    plans: Sequence[CardPlan], comparison: CardComparison | None, *, is_detailed: bool
-) -> RenderableType:
-    """Return which GPU to take, the same training on each, and what differs."""
-    own = {plan.gpu.name: plan.shown for plan in plans if plan.shown and plan.fits}
-    chosen = own if comparison is None else comparison.chosen
-    able = [plan for plan in plans if plan.gpu.name in chosen]
-    best = max(
-        able, key=lambda plan: candidates.speed_order(chosen[plan.gpu.name]), default=plans[0]
-    )
-    bills = None if comparison is None else comparison.bills
-    bill = None if bills is None else bills.cheapest
-    if comparison is not None:
-        best = next(plan for plan in able if plan.gpu.name == comparison.perhaps_best[0])
-    model, name = best.forecaster.model.name, best.gpu.name
-    if chosen:
-        which = f"the {name}" if bill is None else _offer_words(bill)
-        why = "which alone has room" if len(chosen) == 1 else "chosen by its predicted speed"
-        if comparison is not None:
-            why = _why(comparison.perhaps_best, by="speed" if bills is None else "cost")
-        what = f"{_what(chosen[name].config)}: {_numbers(chosen[name], bill)}"
-        sentence = f"Recommended for {model}: {which}, {why}: {what}"
-    else:
-        sentence = f"Nothing fits for {model} on the {listed(plan.gpu.name for plan in plans)}"
-    said = [] if comparison is None else [*_compared(comparison)]
-    said += _settings_facts(chosen) if chosen else ()
-    said += [(plan.gpu.name, _why_not(plan)) for plan in plans if plan not in able]
-    said += [*_searched(plans), *_next(best), _DETAILS]
-    rows = []
-    for gpu, forecast in ((plan.gpu.name, chosen[plan.gpu.name]) for plan in able):
-        cost = next((b for b in (bills.bills if bills else ()) if b.offer.gpu == gpu), None)
-        rows.append(_row(gpu, forecast, cost))
-    table = [grid(_HEADER, rows)] if rows else []
-    parts: list[RenderableType] = [_answer(sentence, table, said, chosen.values())]
-    if is_detailed and bills is not None:
-        parts += section(
-            "Prices", plan_details.offers(bills.bills), *plan_details.break_even_lines(bills)
-        )
-    for plan in plans if is_detailed else ():
-        title = Text(f"\n== {plan.gpu.name}\n", style="bold")
-        parts += [title, one_gpu(plan, is_detailed=True)]
+    said += _searched([plan])
+    said += _next(plan)
+    said.append(_DETAILS)
+    parts: list[RenderableType] = [_answer(sentence, said, shown=[shown])]
+    if is_detailed:
+        parts += plan_details.details(plan)
     return Group(*parts)
 
 
-def ways(
-    plans: Sequence[CardPlan],
-    comparison: CardComparison | None,
-    refused: Mapping[str, str],
-    *,
-    devices: int,
-    is_detailed: bool,
-) -> RenderableType:
+def several_gpus(answer: GpuPlans, *, is_detailed: bool) -> RenderableType:
+    """Return which GPU to take, the same training on each, and what differs."""
+    comparison = answer.comparison
+    chosen: Mapping[str, Forecast] = _shown_by_name(answer.plans)
+    by: Literal["speed", "cost"] = "speed"
+    bills: Sequence[Bill] = ()
+    bill = None
+    if comparison is not None:
+        chosen = comparison.chosen
+        if comparison.bills is not None:
+            by = "cost"
+            bills = comparison.bills.bills
+            bill = comparison.bills.cheapest
+    able = {plan.name: plan for plan in answer.plans if plan.name in chosen}
+    best = answer.plans[0]
+    model = best.forecaster.model.name
+    sentence = f"Nothing fits for {model} on the {listed(plan.name for plan in answer.plans)}"
+    said: list[Fact] = []
+    if chosen:
+        if comparison is not None:
+            best = able[comparison.perhaps_best[0]]
+            why = _why(comparison.perhaps_best, by=by)
+            said += _compared(comparison)
+        elif len(chosen) == 1:
+            (best,) = able.values()
+            why = "which alone has room"
+        else:
+            best = able[max(able, key=lambda name: candidates.speed_order(chosen[name]))]
+            why = "chosen by its predicted speed"
+        which = _offer_words(bill) if bill else f"the {best.name}"
+        forecast = chosen[best.name]
+        what = f"{_what(forecast.config)}: {_numbers(forecast, bill)}"
+        sentence = f"Recommended for {model}: {which}, {why}: {what}"
+        said += _settings_facts(chosen)
+    cheapest_of = {bill.offer.gpu: bill for bill in reversed(bills)}
+    rows = [_row(name, chosen[name], cheapest_of.get(name)) for name in able]
+    parts = [_several(sentence, said, best, answer.plans, rows, chosen)]
+    if is_detailed:
+        if comparison is not None and comparison.bills is not None:
+            lines = plan_details.break_even_lines(comparison.bills)
+            parts += section("Prices", plan_details.offers(bills), *lines)
+        parts += _each_in_detail(answer.plans)
+    return Group(*parts)
+
+
+def ways(answer: HostPlans, *, is_detailed: bool) -> RenderableType:
     """Return what one GPU of a host, all of them and shards come to, and which is the fastest."""
-    able = {plan.name: plan for plan in plans if plan.fits}
-    shown = {name: plan.shown for name, plan in able.items() if plan.shown is not None}
-    where = f"for {plans[0].forecaster.model.name} on {devices} x {plans[0].gpu.name}"
-    sentence, best, said = f"Nothing fits {where}", plans[0], list[Fact]()
+    plans = answer.plans
+    comparison = answer.comparison
+    shown = _shown_by_name(plans)
+    able = {plan.name: plan for plan in plans if plan.name in shown}
+    best = plans[0]
+    where = f"for {best.forecaster.model.name} on {answer.devices} x {best.gpu.name}"
+    sentence = f"Nothing fits {where}"
+    said: list[Fact] = []
     if shown:
         tied = perhaps_fastest(shown if comparison is None else comparison.chosen)
-        alone = "has room" if len(plans) > 1 else "is possible"
-        why = f"which alone {alone}" if len(shown) == 1 else _why(tied, by="speed")
-        best, chosen = able[tied[0]], shown[tied[0]]
-        what = f"{_what(chosen.config)}: {_numbers(chosen, next(iter(best.bills), None))}"
-        sentence = f"Recommended {where}: {tied[0]}, {why}: {what}"
+        fastest = tied[0]
+        best = able[fastest]
+        why = _why(tied, by="speed")
+        if len(shown) == 1:
+            why = "which alone has room" if len(plans) > 1 else "which alone is possible"
+        numbers = _numbers(shown[fastest], next(iter(best.bills), None))
+        what = f"{_what(shown[fastest].config)}: {numbers}"
+        sentence = f"Recommended {where}: {fastest}, {why}: {what}"
         said += _settings_facts(shown)
     if comparison is not None and best.survey is not None:
         said.append(("same batch", _at_one_batch(comparison)))
-    said += [(plan.name, _why_not(plan)) for plan in plans if plan.name not in able]
-    said += [*refused.items(), ("link", _link_words(link_of(best.gpu)))]
-    said += [*_searched(plans), *_next(best), _DETAILS]
     rows = [_row(name, of, next(iter(able[name].bills), None)) for name, of in shown.items()]
-    table = [grid(_HEADER, rows)] if rows else []
-    parts: list[RenderableType] = [_answer(sentence, table, said, shown.values())]
-    for plan in plans if is_detailed else ():
-        title = Text(f"\n== {plan.name}\n", style="bold")
-        parts += [title, one_gpu(plan, is_detailed=True)]
+    more = list(answer.refused.items())
+    more.append(("link", _link_words(link_of(best.gpu))))
+    parts = [_several(sentence, said, best, plans, rows, shown, more)]
+    if is_detailed:
+        parts += _each_in_detail(plans)
     return Group(*parts)
+
+
+def _shown_by_name(plans: Sequence[CardPlan]) -> dict[str, Forecast]:
+    """Return what is shown of each plan of which it fits."""
+    shown: dict[str, Forecast] = {}
+    for plan in plans:
+        if plan.shown is not None and plan.fits:
+            shown[plan.name] = plan.shown
+    return shown
+
+
+def _several(
+    sentence: str,
+    said: list[Fact],
+    best: CardPlan,
+    plans: Sequence[CardPlan],
+    rows: Sequence[Sequence[str]],
+    chosen: Mapping[str, Forecast],
+    more: Sequence[Fact] = (),
+) -> RenderableType:
+    """Return an answer of several plans with a row for each that can do it, and why others
+    cannot."""
+    for plan in plans:
+        if plan.name not in chosen:
+            said.append((plan.name, _why_not(plan)))
+    said += more
+    said += _searched(plans)
+    said += _next(best)
+    said.append(_DETAILS)
+    table = grid(_HEADER, rows) if rows else None
+    return _answer(sentence, said, table=table, shown=chosen.values())
+
+
+def _each_in_detail(plans: Sequence[CardPlan]) -> Iterator[RenderableType]:
+    for plan in plans:
+        yield Text(f"\n== {plan.name}\n", style="bold")
+        yield one_gpu(plan, is_detailed=True)
 
 
 def _at_one_batch(comparison: CardComparison) -> str:
     """Return how fast each way is in steps of one size, beside the first."""
-    (first, alone), *others = comparison.chosen.items()
-    words = [f"{first} {units.rate(alone.tokens_per_second)} tokens/s"]
-    for name, forecast in others:
-        times = candidates.speed_ratio(forecast, alone)
-        ratio = f", {_times(times)} as fast" if times else ""
-        words.append(f"{name} {units.rate(forecast.tokens_per_second)}{ratio}")
-    size = f"{comparison.effective_batch_size:,} x {comparison.seq_len:,}"
-    return f"{size} a step: {'; '.join(words)}"
+    words: list[str] = []
+    first = next(iter(comparison.chosen.values()))
+    for name, forecast in comparison.chosen.items():
+        word = f"{name} {units.rate(forecast.tokens_per_second)}"
+        if forecast is first:
+            word += " tokens/s"
+        elif times := candidates.speed_ratio(forecast, first):
+            word += f", {_times(times)} as fast"
+        words.append(word)
+    return f"{_step_size(comparison)} a step: {'; '.join(words)}"
+
+
+def _step_size(comparison: CardComparison) -> str:
+    return f"{comparison.effective_batch_size:,} x {comparison.seq_len:,}"
 
 
 def _link_words(link: Interconnect) -> str:
-    name, rate = {"nvlink": "NVLink", "pcie": "PCIe"}[link.kind], link.bytes_per_second / 1e9
-    known = "steps of several GPUs were measured between two H200 through NVLink alone"
+    name = {"nvlink": "NVLink", "pcie": "PCIe"}[link.kind]
+    rate = link.bytes_per_second / 1e9
     share = units.percent(LINK_SHARES[link.kind])
+    known = "steps of several GPUs were measured between two H200 through NVLink alone"
     return f"{name}, {rate:.1f} GB/s each way, of which {share} is counted on; {known}"
 
 
@@ -202,24 +274,31 @@ def _row(name: str, forecast: Forecast, bill: Bill | None) -> tuple[str, ...]:
 def _what(config: TrialConfig) -> str:
     """Return size and capacity: ``micro-batch 10, length 512, rank 16 on q,k,v,o, fp8 compute``."""
     size = f"micro-batch {config.micro_batch_size:,}, length {config.seq_len:,}"
-    compute = [units.phrase("compute_dtype", config.compute_dtype)] * config.is_8bit_compute
-    return ", ".join([size, capacity(config), *compute])
+    what = f"{size}, {capacity(config)}"
+    if config.is_8bit_compute:
+        what += f", {units.phrase('compute_dtype', config.compute_dtype)}"
+    return what
 
 
 def _numbers(forecast: Forecast, bill: Bill | None) -> str:
     """Return speed, memory and price, as far as they are known."""
-    ends = forecast.tokens_per_second_range
-    parts = [f"{pairs:.3g} pairs/s" for pairs in pairs_of(forecast).values()]
+    parts: list[str] = []
+    pairs = pairs_per_second(forecast)
+    if pairs is not None:
+        parts.append(f"{pairs:.3g} pairs/s")
     if forecast.tokens_per_second is not None:
-        between = "" if ends is None else f", {units.rate(ends[0])} to {units.rate(ends[1])}"
-        speed = units.rate(forecast.tokens_per_second)
-        parts.append(f"{speed} tokens/s ({forecast.speed_basis}{between})")
+        basis = str(forecast.speed_basis)
+        if forecast.tokens_per_second_range is not None:
+            low, high = map(units.rate, forecast.tokens_per_second_range)
+            basis += f", {low} to {high}"
+        parts.append(f"{units.rate(forecast.tokens_per_second)} tokens/s ({basis})")
     if forecast.memory is not None:
         peak = units.gib(forecast.memory.peak_allocated_bytes)
         error = units.error(forecast.memory.uncertainty)
         budget = units.gib(forecast.forecaster.budget_bytes)
-        doubt = ", too close to be sure" if forecast.fit is Fit.UNCERTAIN else ""
-        parts.append(f"{peak} (within {error}) of the {budget} budget{doubt}")
+        parts.append(f"{peak} (within {error}) of the {budget} budget")
+        if forecast.fit is Fit.UNCERTAIN:
+            parts.append("too close to be sure")
     if bill is not None:
         parts.append(f"{_per_million(bill)} per million tokens")
     return ", ".join(parts)
@@ -241,13 +320,14 @@ def _offer_words(bill: Bill) -> str:
 
 def _cost(bill: Bill) -> str:
     """Return dollars and what they may come to: ``$0.848 ($0.315 to $1.38)``."""
-    return f"{units.usd(bill.usd)} ({' to '.join(units.usd(end.usd) for end in bill.extremes)})"
+    least, most = bill.extremes
+    return f"{units.usd(bill.usd)} ({units.usd(least.usd)} to {units.usd(most.usd)})"
 
 
 def _per_million(bill: Bill) -> str:
     """Return dollars per million tokens with their ends: ``$0.138 ($0.0469–0.229)``."""
-    usd, *ends = bill.range_of(attrgetter("usd_per_million_tokens"))
-    return f"{units.usd(usd)} ({units.usd_interval((ends[0], ends[1]))})"
+    usd = bill.range_of(attrgetter("usd_per_million_tokens"))
+    return f"{units.usd(usd.value)} ({units.usd_interval((usd.low, usd.high))})"
 
 
 def _took(bill: Bill) -> str:
@@ -258,11 +338,16 @@ def _too_small(plan: CardPlan) -> str:
     assert plan.survey is not None, "of one configuration something is shown"
     least = plan.survey.found.least_bytes
     if least is None:
-        what = "every configuration is forbidden for this model and GPU"
-        return ": ".join([what, *plan.obstacles])
-    budget, left = units.gib(plan.forecaster.budget_bytes), unquantized(plan.forecaster.model)
-    why = f", of which no quantization saves any: {left}" if left else ""
-    return f"the smallest configuration needs {units.gib(least)}{why}, and the budget is {budget}"
+        words = "every configuration is forbidden for this model and GPU"
+        for obstacle in plan.obstacles:
+            words += f": {obstacle}"
+        return words
+    needed = units.gib(least)
+    left = unquantized(plan.forecaster.model)
+    if left:
+        needed += f", of which no quantization saves any: {left}"
+    budget = units.gib(plan.forecaster.budget_bytes)
+    return f"the smallest configuration needs {needed}, and the budget is {budget}"
 
 
 def _why_not(plan: CardPlan) -> str:
@@ -276,68 +361,85 @@ def _why_not(plan: CardPlan) -> str:
 
 def _facts(plan: CardPlan, shown: Forecast, bill: Bill | None) -> Iterator[Fact]:
     """Yield what a person needs to decide about one GPU."""
-    survey, epoch, speed = plan.survey, shown.epoch, shown.tokens_per_second
+    epoch = shown.epoch
+    speed = shown.tokens_per_second
     yield "settings", _but(plan_details.settings(shown.config))
     whole = plan.forecaster.model.part_of
     if whole is not None:
         beside = "its other parts, as a vision tower, are not loaded and not counted"
         yield "model", f"the text decoder of a {whole}: {beside}"
-    by = "by rank, alpha, batch and model" if shown.config.method == "sft" else "published advice"
+    by = "published advice"
+    if shown.config.method == "sft":
+        by = "by rank, alpha, batch and model"
     yield "learning", f"rate {shown.learning_rate.brief}, {by}"
     if epoch is not None and speed:
         tokens = f"{epoch.loss_tokens:,} loss tokens in {units.plural(epoch.steps, 'step')}"
         cut = cut_in_words(epoch, shown.config)
         yield "one epoch", f"{units.duration(epoch.loss_tokens / speed)}, {tokens}; {cut}"
-    if plan.asked.grpo:
+    if plan.grpo_config is not None:
         yield "generation", GENERATION
-        rate = shown.learning_rate.value
-        settings = grpo_config(shown.config, plan.asked.grpo, learning_rate=rate)
-        yield "for TRL", f"GRPOConfig({', '.join(f'{k}={v!r}' for k, v in settings.items())})"
+        arguments = ", ".join(f"{key}={value!r}" for key, value in plan.grpo_config.items())
+        yield "for TRL", f"GRPOConfig({arguments})"
     elif bill is not None:
-        what = f"{_cost(bill)}, {_took(bill)}, {bill.offer.label}"
-        yield "cost", f"{plan_details.work_words(bill.workload)}: {what}"
+        cost = f"{_cost(bill)}, {_took(bill)}, {bill.offer.label}"
+        yield "cost", f"{plan_details.work_words(bill.workload)}: {cost}"
     elif not plan.bills and speed is not None:
         yield "cost", f"no price is known: {PRICE_OPTION} {plan.gpu.name}=DOLLARS an hour gives one"
     for use, label, most in ((Use.FASTER, "faster", 1), (Use.LEANER, "memory", 2)):
-        useful = [change for change in few(plan.what_ifs) if change.use is use][:most]
+        useful = [change for change in few(plan.what_ifs) if change.use is use]
         if useful:
-            yield label, " or ".join(map(plan_details.change_words, useful))
-    if survey is not None:
-        yield from _choices(survey, shown)
-        yield from _numerics(plan, survey)
-    yield from _quality(shown, survey)
+            yield label, " or ".join(map(plan_details.change_words, useful[:most]))
+    answers = [shown]
+    if plan.survey is not None:
+        yield from _choices(plan.survey, shown)
+        yield from _numerics(plan, plan.survey)
+        answers += plan.survey.fastest_by_numerics.values()
+    # Of the answer, and of the fastest of each class of numerics.
+    quality = quality_in_words(forecast.config for forecast in answers)
+    if quality:
+        yield "quality", quality
 
 
 def _but(words: Sequence[str]) -> str:
-    """Return in how far settings are not the standard recipe's."""
-    recipe = "the standard QLoRA recipe"
-    return f"{recipe}, but {', '.join(words)}" if words else recipe
+    """Return how settings differ from the standard recipe."""
+    if not words:
+        return "the standard QLoRA recipe"
+    return f"the standard QLoRA recipe, but {', '.join(words)}"
 
 
 def _choices(survey: Survey, best: Forecast) -> Iterator[Fact]:
     """Yield what other lengths and capacities come to, and what was passed over."""
-    rivals = survey.fastest_by_class
-    lengths = {n: f for (capacity, n), f in rivals.items() if capacity == survey.capacity}
+    compute = best.config.compute_dtype
+    lengths: dict[int, Forecast] = {}
+    others: list[Forecast] = []
+    capacities = set()
+    for (of_capacity, length), forecast in survey.fastest_by_class.items():
+        capacities.add(of_capacity)
+        if of_capacity == survey.capacity:
+            lengths[length] = forecast
+        elif length == best.config.seq_len and forecast.tokens_per_second is not None:
+            others.append(forecast)
     if len(lengths) > 1 and best.tokens_per_second is not None:
-        compute = best.config.compute_dtype
-        speeds = (f"{n:,}: {_rate(lengths[n], beside=compute)}" for n in sorted(lengths))
+        speeds: list[str] = []
+        for length in sorted(lengths):
+            speeds.append(f"{length:,}: {_rate(lengths[length], beside=compute)}")
         yield "by length", f"{', '.join(speeds)} tokens/s (--seq-len)"
     searched = math.prod(len(survey.space.values_of(key)) for key in CAPACITY_KEYS)
     if searched > 1:
         why = "the nearest to the standard recipe's of those that fit"
-        if len({capacity for capacity, _ in rivals}) == 1:
+        if len(capacities) == 1:
             why = f"the only one of {searched} searched that may fit"
         elif survey.capacity == standard_capacity(survey.model):
             why = "the standard recipe's"
-        length = best.config.seq_len
-        others = [f for (c, n), f in rivals.items() if c != survey.capacity and n == length]
-        others = [f for f in others if f.tokens_per_second is not None]
-        ends = [pick(others, key=candidates.speed_order) for pick in (min, max) if others]
-        compute = best.config.compute_dtype
-        told = {capacity(f.config): _rate(f, beside=compute) for f in ends}
-        rates = ", ".join(f"{name}: {speed}" for name, speed in told.items())
-        predicted = f"; predicted are {rates} tokens/s" if rates else ""
-        yield "capacity", f"{capacity(best.config)} is {why}{predicted}"
+        words = f"{capacity(best.config)} is {why}"
+        if others:
+            slowest = min(others, key=candidates.speed_order)
+            fastest = max(others, key=candidates.speed_order)
+            rates = f"{capacity(slowest.config)}: {_rate(slowest, beside=compute)}"
+            if fastest is not slowest:
+                rates += f", {capacity(fastest.config)}: {_rate(fastest, beside=compute)}"
+            words += f"; predicted are {rates} tokens/s"
+        yield "capacity", words
     other = survey.alternative
     if other and other.memory and (times := candidates.speed_ratio(other, best)):
         peak = units.gib(other.peak_allocated_bytes)
@@ -349,9 +451,11 @@ def _choices(survey: Survey, best: Forecast) -> Iterator[Fact]:
 
 def _rate(forecast: Forecast, *, beside: str) -> str:
     """Return a speed, and its compute dtype where that is not the one it stands beside."""
+    rate = units.rate(forecast.tokens_per_second)
     dtype = forecast.config.compute_dtype
-    compute = f" ({units.phrase('compute_dtype', dtype)})" if dtype != beside else ""
-    return f"{units.rate(forecast.tokens_per_second)}{compute}"
+    if dtype == beside:
+        return rate
+    return f"{rate} ({units.phrase('compute_dtype', dtype)})"
 
 
 def _numerics(plan: CardPlan, survey: Survey) -> Iterator[Fact]:
@@ -361,29 +465,21 @@ def _numerics(plan: CardPlan, survey: Survey) -> Iterator[Fact]:
     wide = classes.get("16-bit")
     if wide is None:
         return
-    gains = {n: plan.times_16_bit(f) for n, f in classes.items() if n != "16-bit"}
-    told = [f"{numerics} compute is {_times(of)}" for numerics, of in gains.items() if of]
-    if not told:
+    gains: list[str] = []
+    for numerics, forecast in classes.items():
+        times = plan.times_16_bit(forecast)
+        if numerics != "16-bit" and times is not None:
+            gains.append(f"{numerics} compute is {_times(times)}")
+    if not gains:
         return
     compute = units.phrase("compute_dtype", wide.config.compute_dtype)
     speed = f"{compute} at {units.rate(wide.tokens_per_second)} tokens/s"
-    words = f"by prediction {' and '.join(told)} as fast as {speed}"
+    words = f"by prediction {' and '.join(gains)} as fast as {speed}"
     if plan.shown is not None and plan.shown.config.is_8bit_compute:
         yield "numerics", f"{words} (--set numerics=16-bit)"
     else:
         settled = f"`sweep run` on the {plan.gpu.name} itself settles it"
         yield "numerics", f"{words}: not sure to gain; {settled}"
-
-
-def _quality(shown: Forecast, survey: Survey | None) -> Iterator[Fact]:
-    """Yield what is known of what the answer's numerics cost in loss, and those of the fastest of
-    each class."""
-    answers = [shown]
-    if survey is not None:
-        answers += survey.fastest_by_numerics.values()
-    quality = quality_in_words(forecast.config for forecast in answers)
-    if quality:
-        yield "quality", quality
 
 
 def _times(ratio: Range) -> str:
@@ -394,24 +490,34 @@ def _times(ratio: Range) -> str:
 
 def _searched(plans: Sequence[CardPlan]) -> Iterator[Fact]:
     """Yield which spaces were searched, which settings are free in them, and which fixed."""
-    looked = [(plan, plan.survey) for plan in plans if plan.survey is not None]
-    if not looked:
+    spaces: dict[str, None] = {}
+    free: dict[str, None] = {}
+    fixed = ""
+    for plan in plans:
+        survey = plan.survey
+        if survey is None:
+            continue
+        space = survey.space
+        size = "a continuous space"
+        if survey.total is not None:
+            size = units.plural(survey.total, "configuration")
+        words = f"{_SPACE_WORDS[plan.asked.kind or 'file'].format(space.name)}, {size}"
+        if len(plans) == 1:
+            words += _how_searched(survey)
+        if not spaces:
+            # They are the same on every GPU.
+            fixed = _in_words({key: space.fixed[key] for key in plan.asked.held})
+        spaces[words] = None
+        for key in space.dimensions:
+            if len(space.values_of(key)) != 1:
+                free[key] = None
+    if not spaces:
         yield "asked", "this configuration alone; without --exact what you do not fix is searched"
         return
-    spaces, free = dict[str, None](), dict[str, None]()
-    for plan, survey in looked:
-        total = survey.total
-        whole = "a continuous space" if total is None else units.plural(total, "configuration")
-        which = _SPACE_WORDS[plan.asked.kind or "file"].format(survey.space.name)
-        how = _how_searched(survey) if len(looked) == 1 else ""
-        spaces[f"{which}, {whole}{how}"] = None
-        space = survey.space
-        free |= dict.fromkeys(key for key in space.dimensions if len(space.values_of(key)) != 1)
     yield "searched", "; ".join(spaces)
     yield "free", f"{', '.join(free) or 'nothing'}; all else is fixed"
-    plan, survey = looked[0]
-    if held := {key: survey.space.fixed[key] for key in plan.asked.held}:
-        yield "you fixed", _in_words(held)
+    if fixed:
+        yield "you fixed", fixed
 
 
 def _how_searched(survey: Survey) -> str:
@@ -441,39 +547,49 @@ def _next(plan: CardPlan) -> Iterator[Fact]:
     elif trainer_of(plan.shown.config).measured is not None:
         yield "next", "no trial of ours runs its kernels, so no study measures it"
     elif plan.survey is not None and not plan.asked.grpo:
+        words = f"`{plan.asked.run_command}` measures it"
         seconds = plan.survey.study_seconds()
-        took = f" ({' to '.join(map(units.duration, seconds))})" if seconds else ""
-        yield "next", f"`{plan.asked.run_command}` measures it{took}"
+        if seconds is not None:
+            words += f" ({' to '.join(map(units.duration, seconds))})"
+        yield "next", words
 
 
 def _settings_facts(chosen: Mapping[str, Forecast]) -> Iterator[Fact]:
     """Yield the settings that the GPUs have in common, and what each has of its own."""
-    words = {gpu: plan_details.settings(forecast.config) for gpu, forecast in chosen.items()}
-    first, *others = words.values()
-    common = [word for word in first if all(word in other for other in others)]
-    yield "settings", _but(common)
-    own = {gpu: [word for word in of if word not in common] for gpu, of in words.items()}
-    if more := "; ".join(f"{gpu}: also {', '.join(of)}" for gpu, of in own.items() if of):
-        yield "", more
+    settings = {name: plan_details.settings(forecast.config) for name, forecast in chosen.items()}
+    first, *others = settings.values()
+    shared = set(first).intersection(*others)
+    yield "settings", _but(list(filter(shared.__contains__, first)))
+    own: list[str] = []
+    for name, words in settings.items():
+        more = [word for word in words if word not in shared]
+        if more:
+            own.append(f"{name}: also {', '.join(more)}")
+    if own:
+        yield "", "; ".join(own)
 
 
 def _compared(comparison: CardComparison) -> Iterator[Fact]:
     """Yield which GPU is the cheapest and which the fastest, as far as that is known."""
-    size = f"{comparison.effective_batch_size:,} x {comparison.seq_len:,}"
-    yield "compared", f"{plan_details.work_words(comparison.workload)}, {size} a step"
+    work = plan_details.work_words(comparison.workload)
+    yield "compared", f"{work}, {_step_size(comparison)} a step"
     costs = comparison.bills
     if costs is None:
         yield "cheapest", f"no price is known: give one with {PRICE_OPTION} a10=0.75"
     else:
-        of_gpu = {bill.offer.gpu: bill for bill in reversed(costs.perhaps_cheapest)}
-        tied = (of_gpu[gpu] for gpu in comparison.perhaps_best)
-        yield "cheapest", _tied([f"{b.offer.gpu} {_cost(b)}, {_took(b)}" for b in tied])
+        of_gpu: dict[str, str] = {}
+        for bill in costs.perhaps_cheapest:
+            gpu = bill.offer.gpu
+            of_gpu.setdefault(gpu, f"{gpu} {_cost(bill)}, {_took(bill)}")
+        yield "cheapest", _tied(list(of_gpu.values()))
     yield "fastest", _tied(comparison.perhaps_fastest)
 
 
 def _tied(leaders: Sequence[str]) -> str:
     """Return what leads, and that several do as far as is known."""
-    return f"{listed(leaders)}{', statistically indistinguishable' * (len(leaders) > 1)}"
+    if len(leaders) == 1:
+        return leaders[0]
+    return f"{listed(leaders)}, statistically indistinguishable"
 
 
 def calibrating(answers: Sequence[Lessons]) -> RenderableType:
@@ -481,32 +597,39 @@ def calibrating(answers: Sequence[Lessons]) -> RenderableType:
     parts: list[RenderableType] = []
     for answer in answers:
         known = answer.survey.forecaster
-        now, times = answer.ranges[0], [f"{high / low:.2g}" for low, high in answer.ranges]
-        cost = "" if answer.usd is None else f", {units.usd(answer.usd)}"
+        before, after = answer.ranges
+        took = units.duration(answer.seconds)
+        if answer.usd is not None:
+            took += f", {units.usd(answer.usd)}"
         sentence = (
             f"{units.plural(len(answer.lessons), 'trial')} on the {known.gpu.name} "
-            f"({units.duration(answer.seconds)}{cost}) would narrow the predicted speed of "
-            f"{known.model.name} from {times[0]} times, end to end, to {times[1]}, as is expected"
+            f"({took}) would narrow the predicted speed of {known.model.name} from "
+            f"{before[1] / before[0]:.2g} times, end to end, to {after[1] / after[0]:.2g}, as is "
+            "expected"
         )
-        header = (">seconds", "teaches", ">known within", "configuration")
-        rows = [
-            (
-                f"{lesson.seconds:.0f}",
-                lesson.factor.replace("_", "-"),
-                " -> ".join(f"{math.expm1(NINE_IN_TEN * of):.0%}" for of in lesson.log_spreads),
-                _what(lesson.forecast.config),
-            )
-            for lesson in answer.lessons
-        ]
         said = [
             ("answer", _what(answer.answer.config)),
-            ("predicted", f"{' to '.join(map(units.rate, now))} tokens/s"),
+            ("predicted", f"{' to '.join(map(units.rate, before))} tokens/s"),
             ("seconds", "of one trial, without the worker's start"),
             ("known", "how far off nine in ten GPUs are in that part, before -> after the trial"),
         ]
-        parts += [_answer(sentence, [grid(header, rows), Text("")], said), Text("")]
-        parts += [Text(f"$ {c}", no_wrap=True, overflow="ignore") for c in answer.commands]
+        header = (">seconds", "teaches", ">known within", "configuration")
+        table = grid(header, map(_lesson_row, answer.lessons))
+        parts.append(_answer(sentence, said, table=Group(table, "")))
+        parts.append("")
+        for command in answer.commands:
+            parts.append(Text(f"$ {command}", no_wrap=True, overflow="ignore"))
     return Group(*parts)
+
+
+def _lesson_row(lesson: Lesson) -> tuple[str, ...]:
+    before, after = lesson.log_spreads
+    return (
+        f"{lesson.seconds:.0f}",
+        lesson.factor.replace("_", "-"),
+        f"{math.expm1(NINE_IN_TEN * before):.0%} -> {math.expm1(NINE_IN_TEN * after):.0%}",
+        _what(lesson.forecast.config),
+    )
 
 
 def longest(answers: Sequence[Longest], *, is_detailed: bool) -> RenderableType:
@@ -515,94 +638,137 @@ def longest(answers: Sequence[Longest], *, is_detailed: bool) -> RenderableType:
     if is_detailed:
         most = candidates.VALUES_SHOWN
     parts: list[RenderableType] = []
+    found: dict[str, Forecast] = {}
+    is_unsure = False
+    is_at_limit = False
     for answer in answers:
         best = answer.best
-        where = f"{answer.forecaster.model.name} on the {answer.forecaster.gpu.name}"
-        if answer.asked.grpo:
-            where = f"GRPO's training step alone, of {where}"
-        sentence = f"No sequence of {LENGTH_STEP} tokens surely fits for {where}"
         if best is not None and best.forecast is not None:
-            what = f"{best.seq_len:,} tokens at micro-batch {best.micro_batch_size}"
-            numbers = _numbers(best.forecast, None)
-            sentence = f"The longest sequences that surely fit for {where}: {what}: {numbers}"
+            found[answer.forecaster.gpu.name] = best.forecast
+        by_batch = {row.micro_batch_size: row for row in answer.rows}
+        for row in answer.rows:
+            is_unsure |= row.possible > row.seq_len
+            is_at_limit |= row.possible == answer.limit
         parts += _unknown_speeds(row.forecast for row in answer.rows)
-        parts.append(Text(f"{sentence}\n", style="bold"))
-        shown = candidates.evenly_spaced((row.micro_batch_size for row in answer.rows), most=most)
-        rows = [
-            (
-                f"{row.micro_batch_size:,}",
-                f"{row.seq_len:,}" if row.seq_len else "-",
-                f"{row.possible:,}" if row.possible > row.seq_len else "",
-                units.rate(row.forecast.tokens_per_second if row.forecast else None),
-                units.gib(row.forecast.peak_allocated_bytes if row.forecast else None),
-            )
-            for row in answer.rows
-            if row.micro_batch_size in shown
-        ]
-        header = (">micro-batch", ">longest", ">perhaps", ">tokens/s", ">peak")
-        parts += [grid(header, rows), Text("")] if rows else ()
-    first, rows_of_all = answers[0], [row for answer in answers for row in answer.rows]
-    found = {a.forecaster.gpu.name: a.best.forecast for a in answers if a.best and a.best.forecast}
-    said = [*_settings_facts(found)] if found else []
+        parts.append(Text(f"{_longest_sentence(answer)}\n", style="bold"))
+        shown = candidates.evenly_spaced(by_batch, most=most)
+        if shown:
+            header = (">micro-batch", ">longest", ">perhaps", ">tokens/s", ">peak")
+            rows = [_longest_row(by_batch[batch]) for batch in shown]
+            parts += [grid(header, rows), Text("")]
+    said: list[Fact] = []
+    if found:
+        said += _settings_facts(found)
+    first = answers[0]
+    if first.asked.grpo:
+        said.append(("generation", GENERATION))
     tried = units.plural(first.configurations, "configuration")
-    said += [("generation", GENERATION)] if first.asked.grpo else []
-    said += [("searched", f"lengths in steps of {LENGTH_STEP} tokens, {tried} at each size")]
+    said.append(("searched", f"lengths in steps of {LENGTH_STEP} tokens, {tried} at each size"))
     if first.asked.held:
-        said += [("you fixed", _in_words(first.asked.held))]
-    if any(row.possible > row.seq_len for row in rows_of_all):
-        said += [("perhaps", "is too close to the budget to be sure")]
-    if any(row.possible == first.limit for row in rows_of_all):
-        said += [("limit", f"the model has positions for {first.limit:,} tokens")]
+        said.append(("you fixed", _in_words(first.asked.held)))
+    if is_unsure:
+        said.append(("perhaps", "is too close to the budget to be sure"))
+    if is_at_limit:
+        said.append(("limit", f"the model has positions for {first.limit:,} tokens"))
     if first.best is not None:
         option = f"--seq-len {first.best.seq_len}"
-        said += [("next", f"{option} in place of --longest plans such a training")]
-    return Group(*parts, facts([*said, *([] if is_detailed else [_DETAILS])]))
+        said.append(("next", f"{option} in place of --longest plans such a training"))
+    if not is_detailed:
+        said.append(_DETAILS)
+    return Group(*parts, facts(said))
+
+
+def _longest_sentence(answer: Longest) -> str:
+    where = f"{answer.forecaster.model.name} on the {answer.forecaster.gpu.name}"
+    if answer.asked.grpo:
+        where = f"GRPO's training step alone, of {where}"
+    best = answer.best
+    if best is None or best.forecast is None:
+        return f"No sequence of {LENGTH_STEP} tokens surely fits for {where}"
+    what = f"{best.seq_len:,} tokens at micro-batch {best.micro_batch_size}"
+    numbers = _numbers(best.forecast, None)
+    return f"The longest sequences that surely fit for {where}: {what}: {numbers}"
+
+
+def _longest_row(row: LongestRow) -> tuple[str, ...]:
+    perhaps = f"{row.possible:,}" if row.possible > row.seq_len else ""
+    if row.forecast is None:
+        return (f"{row.micro_batch_size:,}", "-", perhaps, units.rate(None), units.gib(None))
+    return (
+        f"{row.micro_batch_size:,}",
+        f"{row.seq_len:,}",
+        perhaps,
+        units.rate(row.forecast.tokens_per_second),
+        units.gib(row.forecast.peak_allocated_bytes),
+    )
 
 
 def cheapest(answer: Cheapest, *, is_detailed: bool) -> RenderableType:
     """Return which GPUs do a job, the cheapest first."""
-    model, best = answer.model.name, answer.cheapest
-    shown = answer.able if is_detailed else answer.able[:_LINES_SHOWN]
-    others = [card for card in answer.cards if not card.is_able]
-    tied = [card.gpu.name for card in answer.perhaps_cheapest]
-    sentence, said = f"No GPU of a known price is predicted to do it for {model}", list[Fact]()
+    model = answer.model.name
+    best = answer.cheapest
+    sentence = f"No GPU of a known price is predicted to do it for {model}"
+    said: list[Fact] = []
     if best is not None and best.forecast is not None:
         what = f"{_what(best.forecast.config)}: {_numbers(best.forecast, best.bill)}"
+        tied = [card.gpu.name for card in answer.perhaps_cheapest]
         which = f"{_offer_words(best.bill)}, {_why(tied, by='cost')}"
         sentence = f"Recommended for {model}: {which}: {what}"
         said.append(("settings", _but(plan_details.settings(best.forecast.config))))
-    work = "a training" if answer.workload is None else plan_details.work_words(answer.workload)
-    limit = answer.deadline_seconds
-    by = "" if limit is None else f" within {units.duration(limit)}"
-    said.append(("the job", f"{work}{by}; on every GPU {_in_words(answer.held)}"))
-    if late := [c.gpu.name for c in shown if c.outcome is Outcome.PERHAPS_LATE]:
+    work = "a training"
+    if answer.workload is not None:
+        work = plan_details.work_words(answer.workload)
+    if answer.deadline_seconds is not None:
+        work += f" within {units.duration(answer.deadline_seconds)}"
+    said.append(("the job", f"{work}; on every GPU {_in_words(answer.held)}"))
+    shown = answer.able
+    if not is_detailed:
+        shown = shown[:_LINES_SHOWN]
+    bills: list[Bill] = []
+    late: list[str] = []
+    for card in shown:
+        bills.append(card.bill)
+        if card.outcome is Outcome.PERHAPS_LATE:
+            late.append(card.gpu.name)
+    if late:
         said.append(("may be late", ", ".join(late)))
     least = answer.smallest
     if least is not None and least is not best:
         cost = f"{_cost(least.bill)} in {_took(least.bill)}"
         said.append(("smallest", f"{_offer_words(least.bill)}, {cost}"))
+    others = answer.cards[len(answer.able) :]
     if is_detailed:
-        said += [(card.gpu.name, f"{card.outcome.value}: {_why_unable(card)}") for card in others]
-        said += [("price", plan_details.price_source(card.bill.offer)) for card in answer.able[:1]]
-    else:
-        more = len(answer.able) - len(shown)
-        words = [f"{more} more do it"] if more else []
-        by_outcome: dict[str, list[str]] = {}
         for card in others:
-            by_outcome.setdefault(card.outcome.value, []).append(card.gpu.name)
-        words += [f"{outcome}: {', '.join(names)}" for outcome, names in by_outcome.items()]
-        said.append(("others", "; ".join(words) or "none"))
+            said.append((card.gpu.name, f"{card.outcome.value}: {_why_unable(card)}"))
+        if best is not None:
+            said.append(("price", plan_details.price_source(best.bill.offer)))
+    else:
+        said.append(("others", _others_words(others, more=len(answer.able) - len(shown))))
         if best is not None:
             said.append(("next", f"`sweep plan {best.gpu.name} --model {model}` plans it there"))
         said.append(_DETAILS)
-    table = [plan_details.offers([card.bill for card in shown]), Text("")] if shown else []
-    return _answer(sentence, table, said, [card.forecast for card in answer.cards])
+    table = Group(plan_details.offers(bills), "") if bills else None
+    forecasts = (card.forecast for card in answer.cards)
+    return _answer(sentence, said, table=table, shown=forecasts)
+
+
+def _others_words(others: Sequence[JobCard], *, more: int) -> str:
+    """Return how many more GPUs do a job, and which do not, by why."""
+    by_outcome: dict[str, list[str]] = {}
+    for card in others:
+        by_outcome.setdefault(card.outcome.value, []).append(card.gpu.name)
+    words: list[str] = []
+    if more:
+        words.append(f"{more} more do it")
+    for outcome, names in by_outcome.items():
+        words.append(f"{outcome}: {', '.join(names)}")
+    return "; ".join(words) or "none"
 
 
 def _why_unable(card: JobCard) -> str:
     if card.outcome is Outcome.TOO_SMALL:
-        need, has = units.gib(card.least_bytes), units.gib(card.gpu.budget_bytes)
-        return f"needs {need} at least, has {has} for a training"
+        need = units.gib(card.least_bytes)
+        return f"needs {need} at least, has {units.gib(card.gpu.budget_bytes)} for a training"
     if card.outcome in (Outcome.TOO_SLOW, Outcome.PERHAPS_IN_TIME):
         soonest, latest = map(_took, card.bill.extremes)
         price = f"{units.usd(card.bill.usd)} at {card.bill.offer.label}"

@@ -1,4 +1,4 @@
-"""Owns what a person needs to write a search space: one to start from, and its schema."""
+"""`sweep init` and `sweep schema`: what a person needs to write a search space."""
 
 from __future__ import annotations
 
@@ -27,16 +27,18 @@ def init(*, gpu: str | None, model: str | None, output: str | None, is_forced: b
         # It is meant to be changed: one that sweep wrote is a person's own too.
         is_marked=False,
     )
-    card = _card_here() if gpu in (None, "auto") else gpu
+    card = _card_here() if gpu is None or gpu == "auto" else gpu
     text = starting_text(card, model)
     if path is None:
         say_as_is(text.removesuffix("\n"))
         return
     write_output(path, text.encode())
     typed = shlex.quote(str(path))
-    # What is predicted is a GPU's memory and speed; a CPU is measured.
-    planned = "" if card == "cpu" else f"sweep plan {typed}, or "
-    say(f"Wrote {path}; next: {planned}sweep run {typed}")
+    commands = f"sweep run {typed}"
+    if card != "cpu":
+        # What is predicted is a GPU's memory and speed; a CPU is measured.
+        commands = f"sweep plan {typed}, or {commands}"
+    say(f"Wrote {path}; next: {commands}")
 
 
 def _card_here() -> str:

@@ -42,7 +42,8 @@ def last_screen(
         width: columns of the terminal; None for lines without end.
     """
     view = view_of(snapshot)
-    lines = [*_answer(view, width), *_next(view, storage_option=storage_option, report=report)]
+    lines = _answer(view, width)
+    lines += _next(view, storage_option=storage_option, report=report)
     return folded("\n".join(lines), width, indent=2)
 
 
@@ -51,24 +52,22 @@ def best_text(snapshot: StudySnapshot, *, width: int | None = None) -> str:
     view = view_of(snapshot)
     host = ""
     if view.gpu.emulated_on is not None:
-        told = "predicted on" if view.is_predicted else "measured on"
-        name = view.gpu.name if view.is_predicted else view.gpu.emulated_on
-        host = f" ({told} {name})"
-    others, fastest = list(answer.runners_up(view)), list(answer.classes(view))
+        host = f" (measured on {view.gpu.emulated_on})"
+        if view.is_predicted:
+            host = f" (predicted on {view.gpu.name})"
     named = "Runners-up"
-    if view.front[1:]:
+    if len(view.front) > 1:
         named = f"The Pareto front ({len(view.front)}) of {words.names_of(view.objectives)}"
+    fastest: list[str] = []
+    # One class alone is the winner's.
+    if len(view.fastest_by_class) > 1 or any(answer.unmeasured_classes(view)):
+        fastest = list(answer.classes(view))
     if len(fastest) > _CLASSES_SHOWN:
         fastest[_CLASSES_SHOWN:] = [f"and {len(fastest) - _CLASSES_SHOWN} more in --json"]
-    if len(view.fastest_by_class) < 2 and not any(answer.unmeasured_classes(view)):
-        # That is the winner.
-        fastest = []
-    lines = [
-        *_answer(view, width),
-        *_section(f"{named}{host}, by what they change", others),
-        *_section(f"Fastest of each class in tokens/s{host}", fastest),
-        *_next(view),
-    ]
+    lines = _answer(view, width)
+    lines += _section(f"{named}{host}, by what they change", answer.runners_up(view))
+    lines += _section(f"Fastest of each class in tokens/s{host}", fastest)
+    lines += _next(view)
     return folded("\n".join(lines), width, indent=2)
 
 
@@ -79,7 +78,9 @@ def status_text(snapshot: StudySnapshot, *, width: int | None = None) -> str:
     if is_driven:
         lines.append(f"Driven by {snapshot.holder}{_since(snapshot.driven_since)}.")
     for trial in snapshot.running:
-        state = "running" if is_driven else "left unfinished; resuming retries it"
+        state = "left unfinished; resuming retries it"
+        if is_driven:
+            state = "running"
         began = _since(trial.started_at)
         what = f"{units.shape(trial.config)}{_DOING[trial.purpose]}"
         lines.append(f"Trial {trial.number} ({what}){began}: {state}.")
@@ -88,9 +89,10 @@ def status_text(snapshot: StudySnapshot, *, width: int | None = None) -> str:
 
 def _answer(view: StudyView, width: int | None) -> list[str]:
     """Return the answer in a sentence, and below it each fact behind its name."""
-    about = f"{view.study} ({view.model} on {view.gpu.name}): {answer.headline(view)}"
-    facts = (folded(f"  {name:<7} {fact}", width, indent=8) for name, fact in answer.facts(view))
-    return [about, *facts]
+    lines = [f"{view.study} ({view.model} on {view.gpu.name}): {answer.headline(view)}"]
+    for name, fact in answer.facts(view):
+        lines.append(folded(f"  {name:<7} {fact}", width, indent=8))
+    return lines
 
 
 def _next(
@@ -105,12 +107,18 @@ def _next(
 
 
 def _section(title: str, lines: Iterable[str]) -> Iterator[str]:
-    shown = [f"  {line}" for line in lines]
-    yield from ("", f"{title}:", *shown) if shown else ()
+    shown = list(lines)
+    if shown:
+        yield ""
+        yield f"{title}:"
+    for line in shown:
+        yield f"  {line}"
 
 
 def _since(moment: str | None) -> str:
-    return f" since {moment}" if moment else ""
+    if moment is None:
+        return ""
+    return f" since {moment}"
 
 
 def studies_text(
@@ -118,23 +126,29 @@ def studies_text(
 ) -> str:
     """Return a table of studies, within so many columns, and what of them cannot be read."""
     header = ("study", "gpu", "model", "trials", "best", "ranked by", "time", "driven by")
-    unread = (
-        folded(f"Study {quote(study.name)} cannot be read: {study.reason}.", width)
-        for study in studies
-        if isinstance(study, UnreadableStudy)
-    )
-    return "\n".join([table(header, map(_study_row, studies), width=width), *unread])
+    lines = [table(header, map(_study_row, studies), width=width)]
+    for study in studies:
+        if isinstance(study, UnreadableStudy):
+            words = f"Study {quote(study.name)} cannot be read: {study.reason}."
+            lines.append(folded(words, width))
+    return "\n".join(lines)
 
 
 def _study_row(study: StudySnapshot | UnreadableStudy) -> tuple[str, ...]:
-    name, nothing = redaction.shown(study.name), units.DASH
+    name = redaction.shown(study.name)
     if isinstance(study, UnreadableStudy):
-        return name, nothing, nothing, units.count(study.trials), "cannot be read", *[nothing] * 3
-    view, driver = view_of(study), nothing
+        trials = units.count(study.trials)
+        dash = units.DASH
+        return (name, dash, dash, trials, "cannot be read", dash, dash, dash)
+    view = view_of(study)
+    driver = units.DASH
     if study.holder is not None:
+        driver = f"{study.holder}{_since(study.driven_since)}"
         numbers = ", ".join(str(trial.number) for trial in study.running)
-        doing = f", trial{'s' if len(study.running) > 1 else ''} {numbers}" if numbers else ""
-        driver = f"{study.holder}{_since(study.driven_since)}{doing}"
+        if len(study.running) > 1:
+            driver += f", trials {numbers}"
+        elif numbers:
+            driver += f", trial {numbers}"
     return (
         name,
         view.gpu.name,
@@ -152,19 +166,30 @@ def _best_of(view: StudyView) -> str:
     as well."""
     if view.winner is None:
         return units.DASH
-    measured, predicted = measured_of(view.winner), view.target_tokens_per_second
+    measured = measured_of(view.winner)
     speed = words.speed(measured)
+    predicted = view.target_tokens_per_second
     if predicted is not None and predicted.basis == "predicted":
-        ends = (predicted.low, predicted.high)
-        within = "" if None in ends else f" {units.rate_interval(ends)}"
-        speed = f"{units.rate(predicted.value)} tokens/s (predicted{within})"
-    parts = [words.value(o, measured) for o in view.objectives if o != "tokens_per_second"]
-    return ", ".join([speed, *parts, "confirmed" if view.confirmed else "not confirmed"])
+        basis = "predicted"
+        if predicted.low is not None and predicted.high is not None:
+            basis += f" {units.rate_interval((predicted.low, predicted.high))}"
+        speed = f"{units.rate(predicted.value)} tokens/s ({basis})"
+    parts = [speed]
+    for objective in view.objectives:
+        if objective != "tokens_per_second":
+            parts.append(words.value(objective, measured))
+    parts.append("confirmed" if view.confirmed else "not confirmed")
+    return ", ".join(parts)
 
 
 def why_invalid(snapshot: StudySnapshot) -> Invalid | None:
     """Return why the space's first configuration is not valid, where none that was tried is."""
     space = snapshot.definition.space
-    tried = [r.outcome for r in snapshot.records if space.params_of(r.config) is not None]
-    invalid = [outcome for outcome in tried if isinstance(outcome, Invalid)]
-    return invalid[0] if invalid and len(invalid) == len(tried) else None
+    invalid: list[Invalid] = []
+    for record in snapshot.records:
+        if space.params_of(record.config) is None:
+            continue
+        if not isinstance(record.outcome, Invalid):
+            return None
+        invalid.append(record.outcome)
+    return invalid[0] if invalid else None

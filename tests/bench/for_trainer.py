@@ -28,11 +28,11 @@ from qlora_sweep.sweep.api import plan
 from qlora_sweep.sweep.export.formats import written
 from qlora_sweep.sweep.export.record import predicted_record
 from qlora_sweep.sweep.paths import runs_directory
+from qlora_sweep.sweep.planning.answers import tracing
 from qlora_sweep.sweep.predict.building import build_forecaster
 from qlora_sweep.sweep.predict.forecast import Forecast
 from qlora_sweep.sweep.predict.memory.profile_store import TracingChildren
 from qlora_sweep.sweep.running.device_info import read_card
-from qlora_sweep.sweep.terminal.plan import tracing
 from qlora_sweep.sweep.verifying.runs import verify, write_weights
 from tests.bench.harness import Row, stamp, write
 

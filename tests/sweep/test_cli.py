@@ -137,7 +137,7 @@ def test_a_study_is_removed_once_somebody_said_so(
     job.parent.mkdir()
     job.touch()
     refused = sweep("rm", study)
-    assert (refused.code, "say --yes" in refused.err) == (2, True)
+    assert (refused.code, "pass --yes" in refused.err) == (2, True)
     for answer, is_there in (("\n", True), ("y\n", False)):
         terminal = io.StringIO(answer)
         monkeypatch.setattr(terminal, "isatty", lambda: True)

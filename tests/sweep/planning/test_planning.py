@@ -47,7 +47,6 @@ from qlora_sweep.sweep.predict.memory.profiles import Untraceable
 from qlora_sweep.sweep.predict.speed.predictor import within
 from tests.sweep.imagined_memory import ImaginedMemory, ImaginedPredictor
 from tests.sweep.imagined_study import (
-    INTERFACE_KEYS,
     MISTRAL,
     TRIALS,
     a_record,
@@ -641,20 +640,6 @@ def test_gpus_together_are_as_sure_as_one_but_for_what_they_wait_for_each_other(
 
 
 # Documents
-
-
-def test_a_forecasts_document_has_the_promised_keys() -> None:
-    forecast = a_forecaster().expect(TrialConfig())
-    bills = bill_offers(forecast, work=AskedWork(), offers=[an_offer()])
-    document = forecast_document(forecast, bills=bills)
-    assert document.keys() >= INTERFACE_KEYS
-    parts = {"weights", "adapters", "gradients", "optimizer", "activations", "loss"}
-    assert set(document["breakdown"]) == parts
-    assert sum(document["breakdown"].values()) == document["peak_allocated_bytes"]
-    assert TrialConfig(**document["config"]) == forecast.config
-    assert document["config"].keys() == TrialConfig.model_fields.keys()
-    assert document["bottleneck"] in ("compute", "bandwidth", "launch")
-    assert document["cost"]["usd_per_1000_steps"] > 0
 
 
 @pytest.mark.parametrize("budget_gib", [1, 7.05, 20])

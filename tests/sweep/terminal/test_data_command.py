@@ -58,6 +58,8 @@ def test_json_holds_what_the_interface_promises(sweep: Sweep) -> None:
         assert length["is_worth_searching"] == (length["seq_len"] in found["worthwhile_lengths"])
     assert found["lengths"][-1]["seq_len"] == found["max_positions"] == 1024
     assert found["worthwhile_lengths"] == [256, 320, 384, 448]
+    refused = sweep("data", "dataset.jsonl", "--model", "demo", "--method", "dpo")
+    assert (refused.code, "dpo" in refused.err) == (2, True)
 
 
 def test_padding_wastes_more_in_larger_micro_batches(sweep: Sweep) -> None:

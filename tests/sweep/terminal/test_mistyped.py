@@ -42,6 +42,8 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "texts.jsonl").write_text('{"text": "a text of some words"}\n' * 200)
     (tmp_path / "broken.jsonl").write_text("a\nb\n")
+    (tmp_path / "large.yaml").write_text("gpu: a10\nbudget_gib: 9999\ndimensions: {}\n")
+    (tmp_path / "loop.yaml").symlink_to("loop.yaml")
     return tmp_path
 
 
@@ -110,8 +112,10 @@ run cpu-demo --study ../etc               | study name must be
 run ''                                    | an argument is an empty text
 run -- ''                                 | an argument is an empty text
 data --model demo ''                      | an argument is an empty text
+data texts.jsonl --model demo --method sgd | unknown method
 train '' --data d.jsonl --output adapter  | an argument is an empty text
 run cpu-demo --from nope                  | no studies yet
+run cpu-demo --study x --from x --dry-run | --from x is the study itself
 run cpu-demo --rank=8 --rank 16           | --rank 8 and --rank 16 are both given
 run cpu-demo --model a --model b          | --model a and --model b are both given
 run cpu-demo --rank 8 --set lora-rank=8   | lora_rank is given twice: keep one
@@ -137,6 +141,12 @@ plan a10 --from x                         | no studies yet
 plan a10 --from-file x --seq-len 1        | seq_len and --from-file
 plan a10 --longest --seq-len 9            | --longest asks for the length
 plan a10 --within 9h                      | --within needs --cheapest
+plan a10 --longest --exact                | --longest and --exact are different questions
+plan a10 --cheapest --exact               | --cheapest and --exact are different questions
+plan a10 --data nofile.jsonl              | nofile.jsonl
+plan texts.jsonl                          | --data texts.jsonl
+plan large.yaml                           | budget_gib
+plan loop.yaml                            | loop.yaml
 plan --cheapest --within -1h              | --within: a duration is written like
 plan a10 --price a10=x                    | --price: a10 must cost dollars an hour
 plan a10 --price a11=1                    | --price: unknown GPU 'a11'; did you mean 'a10'
@@ -148,6 +158,9 @@ train demo --output o --epochs inf        | --epochs must be above 0 and at most
 train demo --output o --epochs 1e300      | --epochs must be above 0 and at most 1,000,000, got
 train demo --output o --epochs nan        | --epochs must be above 0 and at most 1,000,000, got nan
 report                                    | name a study for its report
+report x x                                | x is named twice
+report x --work samples=-1                | samples
+report x --work dataset-samples=1 --work dataset_samples=7 | dataset-samples is given twice
 report x -o front.pdf                     | a report goes into a file that ends in .html
 report x -o no/such/x.html                | no/such: make it first
 init -o x.json                            | --output: x.json:

@@ -12,37 +12,6 @@ from qlora_sweep.search_spaces.models import load_model_spec
 from tests.sweep.typed import Sweep
 
 pytestmark = pytest.mark.usefixtures("home")
-TOO_LARGE = "gpu: a10\nbudget_gib: 9999\ndimensions: {micro_batch_size: [1, 2]}\n"
-
-
-@pytest.mark.parametrize(
-    ("line", "named"),
-    [
-        ("report STUDY -o out.docx", "out.docx"),
-        ("report STUDY STUDY", "STUDY"),
-        ("report STUDY --work dataset-samples=1 --work dataset_samples=7", "dataset-samples"),
-        ("report STUDY --work samples=-1", "samples"),
-        ("plan a10 --longest --exact", "--exact"),
-        ("plan a10 --cheapest --exact", "--exact"),
-        ("plan a10 --data nofile.jsonl", "nofile.jsonl"),
-        ("plan dataset.jsonl", "--data dataset.jsonl"),
-        ("plan large.yaml", "budget_gib"),
-        ("plan loop.yaml", "loop.yaml"),
-        ("run cpu-demo --study STUDY --from STUDY --dry-run", "--from STUDY"),
-        ("data dataset.jsonl --model demo --method dpo", "dpo"),
-        ("data dataset.jsonl --model demo --method sgd", "sgd"),
-    ],
-)
-def test_is_refused(
-    line: str, named: str, study: str, sweep: Sweep, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("dataset.jsonl").write_text('{"text": "one"}\n')
-    Path("large.yaml").write_text(TOO_LARGE)
-    Path("loop.yaml").symlink_to("loop.yaml")
-    code, out, err = sweep(*line.replace("STUDY", study).split())
-    assert (code, out) == (2, "")
-    assert named.replace("STUDY", study) in " ".join(err.split())
 
 
 def test_a_word_that_is_like_none_suggests_none(sweep: Sweep) -> None:

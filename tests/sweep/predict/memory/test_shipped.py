@@ -17,6 +17,7 @@ from qlora_sweep.search_spaces.errors import InputError
 from qlora_sweep.search_spaces.gpus import find_gpu
 from qlora_sweep.search_spaces.models import ModelSpec, load_model_spec, shipped_models
 from qlora_sweep.search_spaces.presets import preset_space
+from qlora_sweep.sweep.planning.answers import tracing
 from qlora_sweep.sweep.planning.plan import what_ifs
 from qlora_sweep.sweep.planning.survey import SURVEYS, Found, Survey, shipped_name, survey
 from qlora_sweep.sweep.predict.memory.predictor import TracingPredictor
@@ -35,7 +36,6 @@ from qlora_sweep.sweep.predict.memory.shipped import (
     ShippedProfiles,
     read,
 )
-from qlora_sweep.sweep.terminal.plan import tracing
 from tests.sweep.predict.memory import shipping
 from tests.sweep.predict.memory.imagined_profile import MODEL, ImaginedTracer
 
