@@ -21,12 +21,11 @@ from torch.utils.checkpoint import checkpoint
 from qlora_sweep.sweep.training import eight_bit
 from qlora_sweep.sweep.training.eight_bit import changed
 
-MOST_ERROR = 0.05
-"""Of a product in 8 bits, relative to that in fp32; FP8's own rounding is 0.026 off. Were all
-layers so far off, they would cost 0.03 to 0.04 nats a token, less than the 0.046 of an NF4 base:
-trainings of SmolLM2-135M in FP8 lost 0.0060 and 0.0082 to products that were 0.019 and 0.027 off
-(root mean square of the projections' medians), which is 11 to 16 times the square
-(docs/lab/eight_bits.md; one H200, 2026-11-28)."""
+MOST_ERROR = 0.04
+"""Of a product in 8 bits, relative to that in fp32; FP8's own rounding is 0.026 off. Noise of 0.025
+on the products of all layers cost trainings of SmolLM2-135M 0.019 nats a token, noise of 0.05 cost
+0.068: about 28 times the square of the error, so that 0.04 everywhere would cost what an NF4 base
+does, 0.046. FP8 lost half of that at its own error (docs/lab/eight_bits.md; an H200, 2026-11-29)."""
 MOST_GRADIENT_ERROR = 0.125
 """Of an input's gradient. Noise of that size on the gradients of all layers cost a training 0.0045
 nats a token, noise of 0.25 cost 0.0154 (the same trainings, one seed)."""

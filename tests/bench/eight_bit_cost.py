@@ -41,6 +41,17 @@ KINDS = (
 )
 """Bases and computes in the order of the tables."""
 
+NOISE = {"product": "the product", "gradient": "the input's gradient"}
+"""What noise was added to, in words."""
+TWICE = (
+    ("fp8", 1 / 64, "spread", False),
+    ("fp8", 1 / 32, "product", False),
+    ("nf4", 1 / 32, "product", False),
+    ("nf4", 1 / 64, "product", True),
+    ("nf4", 1 / 32, "product", True),
+)
+"""Base, share of the features, by what they are chosen, whether their weights are rounded twice."""
+
 Kind = tuple[str, str]
 Losses = Mapping[int, float]
 """In nats a token, by seed."""
@@ -210,10 +221,18 @@ def _others(results: Results) -> Iterator[str]:
         ("the mean out, size^0.35 (what is taken)", losses(int8), of_base),
         ("the same, layers not compiled", losses(int8, name="not compiled"), of_base),
     ]
-    for size in sorted({row["noise"]["gradient"] for row in results.named("noise")}):
-        noisy = losses(("none", "bf16"), name="noise", noise={"gradient": size})
-        said = f"bf16, noise of {size:g} on the input's gradient of each layer"
-        tried.append((said, noisy, plain))
+    for where, said in NOISE.items():
+        sizes = {row["noise"][where] for row in results.named("noise") if where in row["noise"]}
+        for size in sorted(sizes):
+            noisy = losses(("none", "bf16"), name="noise", noise={where: size})
+            tried.append((f"bf16, noise of {size:g} on {said} of each layer", noisy, plain))
+    for base, share, by, weights in TWICE:
+        asked = {"share": share, "by": by, "weights_twice": weights}
+        found = losses((base, "fp8"), name="rounded twice", **asked)
+        what = "inputs and weights" if weights else "inputs"
+        features = f"1/{1 / share:g} of the features, the largest by {by}"
+        said = f"fp8 on {base}, {what} of {features}, rounded twice"
+        tried.append((said, found, losses((base, "bf16"))))
     yield f"What else was trained, at {in_words(STATED_RATE)}:"
     yield ""
     yield "| | seeds | over 16-bit compute on the same base |"
