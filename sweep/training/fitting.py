@@ -25,7 +25,7 @@ MOST_ERROR = 0.04
 """Of a product in 8 bits, relative to that in fp32; FP8's own rounding is 0.026 off. Noise of 0.025
 on the products of all layers cost trainings of SmolLM2-135M 0.019 nats a token, noise of 0.05 cost
 0.068: about 28 times the square of the error, so that 0.04 everywhere would cost what an NF4 base
-does, 0.046. FP8 lost half of that at its own error (docs/lab/eight_bits.md; an H200, 2026-11-29)."""
+does, 0.046. FP8 lost half of that at its own error (docs/lab/eight_bits.md; H200, 2026-11-29)."""
 MOST_GRADIENT_ERROR = 0.125
 """Of an input's gradient. Noise of that size on the gradients of all layers cost a training 0.0045
 nats a token, noise of 0.25 cost 0.0154 (the same trainings, one seed)."""
