@@ -184,9 +184,12 @@ def plan(
     named = None
     if space is not None:
         named = os.fspath(space)
+    gpus: tuple[str, ...] = ()
+    if gpu is not None:
+        gpus = (gpu,)
     request = PlanRequest(
         space=named,
-        gpus=() if gpu is None else (gpu,),
+        gpus=gpus,
         model=model,
         configuration=settings,
         numerics=numerics,

@@ -280,10 +280,8 @@ def overridden(
     values["data"] = typed_texts(known, overrides.get("data") or {})
     if isinstance(overrides.get("confirm"), Mapping):
         values["confirm"] = with_confirm(declared, overrides["confirm"])
-    changed: dict[str, Any] = {}
-    for key, value in values.items():
-        if value is not None and value != getattr(declared, key):
-            changed[key] = value
+    given = {key: value for key, value in values.items() if value is not None}
+    changed = {key: value for key, value in given.items() if value != getattr(declared, key)}
     budget = declared.budget_gib_on(overrides.get("gpu") or declared.gpu)
     names = {key: f"--{key.replace('_', '-')}" for key in changed}
     names |= {"numerics": "--set numerics", "weights": "--set weights"}

@@ -273,11 +273,8 @@ class Question:
         """Return what the dataset makes of a GPU's space, for a person."""
         if not self.request.is_exact:
             return self._offered(gpu).notes
-        reasons: dict[str, None] = {}
-        for key, (_, why) in own_settings(self.model).items():
-            if key not in self.held:
-                reasons[f"{why}."] = None
-        return tuple(reasons)
+        own = own_settings(self.model)
+        return tuple(dict.fromkeys(f"{own[key][1]}." for key in own if key not in self.held))
 
     def _offered(self, gpu: GpuSpec) -> Offered:
         """Return the space of a GPU as the trainer, the model and the dataset leave it."""

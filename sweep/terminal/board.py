@@ -56,11 +56,9 @@ def fixed_words(space: SearchSpace) -> str:
     for key, value in zip(BATCH_KEYS, space.batches[0], strict=True):
         if key in params:
             params[key] = value
-    phrases: list[str] = []
-    for key, value in space.config(params).changes_from(space.baseline_config()).items():
-        if key not in space.dimensions and key not in SIZE_KEYS:
-            phrases.append(units.phrase(key, value))
-    return ", ".join(phrases)
+    searched = space.dimensions.keys() | set(SIZE_KEYS)
+    changed = space.config(params).changes_from(space.baseline_config())
+    return ", ".join(units.phrase(key, changed[key]) for key in changed if key not in searched)
 
 
 @dataclass

@@ -13,7 +13,6 @@ from contextlib import closing, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from qlora_sweep.reports import units
 from qlora_sweep.reports.view import view_of
@@ -286,13 +285,10 @@ def _allocation(where: Where, *, devices: str | None, least: int) -> slurm.Alloc
             seconds = parse_duration(time)
         except InputError as error:
             raise InputError(f"--with time: {error}") from error
-    options: list[str] = []
-    for key, value in settings.items():
-        options.append(f"{key}={value}" if value else key)
     allocation = slurm.Allocation(
         limit_seconds=seconds,
         gpus=None if gpus == "0" else gpus,
-        options=tuple(options),
+        options=tuple(f"{key}={value}" if value else key for key, value in settings.items()),
     )
     if allocation.gpu_count < wanted:
         raise InputError(f"--with gpus={gpus}: the study runs on {wanted}: ask for as many")
@@ -346,10 +342,9 @@ def on_rented(
         EnvironmentFault: the provider's tool or login is not there, or it did not start.
         NothingFits: nothing of the space is predicted to fit the GPU.
     """
-    if request.storage is not None:
-        raise _not_seen_there("--storage")
-    if request.carried is not None:
-        raise _not_seen_there("--from")
+    for typed, option in ((request.storage, "--storage"), (request.carried, "--from")):
+        if typed is not None:
+            raise InputError(f"{option} names what a rented machine cannot see: leave it out")
     study, space = request.named()
     machine = _machine(request, where, space)
     provider = rented.providers()[where.kind].of(machine)
@@ -390,19 +385,13 @@ def on_rented(
     return 0
 
 
-def _not_seen_there(option: str) -> InputError:
-    return InputError(f"{option} names what a rented machine cannot see: leave it out")
-
-
 def _as_read_there(request: RunRequest, study: str, machine: rented.Machine) -> RunRequest:
     """Return a request as the rented machine runs it."""
-    changes: dict[str, Any] = {
+    changes = {
         "study": study,
         "overrides": {**request.overrides, "gpu": machine.gpu.name},
-        "devices": None,
+        "devices": None if machine.gpus == 1 else "all",
     }
-    if machine.gpus > 1:
-        changes["devices"] = "all"
     return request.model_copy(update=changes)
 
 

@@ -325,8 +325,7 @@ def verification_text(found: Verification) -> str:
             beside = f"{100 * (figure.ratio - 1.0):+.1f} % (within {within} is as recorded)"
         _, promised, reached, _ = figure.row()
         lines.append(f"{figure.name:<14}  {promised} recorded, {reached} reached: {beside}")
-    for difference in found.differences:
-        lines.append(f"- {difference}")
+    lines += [f"- {difference}" for difference in found.differences]
     return "\n".join(lines)
 
 

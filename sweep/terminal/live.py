@@ -197,11 +197,8 @@ def panel(board: Board) -> RenderableType:
     if target.emulated_on:
         headline += f" (on {target.emulated_on})"
     headline += f", {units.gib(target.budget_bytes)}"
-    allocated: list[int] = []
-    for running in board.running.values():
-        if running.progress and running.progress.allocated_bytes:
-            allocated.append(running.progress.allocated_bytes)
-    used = units.gib(max(allocated, default=None))
+    beats = [running.progress for running in board.running.values() if running.progress]
+    used = max((beat.allocated_bytes or 0 for beat in beats), default=0)
     total = board.definition.space.trials
     done = board.trials_done
     count = units.out_of(done, total)
@@ -212,7 +209,7 @@ def panel(board: Board) -> RenderableType:
     rows = {
         "best": _best(board),
         "now": "\n".join(now_lines(board)),
-        "memory": f"{used} of {units.gib(target.budget_bytes)}",
+        "memory": f"{units.gib(used or None)} of {units.gib(target.budget_bytes)}",
         "trials": f"{count} trials: {ended}",
         "time": time_line(board),
     }

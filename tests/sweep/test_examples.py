@@ -123,7 +123,7 @@ def test_an_example_does_what_its_command_says(
         assert "sweep doctor" in err
     elif line == "sweep rm a10":
         assert code == 2
-        assert "say --yes" in err
+        assert "pass --yes" in err
     elif name == "contribute":
         assert code == 2
         assert "only what a GPU measured" in err

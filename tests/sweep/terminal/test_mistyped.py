@@ -42,7 +42,8 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "texts.jsonl").write_text('{"text": "a text of some words"}\n' * 200)
     (tmp_path / "broken.jsonl").write_text("a\nb\n")
-    (tmp_path / "large.yaml").write_text("gpu: a10\nbudget_gib: 9999\ndimensions: {}\n")
+    large = "gpu: a10\nbudget_gib: 9999\ndimensions: {seq_len: [64]}\n"
+    (tmp_path / "large.yaml").write_text(large)
     (tmp_path / "loop.yaml").symlink_to("loop.yaml")
     return tmp_path
 
