@@ -463,15 +463,15 @@ class Trial:
 
     def _compared(self, loop: TrainingLoop, measurement: Measurement) -> Outcome:
         """Return what was measured in 8 bits, if a step in 8 bits stands for one in 16."""
-        known = self._machine.compared
+        compared_before = self._machine.compared
         # Asked by every rank, whatever each has compared before.
         is_over = self._task.limit.is_over()
-        if self._config not in known:
+        if self._config not in compared_before:
             if is_over:
                 return OUT_OF_TIME
             self._enter("compare")
-            known[self._config] = compared(loop)
-        faithfulness = known[self._config]
+            compared_before[self._config] = compared(loop)
+        faithfulness = compared_before[self._config]
         detail = unfaithful(faithfulness)
         if detail is not None:
             return Ineffective(knob="compute_dtype", detail=detail)
