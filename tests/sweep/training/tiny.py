@@ -124,6 +124,15 @@ def trial_on(base: BaseModel, config: TrialConfig, **changes: Any) -> Trial:
     return Trial(base, Machine(**of_machine), TrialTask(config, **of_task), **of_trial)
 
 
+def texts_in(directory: Path, lengths: Any, *, eval_fraction: float = 0.0) -> Any:
+    """Prepare texts of so many tokens each."""
+    from qlora_sweep.sweep.data.batches import Texts
+    from tests.sweep.data.prepared import prepared
+
+    prepared(directory, lengths)
+    return Texts(directory, eval_fraction=eval_fraction, seed=0)
+
+
 def outcome_of(config: TrialConfig, *, spec: ModelSpec = TINY, **changes: Any) -> Outcome:
     """Return what a trial of its own comes to."""
     with tiny_base(config, spec=spec) as base:
