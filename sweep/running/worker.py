@@ -315,9 +315,9 @@ class Worker:
         """Train for speed and memory."""
         base = self._resident.base
         assert base is not None, "a trial has a base"
-        machine = self._resident.machine
+        trial_device = self._resident.trial_device
         if request.faithfulness is not None:
-            machine.compared[request.config] = request.faithfulness
+            trial_device.compared[request.config] = request.faithfulness
         task = TrialTask(
             request.config,
             request.steps,
@@ -325,7 +325,7 @@ class Worker:
             is_soak=request.is_soak,
             limit=limit,
         )
-        trial = Trial(base, machine, task, report=self._report, started=started)
+        trial = Trial(base, trial_device, task, report=self._report, started=started)
         outcome = trial.run()
         return TrialEnd(outcome, is_apart=trial.is_apart)
 
