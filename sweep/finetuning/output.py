@@ -93,13 +93,13 @@ def refuse_another(output: Path, run: Mapping[str, Any]) -> None:
     Raises:
         InputError: nothing is there to resume, or it differs, with what differs.
     """
-    known = known_run(output)
-    if known is None:
+    begun = known_run(output)
+    if begun is None:
         raise InputError(
             f"--resume: {output} holds no training, so there is nothing to resume: leave --resume "
             "out"
         )
-    if differing := _differences(known, run):
+    if differing := _differences(begun, run):
         raise InputError(
             f"--resume: {output} holds another training: {'; '.join(differing)}. Type what it was "
             "begun with, or name another directory"
@@ -107,15 +107,15 @@ def refuse_another(output: Path, run: Mapping[str, Any]) -> None:
 
 
 def _differences(old: Mapping[str, Any], new: Mapping[str, Any], *, of: str = "") -> list[str]:
-    found = []
+    differences = []
     for key in sorted(old.keys() | new.keys()):
         before = old.get(key)
         now = new.get(key)
         if isinstance(before, dict) and isinstance(now, dict):
-            found += _differences(before, now, of="" if key == "config" else f"{key} ")
+            differences += _differences(before, now, of="" if key == "config" else f"{key} ")
         elif before != now:
-            found.append(f"{of}{key} was {quote(before)} and is {quote(now)}")
-    return found
+            differences.append(f"{of}{key} was {quote(before)} and is {quote(now)}")
+    return differences
 
 
 @contextlib.contextmanager

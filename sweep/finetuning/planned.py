@@ -134,10 +134,10 @@ def longer(
     if fitting == 0:
         return None
     length = wanted[fitting - 1]
-    found = planned_at(length)
-    assert found is not None, "it was found to fit"
-    prediction = Prediction.of(found, forecaster, has_budget=has_budget)
-    return Longer(found, truncation_at(length), prediction)
+    planned = planned_at(length)
+    assert planned is not None, "it was found to fit"
+    prediction = Prediction.of(planned, forecaster, has_budget=has_budget)
+    return Longer(planned, truncation_at(length), prediction)
 
 
 def _at_length(

@@ -181,7 +181,7 @@ def compared_with_prediction(
     predicted: Prediction, reached: TrainingResult, *, incomparable: str | None
 ) -> Comparison:
     """Return how what was reached compares with what was predicted; see `compared`."""
-    found = compared(
+    measured = compared(
         None,
         tokens_per_second=reached.tokens_per_second,
         peak_allocated_bytes=reached.peak_allocated_bytes,
@@ -189,16 +189,16 @@ def compared_with_prediction(
         incomparable=incomparable,
     )
     speed = replace(
-        found.speed,
+        measured.speed,
         promised=predicted.tokens_per_second,
         predicted_range=predicted.tokens_per_second_range,
     )
     memory = replace(
-        found.memory,
+        measured.memory,
         promised=predicted.peak_allocated_bytes,
         predicted_range=predicted.peak_allocated_bytes_range,
     )
-    return replace(found, speed=speed, memory=memory, is_predicted=True)
+    return replace(measured, speed=speed, memory=memory, is_predicted=True)
 
 
 def _causes(record: Record, environment: Mapping[str, Any]) -> Iterator[str]:
@@ -255,25 +255,25 @@ class TrainedAdapter:
             if self.result.steps_measured == 0:
                 unmeasured = _UNMEASURED
             return compared_with_prediction(self.prediction, self.result, incomparable=unmeasured)
-        found = compared(
+        comparison = compared(
             self.subject.record,
             tokens_per_second=self.result.tokens_per_second,
             peak_allocated_bytes=self.result.peak_allocated_bytes,
             environment=self.environment,
             incomparable=self._incomparable(),
         )
-        if self.result.steps_measured >= FEW_STEPS or found.speed.is_within:
-            return found
+        if self.result.steps_measured >= FEW_STEPS or comparison.speed.is_within:
+            return comparison
         few = f"the speed is of {units.plural(self.result.steps_measured, 'step')} alone"
-        return replace(found, causes=found.causes + (few,))
+        return replace(comparison, causes=comparison.causes + (few,))
 
     def _incomparable(self) -> str | None:
         record = self.subject.record
         reached = self.result.device_name
         if record is None:
             return "nothing was measured of this configuration"
-        known = match_product(record.device)
-        is_same = known is not None and known is match_product(reached)
+        gpu = match_product(record.device)
+        is_same = gpu is not None and gpu is match_product(reached)
         if not is_same and record.device.casefold() != reached.casefold():
             return f"promised on another device, {record.device}"
         if record.config.data_parallel != self.job.config.data_parallel:
@@ -292,29 +292,29 @@ class TrainedAdapter:
     def to_json(self) -> dict[str, Any]:
         """Return what `training.json` says, and ``--json`` prints."""
         job = self.job
-        found = self.comparison
+        comparison = self.comparison
         model = {"name": job.spec.name, "base": base_of(job.spec)}
         differences: list[str] = []
-        if found.figures:
-            differences += found.figures
-            differences += found.causes
+        if comparison.figures:
+            differences += comparison.figures
+            differences += comparison.causes
         return {
             **self.result.model_dump(mode="json", exclude={"verdict", "checkpoint"}),
             "reward_accuracy_ci95": self.result.reward_accuracy_ci95,
-            "promised_tokens_per_second": found.speed.promised,
-            "promised_peak_allocated_bytes": found.memory.promised,
-            "promised_basis": found.basis,
-            "promised_tokens_per_second_range": found.speed.predicted_range,
-            "promised_peak_allocated_bytes_range": found.memory.predicted_range,
+            "promised_tokens_per_second": comparison.speed.promised,
+            "promised_peak_allocated_bytes": comparison.memory.promised,
+            "promised_basis": comparison.basis,
+            "promised_tokens_per_second_range": comparison.speed.predicted_range,
+            "promised_peak_allocated_bytes_range": comparison.memory.predicted_range,
             "truncation": None if self.truncation is None else self.truncation.to_json(),
             **job.model_dump(mode="json", include={"config", "weights", "seed", "eval_fraction"}),
             "learning_rate": self.subject.learning_rate.model_dump(mode="json"),
             "texts": redacted(self.texts.model_dump(mode="json")),
             "versions": self.environment.get("versions"),
-            "incomparable": found.incomparable,
+            "incomparable": comparison.incomparable,
             "ratios": {
-                "tokens_per_second": found.speed.ratio,
-                "peak_allocated_bytes": found.memory.ratio,
+                "tokens_per_second": comparison.speed.ratio,
+                "peak_allocated_bytes": comparison.memory.ratio,
             },
             "differences": redacted(differences),
             "trained": self.subject.words,
@@ -323,29 +323,30 @@ class TrainedAdapter:
         }
 
 
-def words_of_8_bits(found: EightBitProducts) -> str:
+def words_of_8_bits(products: EightBitProducts) -> str:
     """Return what 8-bit compute makes of the real weights, and what stays in 16 bits at what
     cost."""
-    worst = max(found.errors, key=lambda one: one.forward_worst)
+    worst = max(products.errors, key=lambda one: one.forward_worst)
     said = (
         "8-bit compute on these weights: the loss of the first examples is "
-        f"{found.loss_8_bit:.4f}, in 16-bit compute {found.loss_16_bit:.4f}; the worst product, a "
-        f"{worst.projection}, is {in_percent(worst.forward_worst)} off."
+        f"{products.loss_8_bit:.4f}, in 16-bit compute {products.loss_16_bit:.4f}; the worst "
+        f"product, a {worst.projection}, is {in_percent(worst.forward_worst)} off."
     )
-    kept = found.kept_in_16_bits
+    kept = products.kept_in_16_bits
     if not kept:
         return f"{said} None stays in 16 bits."
+    layers = sum(one.layers for one in products.errors)
     verb = "stays" if len(kept) == 1 else "stay"
     return (
-        f"{said} {units.plural(len(kept), 'layer')} of {sum(one.layers for one in found.errors)} "
-        f"{verb} in 16 bits, for at most {in_percent(found.share_in_16_bits)} of the speed."
+        f"{said} {units.plural(len(kept), 'layer')} of {layers} {verb} in 16 bits, for at most "
+        f"{in_percent(products.share_in_16_bits)} of the speed."
     )
 
 
-def _products(found: EightBitProducts) -> str:
+def _products(products: EightBitProducts) -> str:
     """Return how far products in 8 bits are off, by projection, as a table."""
     rows = []
-    for one in found.errors:
+    for one in products.errors:
         errors = (one.forward, one.forward_worst, one.gradient, one.gradient_worst)
         rows.append([f"`{one.projection}`"] + list(map(in_percent, errors)))
     return _table(("", "product", "worst layer", "input's gradient", "worst layer"), rows)
@@ -377,7 +378,7 @@ def model_card(trained: TrainedAdapter) -> str:
 
 def _sections(trained: TrainedAdapter) -> Iterator[str]:
     job = trained.job
-    found = trained.comparison
+    comparison = trained.comparison
     record = trained.subject.record
     yield f"# LoRA adapter for {shown(job.spec.name)}"
     yield f"Trained by qlora-sweep as {shown(trained.subject.words)}."
@@ -388,7 +389,7 @@ def _sections(trained: TrainedAdapter) -> Iterator[str]:
         )
     yield "## Training\n\n" + _table(("", ""), _facts(trained))
     header = ("", "promised", "reached", "ratio")
-    rows = (found.speed.row(), found.memory.row())
+    rows = (comparison.speed.row(), comparison.memory.row())
     yield "## Promised and reached\n\n" + _table(header, rows)
     products = trained.result.eight_bit
     if products is not None:
@@ -398,7 +399,7 @@ def _sections(trained: TrainedAdapter) -> Iterator[str]:
             yield "In 16 bits: " + ", ".join(f"`{name}`" for name in products.kept_in_16_bits)
     if trained.result.documents_apart is False:
         yield f"**{TOGETHER.capitalize()}.**"
-    words = found.words()
+    words = comparison.words()
     if words is not None:
         yield words
     if trained.prediction is not None:

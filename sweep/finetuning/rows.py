@@ -119,10 +119,10 @@ def rows_of(job: TrainingJob, model: PeftModel) -> Rows:
 
     directory = Path(job.texts)
     _, loss = loss_left(directory, config.seq_len)
-    each = config.rows_per_sample
-    trained, held = split(len(loss), job.eval_fraction, job.seed, each)
+    rows_per_sample = config.rows_per_sample
+    trained, held = split(len(loss), job.eval_fraction, job.seed, rows_per_sample)
     training: Any = training_rows(directory, config, indices=trained, seed=job.seed)
-    left_out = int(np.count_nonzero((loss[trained].reshape(-1, each) == 0).any(1)))
+    left_out = int(np.count_nonzero((loss[trained].reshape(-1, rows_per_sample) == 0).any(1)))
     # Evaluated are single examples, however few there are.
     alone = config.changed(
         micro_batch_size=1, effective_batch_size=None, packing="none", data_parallel=1
@@ -138,7 +138,7 @@ def rows_of(job: TrainingJob, model: PeftModel) -> Rows:
     collate: Collate = Collator(config)
     collate_alone: Collate = Collator(alone)
     if config.is_on_pairs:
-        widths = np.asarray(widths).reshape(-1, each).max(1).tolist()
+        widths = np.asarray(widths).reshape(-1, rows_per_sample).max(1).tolist()
         training = Paired(training)
         if held_out is not None:
             held_out = Paired(held_out)
@@ -159,7 +159,7 @@ def rows_of(job: TrainingJob, model: PeftModel) -> Rows:
         collate=collate,
         held_out=held_out,
         collate_held_out=collate_alone,
-        texts=len(trained) // each - left_out,
+        texts=len(trained) // rows_per_sample - left_out,
         left_out=left_out,
     )
 
@@ -188,11 +188,11 @@ def is_keeping_apart(model: Any, training: Any, config: TrialConfig) -> bool | N
     # The first in which an example of several tokens is behind another.
     lengths = training.select_columns([SEQ_LENGTHS])
     several = (n for n, row in enumerate(lengths) if np.count_nonzero(row[SEQ_LENGTHS] > 1) > 1)
-    found = next(several, None)
-    if found is None:
+    number = next(several, None)
+    if number is None:
         return None
     # Compiled, a micro-batch would have all its rows, and this one is asked of one.
-    batch = Collator(config.changed(compile=False))([training[found]])
+    batch = Collator(config.changed(compile=False))([training[number]])
     device = model.get_input_embeddings().weight.device
     on_device = {key: v.to(device) if hasattr(v, "to") else v for key, v in batch.items()}
     with torch.no_grad(), torch.compiler.set_stance("force_eager"):

@@ -301,8 +301,8 @@ class Training(TrainerCallback):
             self._is_apart = size > 1
             self._others.hear_out()
             if device.ran_out(error):
-                found = out_of_memory(error, device, None, doing=f"{_DOING[self._phase]}: ")
-                return found.model_copy(update={"step": self._step})
+                ended = out_of_memory(error, device, None, doing=f"{_DOING[self._phase]}: ")
+                return ended.model_copy(update={"step": self._step})
             knob = knob_at_fault(error, job.config)
             if knob is not None:
                 detail = f"does not run here: {words_of(error)}"
@@ -409,14 +409,14 @@ class Training(TrainerCallback):
                 kind=config.compute_dtype,
                 rows_per_sample=config.rows_per_sample,
             )
-        found = products_of(fitted)
+        products = products_of(fitted)
         # What that needed is not what a step needs.
         self._device.release()
         self._device.reset_peak()
-        fault = too_many(found, config.compute_dtype)
+        fault = too_many(products, config.compute_dtype)
         if fault is not None:
             raise InputError(fault)
-        return found
+        return products
 
     # What Trainer calls
 
@@ -496,8 +496,8 @@ class Training(TrainerCallback):
             seconds = steps.seconds[-_RECENT_STEPS:]
             left = (self._steps - steps.done) * sum(seconds) / len(seconds)
             rate = sum(steps.tokens[: steps.done][-_RECENT_STEPS:]) / sum(seconds)
-            told = {"loss": steps.losses[-1], "tokens_per_second": rate, "seconds_left": left}
-            recent = recent.model_copy(update=told)
+            figures = {"loss": steps.losses[-1], "tokens_per_second": rate, "seconds_left": left}
+            recent = recent.model_copy(update=figures)
         self._send(recent)
 
     def _stop_observing(self) -> None:
@@ -585,9 +585,9 @@ class Training(TrainerCallback):
                 self._tell()
 
         with self._trainer.accelerator.autocast():
-            found = pairs.references_of(batches())
+            log_probabilities = pairs.references_of(batches())
         whole = torch.empty(len(rows), 2)
-        for number, of_rank in enumerate(team.gathered(found)):
+        for number, of_rank in enumerate(team.gathered(log_probabilities)):
             whole[number::ranks] = of_rank.view(-1, 2)
         rows.reference = whole.flatten()
         if self._rank == 0:

@@ -141,21 +141,21 @@ class PreparedTraining:
         ways = []
         if not self._is_measured_on_texts():
             ways.append(f"`{self._study_command()}` measures at the dataset's own lengths")
-        found = longer(
+        alternative = longer(
             self.job.config,
             self.forecaster,
             max_positions=self.subject.model.max_positions,
             has_budget=self.has_budget,
         )
-        if found is None:
+        if alternative is None:
             ways.append("no longer length fits here")
         else:
-            typed = as_options(self.job.config, found.config)
-            if not found.cuts_little:
+            typed = as_options(self.job.config, alternative.config)
+            if not alternative.cuts_little:
                 typed = f"{typed} --yes"
-            share = percent(found.truncation.supervised_share)
-            way = f"`{typed}` cuts {share}: {found.prediction.words()}"
-            if not found.cuts_little:
+            share = percent(alternative.truncation.supervised_share)
+            way = f"`{typed}` cuts {share}: {alternative.prediction.words()}"
+            if not alternative.cuts_little:
                 way = f"the longest that fits, {way}"
             ways.append(way)
         return "; or ".join(ways)
@@ -355,14 +355,14 @@ def _forecaster(
     else:
         capability = resolved.host_capability
         predictor = TracingPredictor(model, cache_dir=cache, compute_capability=capability)
-    known = calibration_of(subject.record, product, texts=texts, shapes=shapes)
+    calibration = calibration_of(subject.record, product, texts=texts, shapes=shapes)
     return build_forecaster(
         model,
         resolved.target,
         shapes=shapes,
         predictor=predictor,
         violation=partial(resolved.violation, model=model, has_texts=True),
-        evidence=Evidence(calibration=known),
+        evidence=Evidence(calibration=calibration),
         is_cut_up=product is not None,
         warn=warn,
     )
@@ -395,13 +395,13 @@ def _texts(
         InputError: nothing names one.
     """
     study = subject.definition
-    known = None if study is None else study.space.data
-    choice = typed_texts(known, request.texts)
+    of_study = None if study is None else study.space.data
+    choice = typed_texts(of_study, request.texts)
     if choice is None:
         raise InputError("which texts? name them with --data")
-    if request.texts.get("eval_fraction") is None and known is None:
+    if request.texts.get("eval_fraction") is None and of_study is None:
         choice = choice.model_copy(update={"eval_fraction": EVAL_FRACTION})
-    if choice == known and study is not None:
+    if choice == of_study and study is not None:
         stored = texts_of_study(study, model=subject.model, read=read_texts)
         if stored is not None:
             return choice, stored

@@ -162,7 +162,7 @@ def _as_nvml_says(card: NvmlCard) -> Card:
     driver, cuda = card.versions()
     capability = card.ask("nvmlDeviceGetCudaComputeCapability")
     milliwatts = card.ask("nvmlDeviceGetEnforcedPowerLimit")
-    told = replace(
+    gpu = replace(
         _UNKNOWN,
         product=card.ask("nvmlDeviceGetName") or "",
         compute_capability=capability and tuple(capability),
@@ -174,8 +174,8 @@ def _as_nvml_says(card: NvmlCard) -> Card:
     )
     memory = card.memory()
     if memory is None or not memory.total:
-        return told
-    return replace(told, memory_bytes=memory.total, free_bytes=memory.free)
+        return gpu
+    return replace(gpu, memory_bytes=memory.total, free_bytes=memory.free)
 
 
 @dataclass(frozen=True)

@@ -90,8 +90,8 @@ def checked_address(address: str) -> str:
             f"{label} is the address of a Ray client's server, and sweep drives a cluster from one "
             f"of its machines: run it there, with --on ray:auto or HOST:{DEFAULT_PORT}"
         )
-    found = _ADDRESS.fullmatch(address)
-    if found is None or not 0 < int(found["port"]) < 65536:
+    parts = _ADDRESS.fullmatch(address)
+    if parts is None or not 0 < int(parts["port"]) < 65536:
         raise InputError(
             f"{label} is not where a Ray cluster is: it must be auto or HOST:PORT, as in "
             f"10.0.0.1:{DEFAULT_PORT}"

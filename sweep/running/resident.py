@@ -20,7 +20,7 @@ from qlora_sweep.sweep.training.eight_bit import half_dtype
 from qlora_sweep.sweep.training.meter import CardReader, NeighbourWatch
 from qlora_sweep.sweep.training.model import BaseModel, Unavailable, build_base
 from qlora_sweep.sweep.training.step import out_of_memory
-from qlora_sweep.sweep.training.trial import Machine, Trial, TrialTask
+from qlora_sweep.sweep.training.trial import Trial, TrialDevice, TrialTask
 
 DETAIL_LENGTH = 2000
 # What a base may leave behind without being called a leak: a library's late workspace.
@@ -54,7 +54,7 @@ class Resident:
         self.device: Device = open_device(settings.device)
         bus_id = self.device.pci_bus_id()
         self.card = CardReader(None if bus_id is None else card_at(bus_id))
-        self.machine = Machine(
+        self.trial_device = TrialDevice(
             self.device,
             self.card,
             peak_flops=settings.peak_flops,
@@ -175,7 +175,7 @@ class Resident:
             seed=0,
         )
         steps = StepBudget(warmup_min=1, warmup_max=2, measured_min=2, measured_max=2)
-        machine = replace(self.machine, budget_bytes=None)
-        Trial(self.base, machine, TrialTask(config, steps)).run()
+        trial_device = replace(self.trial_device, budget_bytes=None)
+        Trial(self.base, trial_device, TrialTask(config, steps)).run()
         self.base.close()
         self.base = None

@@ -136,10 +136,11 @@ def compile_libraries() -> None:
     """Compile by all cores what a worker imports, where the installer left that to the imports, as
     uv does: a first worker's then take 10 to 14 s instead of 15 to 21 (H100 host, 2026-11-26).
     """
-    found = find_spec("torch")
-    if found is None or found.origin is None or Path(cache_from_source(found.origin)).exists():
+    torch_spec = find_spec("torch")
+    origin = torch_spec and torch_spec.origin
+    if not origin or Path(cache_from_source(origin)).exists():
         return
-    if sys.pycache_prefix is None and not os.access(Path(found.origin).parent, os.W_OK):
+    if sys.pycache_prefix is None and not os.access(Path(origin).parent, os.W_OK):
         # What cannot be kept would be compiled again at every start.
         return
     folders = []
@@ -173,11 +174,11 @@ def begin(environment: dict[str, str], module: str = MODULE) -> None:
 def take(environment: dict[str, str], module: str = MODULE) -> Starting | None:
     """Return the process that was begun, if it is alive and as is asked for; else end it."""
     while _waiting:
-        found = _waiting.pop()
-        is_alike = (found.environment, found.module) == (environment, module)
-        if is_alike and not found.child.has_ended():
-            return found
-        found.end()
+        waiting = _waiting.pop()
+        is_alike = (waiting.environment, waiting.module) == (environment, module)
+        if is_alike and not waiting.child.has_ended():
+            return waiting
+        waiting.end()
     return None
 
 
@@ -203,13 +204,13 @@ def worker_environment(
         workers = neighbours + 1
         share = max(1, (len(os.sched_getaffinity(0)) - workers) // workers)
         kept["TORCHINDUCTOR_COMPILE_THREADS"] = str(share)
-    own = {}
+    of_device = {}
     if cards:
-        own["CUDA_VISIBLE_DEVICES"] = ",".join(cards)
+        of_device["CUDA_VISIBLE_DEVICES"] = ",".join(cards)
     if not DEVICES[device].is_gpu:
-        own = _CPU_ENVIRONMENT
+        of_device = _CPU_ENVIRONMENT
         kept["OMP_NUM_THREADS"] = "1"
-    return kept | inherited | _QUIET | own
+    return kept | inherited | _QUIET | of_device
 
 
 def compiler_directory() -> Path:

@@ -298,9 +298,9 @@ class Worker:
         config = request.config
         self.phase = "attach"
         limit = team.TimeLimit(command.stop_at)
-        known = team.gathered(self._known_speed(request))[0]
-        if known is not None:
-            ended = TrialEnd(known)
+        earlier = team.gathered(self._known_speed(request))[0]
+        if earlier is not None:
+            ended = TrialEnd(earlier)
         else:
             ended = self._trained(request, started=started, limit=limit)
         if request.quality is None or ended.is_apart:
@@ -315,9 +315,9 @@ class Worker:
         """Train for speed and memory."""
         base = self._resident.base
         assert base is not None, "a trial has a base"
-        machine = self._resident.machine
+        trial_device = self._resident.trial_device
         if request.faithfulness is not None:
-            machine.compared[request.config] = request.faithfulness
+            trial_device.compared[request.config] = request.faithfulness
         task = TrialTask(
             request.config,
             request.steps,
@@ -325,7 +325,7 @@ class Worker:
             is_soak=request.is_soak,
             limit=limit,
         )
-        trial = Trial(base, machine, task, report=self._report, started=started)
+        trial = Trial(base, trial_device, task, report=self._report, started=started)
         outcome = trial.run()
         return TrialEnd(outcome, is_apart=trial.is_apart)
 
@@ -336,12 +336,12 @@ class Worker:
         measured = self._speeds.get(_speed_key(request))
         if request.quality is None or measured is None:
             return None
-        rate, known = measured
+        rate, earlier = measured
         if rate == request.config.learning_rate:
             return None
-        flags = set(known.measurement.flags) | {SPEED_REUSED}
+        flags = set(earlier.measurement.flags) | {SPEED_REUSED}
         changes = {"quality": None, "flags": tuple(sorted(flags))}
-        return Measured(measurement=known.measurement.model_copy(update=changes))
+        return Measured(measurement=earlier.measurement.model_copy(update=changes))
 
     def _with_quality(
         self,
@@ -417,12 +417,12 @@ def _texts(settings: TextsSettings, seed: int) -> Texts:
     """
     directory = Path(settings.directory)
     try:
-        found = json.loads((directory / SUMMARY).read_text(encoding="utf-8"))["fingerprint"]
+        fingerprint = json.loads((directory / SUMMARY).read_text(encoding="utf-8"))["fingerprint"]
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise EnvironmentFault(
             f"the prepared texts in {directory} cannot be read: {words_of(error)}"
         ) from error
-    if found != settings.fingerprint:
+    if fingerprint != settings.fingerprint:
         raise EnvironmentFault(f"the prepared texts in {directory} are others than the study's")
     return Texts(directory, settings.eval_fraction, seed)
 

@@ -101,11 +101,11 @@ def carry_over(
             if record.purpose == "search":
                 tried.add(canonical(record.config))
     if source.identity == study.known.identity:
-        found = _own(study, source)
+        candidates = _own(study, source)
     else:
-        found = holding(source, study.definition.space)
+        candidates = holding(source, study.definition.space)
     new = 0
-    for record in found:
+    for record in candidates:
         is_searched = record.purpose == "search"
         config = canonical(record.config)
         is_kept = record.attempt_id is not None and record.attempt_id in attempts

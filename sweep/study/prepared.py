@@ -152,10 +152,10 @@ def prepare(
     """
     held = request.held
     is_preset = preset_name(request.space) is not None
-    known = None
+    definition = None
     if request.study is not None:
-        known = stored(request.study)
-    typed_space, changed = overridden(request.space, request.overrides, known)
+        definition = stored(request.study)
+    typed_space, changed = overridden(request.space, request.overrides, definition)
     typed_space = narrowed(typed_space)
     model = load_model_spec(typed_space.model)
     able = for_trainer(typed_space, model, is_preset=is_preset, held=held)
@@ -167,13 +167,15 @@ def prepare(
     resolved = resolve_target(able.space, here)
     if able.space.weights == "pretrained":
         check_weights(model)
-    own = with_own_settings(able.space, model, is_preset=is_preset, held=held)
-    if able.space.data is not None and known is None and request.study is None and not held:
-        known = stored(default_study_name(able.space, changed))
-    texts = _texts(able.space, model, known, read_texts)
-    offered = Offered(own.space)
+    of_model = with_own_settings(able.space, model, is_preset=is_preset, held=held)
+    if able.space.data is not None and definition is None and request.study is None and not held:
+        definition = stored(default_study_name(able.space, changed))
+    texts = _texts(able.space, model, definition, read_texts)
+    offered = Offered(of_model.space)
     if texts is not None:
-        offered = space_with_texts(own.space, texts, model=model, is_preset=is_preset, held=held)
+        offered = space_with_texts(
+            of_model.space, texts, model=model, is_preset=is_preset, held=held
+        )
     space, changed = held_in(offered.space, held, changed, typed=request.space)
     if able.space is not typed_space:
         # What a trainer cannot run is not what was typed: the name is as it is told elsewhere.
@@ -188,7 +190,7 @@ def prepare(
     begun = Offered(sampled.space)
     if "eval_loss" in sampled.space.objectives:
         begun = with_learning_rate(sampled.space, model)
-    notes = able.notes + own.notes + offered.notes + sampled.notes + begun.notes
+    notes = able.notes + of_model.notes + offered.notes + sampled.notes + begun.notes
     return _checked(checked_name(name), begun.space, model, here, texts, notes)
 
 
@@ -202,14 +204,14 @@ def _refuse_without_texts(space: SearchSpace, held: Mapping[str, Any]) -> None:
 
 
 def _texts(
-    space: SearchSpace, model: ModelSpec, known: StudyDefinition | None, read_texts: ReadTexts
+    space: SearchSpace, model: ModelSpec, definition: StudyDefinition | None, read_texts: ReadTexts
 ) -> PreparedTexts | None:
     """Return what a space's trials train on, those of the study that is there where it names the
     same; None for random rows."""
     if space.data is None:
         return None
-    if known is not None and is_same_choice(known.space.data, space.data):
-        return texts_of_study(known, model=model, read=read_texts)
+    if definition is not None and is_same_choice(definition.space.data, space.data):
+        return texts_of_study(definition, model=model, read=read_texts)
     return read_texts(TextsRequest.of(space.data, model))
 
 
@@ -290,9 +292,9 @@ def _checked(
     )
     # What is there has a price, by the catalogue's name.
     product = resolved.target.emulated_on or resolved.target.gpu
-    known = match_product(product)
-    if known is not None:
-        product = known.name
+    spec = match_product(product)
+    if spec is not None:
+        product = spec.name
     usd_per_hour = price_of(space, gpu=product)
     epochs = None
     if texts is not None and space.data is not None:

@@ -111,15 +111,15 @@ def recorded_study(name: str) -> StudySnapshot:
     """
     surface = read_surface(name)
     gpu = find_gpu(surface.gpu)
-    own = parse_space(starting_text(gpu.name, None), label=gpu.name)
-    own = own.model_copy(update={"model": surface.model.name})
+    preset = parse_space(starting_text(gpu.name, None), label=gpu.name)
+    preset = preset.model_copy(update={"model": surface.model.name})
     recorded = _identities(surface)
-    baseline = own.baseline_config()
-    for space in itertools.chain([own], shipped_presets()):
+    baseline = preset.baseline_config()
+    for space in itertools.chain([preset], shipped_presets()):
         if identity(space.baseline_config()) in recorded:
             baseline = space.baseline_config()
             break
-    values = own.model_dump() | {"baseline": baseline.model_dump()}
+    values = preset.model_dump() | {"baseline": baseline.model_dump()}
     space = space_of(surface, validate(SearchSpace, values, Document(surface.name)))
     budget_bytes = surface.header.budget_bytes or gpu.budget_bytes
     target = Target(

@@ -254,10 +254,10 @@ def _stopping(
         return Stopping(prepared.space, usd_per_hour=prepared.usd_per_hour)
 
     def outlook(besides: int | None) -> Outlook:
-        found = sampler.outlook(study.study, besides=besides)
+        expected = sampler.outlook(study.study, besides=besides)
         if besides is None:
-            listener(GainForeseen(found.gain, found.open))
-        return found
+            listener(GainForeseen(expected.gain, expected.open))
+        return expected
 
     return Stopping(
         prepared.space,

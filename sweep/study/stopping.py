@@ -301,15 +301,15 @@ class Rivals:
         there is not sure.
         """
         all_rivals = tuple(self._rivals.values())
-        own = self._space.capacity_class(config)
-        capacities = {self._space.capacity_class(rival.config) for rival in all_rivals} | {own}
-        is_asked = nearest_capacity(capacities, self._model) == own
+        capacity = self._space.capacity_class(config)
+        capacities = {self._space.capacity_class(rival.config) for rival in all_rivals} | {capacity}
+        is_asked = nearest_capacity(capacities, self._model) == capacity
         is_apart = is_asked or self._space.is_of_baselines_class(config)
         chosen = []
         for rival in all_rivals:
             if not self._is_target and rival.config.numerics != config.numerics:
                 continue
-            if not is_apart or self._space.capacity_class(rival.config) == own:
+            if not is_apart or self._space.capacity_class(rival.config) == capacity:
                 chosen.append(rival)
         return tuple(chosen)
 
@@ -453,9 +453,9 @@ def nothing_concluded(records: Iterable[TrialRecord]) -> EnvironmentFault | None
 
     What was refused before it ran says nothing of those that did: that nothing fits is not known.
     """
-    known = tuple(records)
-    failures = [r.outcome for r in known if isinstance(r.outcome, Crashed | TimedOut)]
-    if not failures or any(record.verdict in WORTH_KEEPING for record in known):
+    all_records = tuple(records)
+    failures = [r.outcome for r in all_records if isinstance(r.outcome, Crashed | TimedOut)]
+    if not failures or any(record.verdict in WORTH_KEEPING for record in all_records):
         return None
     count = f"all {len(failures)} trials"
     if len(failures) == 1:

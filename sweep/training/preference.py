@@ -109,8 +109,8 @@ class Preference(torch.nn.Module):
         reference = batch.pop(REFERENCE, None)
         tokens = (batch["labels"][:, 1:] != IGNORED).sum(1)
         if self.is_likelihood:
-            found = log_probabilities(self.model, batch)
-            return CausalLMOutput(loss=-found.sum() / tokens.sum())
+            of_labels = log_probabilities(self.model, batch)
+            return CausalLMOutput(loss=-of_labels.sum() / tokens.sum())
         if reference is None:
             self.references += 1
             reference = self.reference(batch)
@@ -136,8 +136,8 @@ class Preference(torch.nn.Module):
 
     def references_of(self, batches: Iterable[Mapping[str, torch.Tensor]]) -> torch.Tensor:
         """Return the same of all micro-batches in the order of `Paired`'s rows, on the host."""
-        found = [self.reference(batch).cpu().reshape(2, -1) for batch in batches]
-        return torch.cat(found, dim=1).T.flatten().contiguous()
+        of_batches = [self.reference(batch).cpu().reshape(2, -1) for batch in batches]
+        return torch.cat(of_batches, dim=1).T.flatten().contiguous()
 
 
 def log_probabilities(model: PeftModel, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
@@ -147,10 +147,10 @@ def log_probabilities(model: PeftModel, batch: Mapping[str, torch.Tensor]) -> to
     inputs = {name: value for name, value in batch.items() if name != "labels"}
     hidden = base.get_decoder()(**inputs, use_cache=False).last_hidden_state
     labels = functional.pad(batch["labels"][:, 1:], (0, 1), value=IGNORED)
-    found = _LogProbabilities.apply(
+    of_tokens = _LogProbabilities.apply(
         hidden.flatten(0, 1), labels.flatten(), base.get_output_embeddings()
     )
-    return torch.as_tensor(found.view_as(labels))
+    return torch.as_tensor(of_tokens.view_as(labels))
 
 
 class _LogProbabilities(torch.autograd.Function):
@@ -162,10 +162,10 @@ class _LogProbabilities(torch.autograd.Function):
         ctx.head = head
         ctx.dtype = _dtype_of_products(hidden, head)
         of_tokens = _of_tokens(head, ctx.dtype)
-        found = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)
+        of_labels = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)
         for part in chunks(len(hidden), len(head.weight)):
-            found[part] = of_tokens(hidden[part], labels[part])
-        return found
+            of_labels[part] = of_tokens(hidden[part], labels[part])
+        return of_labels
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
@@ -175,8 +175,8 @@ class _LogProbabilities(torch.autograd.Function):
             of_tokens = _of_tokens(ctx.head, ctx.dtype)
             for part in chunks(len(hidden), len(ctx.head.weight)):
                 rows = hidden[part].detach().requires_grad_()
-                found = of_tokens(rows, labels[part])
-                (given[part],) = torch.autograd.grad(found, rows, grads[0][part])
+                of_labels = of_tokens(rows, labels[part])
+                (given[part],) = torch.autograd.grad(of_labels, rows, grads[0][part])
         return given, None, None
 
 
@@ -230,8 +230,9 @@ class Paired(Dataset[Any]):
         rows = tuple(self.rows[row] for row in members)
         if self.reference is None:
             return rows
-        known = self.reference[list(members)]
-        return tuple({**row, REFERENCE: one} for row, one in zip(rows, known, strict=True))
+        references = self.reference[list(members)]
+        pairs = zip(rows, references, strict=True)
+        return tuple({**row, REFERENCE: reference} for row, reference in pairs)
 
 
 def of_pairs(collate: Collate) -> Collate:
@@ -239,7 +240,7 @@ def of_pairs(collate: Collate) -> Collate:
 
     def collated(pairs: list[Any]) -> dict[str, torch.Tensor]:
         rows = by_member(pairs)
-        known = [row[REFERENCE] for row in rows if REFERENCE in row]
-        return {**collate(rows), **({REFERENCE: torch.stack(known)} if known else {})}
+        references = [row[REFERENCE] for row in rows if REFERENCE in row]
+        return {**collate(rows), **({REFERENCE: torch.stack(references)} if references else {})}
 
     return collated

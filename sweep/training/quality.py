@@ -171,11 +171,11 @@ class Quality:
         # A compiled layer would be compiled for each of these shapes.
         with torch.compiler.set_stance("force_eager"), loop.evaluating():
             for block, batch in batches:
-                found = self._judged(loop, batch)
-                if found is None:
+                judged = self._judged(loop, batch)
+                if judged is None:
                     return None
-                total = total.plus(found)
-                blocks[block] = blocks[block].plus(found)
+                total = total.plus(judged)
+                blocks[block] = blocks[block].plus(judged)
                 self._beat()
         return total, tuple((one.loss / one.weight, one.weight) for one in blocks.values())
 
@@ -203,10 +203,10 @@ class Quality:
             return None
         total = _Judged()
         for half in in_parts(batch, 2, rows_per_sample):
-            found = self._judged(loop, half)
-            if found is None:
+            judged = self._judged(loop, half)
+            if judged is None:
                 return None
-            total = total.plus(found)
+            total = total.plus(judged)
         return total
 
     def _beat(self) -> None:

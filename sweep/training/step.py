@@ -433,8 +433,8 @@ def out_of_memory(
 def rate_of(config: TrialConfig, model: Any) -> float:
     """Return the highest learning rate that a model is trained with."""
     decoder = model.config.get_text_config()
-    known = {key: getattr(decoder, key, None) for key in MODEL_KEYS}
-    return learning_rate_of(config, known).value
+    sizes = {key: getattr(decoder, key, None) for key in MODEL_KEYS}
+    return learning_rate_of(config, sizes).value
 
 
 def make_optimizer(

@@ -89,15 +89,15 @@ def join(rank: int, size: int, *, meeting: Path, device: torch.device) -> None:
     for name in _OWN:
         os.environ[name] = str(size if "SIZE" in name else rank)
     kind = DEVICES[device.type]
-    own = None
+    device_id = None
     if kind.is_gpu:
-        own = device
+        device_id = device
     dist.init_process_group(
         kind.process_group,
         store=dist.FileStore(str(meeting), size),  # type: ignore[attr-defined]
         rank=rank,
         world_size=size,
-        device_id=own,
+        device_id=device_id,
     )
     _control = dist.new_group(backend="gloo")
 
@@ -171,12 +171,12 @@ def mean(value: torch.Tensor) -> torch.Tensor:
 
 def fingerprint(tensors: Iterable[torch.Tensor]) -> str:
     """Return a hash of the tensors' bytes: another where any bit is."""
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     for tensor in tensors:
         # A copy: what numpy has seen is not to be resized any more, as FSDP does.
         flat = tensor.detach().flatten().to("cpu", copy=True)
-        found.update(flat.view(torch.uint8).numpy().tobytes())
-    return found.hexdigest()[:32]
+        digest.update(flat.view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()[:32]
 
 
 def build_shares(

@@ -78,7 +78,7 @@ of them."""
 
 
 @dataclass(frozen=True)
-class Machine:
+class TrialDevice:
     """What the trials of a process run on, and are held to.
 
     Attributes:
@@ -126,7 +126,7 @@ class Trial:
 
     Args:
         base: has no adapters yet.
-        machine: what it runs on.
+        trial_device: what it runs on.
         task: what it does.
         report: called with each `Progress`; True stops the trial as slow.
         started: when the trial began, its build included; None for now.
@@ -139,7 +139,7 @@ class Trial:
     def __init__(
         self,
         base: BaseModel,
-        machine: Machine,
+        trial_device: TrialDevice,
         task: TrialTask,
         *,
         report: Callable[[Progress], bool] = lambda _: False,
@@ -149,15 +149,15 @@ class Trial:
         self.is_apart = False
         self._started = time.perf_counter() if started is None else started
         self._base = base
-        self._machine = machine
-        self._device = machine.device
+        self._trial_device = trial_device
+        self._device = trial_device.device
         self._task = task
         self._config = task.config
         self._report = report
         neighbours = NeighbourWatch(
-            machine.device,
-            machine.card,
-            machine.budget_bytes,
+            trial_device.device,
+            trial_device.card,
+            trial_device.budget_bytes,
             has_paged_memory=task.config.is_paged,
         )
         self._meter = Meter(task.config, task.steps, neighbours, task.is_soak)
@@ -258,7 +258,7 @@ class Trial:
         """
         peak = memory.peak_allocated_bytes
         stage = memory.peak_stage
-        budget_bytes = self._machine.budget_bytes
+        budget_bytes = self._trial_device.budget_bytes
         over = None
         if budget_bytes is not None:
             over = over_budget(peak, budget_bytes=budget_bytes, stage=stage)
@@ -463,15 +463,15 @@ class Trial:
 
     def _compared(self, loop: TrainingLoop, measurement: Measurement) -> Outcome:
         """Return what was measured in 8 bits, if a step in 8 bits stands for one in 16."""
-        known = self._machine.compared
+        compared_before = self._trial_device.compared
         # Asked by every rank, whatever each has compared before.
         is_over = self._task.limit.is_over()
-        if self._config not in known:
+        if self._config not in compared_before:
             if is_over:
                 return OUT_OF_TIME
             self._enter("compare")
-            known[self._config] = compared(loop)
-        faithfulness = known[self._config]
+            compared_before[self._config] = compared(loop)
+        faithfulness = compared_before[self._config]
         detail = unfaithful(faithfulness)
         if detail is not None:
             return Ineffective(knob="compute_dtype", detail=detail)
@@ -531,7 +531,7 @@ class Trial:
                 "batch_wait_share": wait_share,
             }
         flags = {
-            "emulated": self._machine.is_emulated,
+            "emulated": self._trial_device.is_emulated,
             **meter.flags(),
             "allocator_retries": retries > 0,
             "accumulation_extrapolated": config.accumulation_steps > self._task.micro_steps_max,
@@ -576,7 +576,7 @@ class Trial:
     def _utilization(self, loop: TrainingLoop) -> float | None:
         """Model FLOP/s over the peak; recomputation is not counted as work, padding is."""
         config = self._config
-        peak_flops = self._machine.peak_flops.get(config.compute_dtype)
+        peak_flops = self._trial_device.peak_flops.get(config.compute_dtype)
         if peak_flops is None:
             return None
         shapes = [(config.micro_batch_size * config.rows_per_sample, config.seq_len)]

@@ -14,35 +14,25 @@ from qlora_sweep.search_spaces.learning_rates import in_words, learning_rate_of
 from qlora_sweep.storage.records import Measured, Outcome, OutOfMemory
 from qlora_sweep.sweep.data.rows import split
 from qlora_sweep.sweep.data.texts import texts_directory
-from qlora_sweep.sweep.predict.memory.profiles import Untraceable
 from qlora_sweep.sweep.request import RunRequest
 from qlora_sweep.sweep.running.replay import ReplayRunner
-from qlora_sweep.sweep.study import session
 from qlora_sweep.sweep.study.prepared import Prepared, prepare, prepare_again
-from tests.sweep.imagined_memory import ImaginedPredictor
 from tests.sweep.prepared_texts import Reader, prepared_texts
 from tests.sweep.simulated_device import a_measurement
+from tests.sweep.study.test_session import home as home
 from tests.sweep.study.test_session import read, run
+from tests.sweep.study.test_session import url as url
 
 
 @pytest.fixture(autouse=True)
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("SWEEP_HOME", str(tmp_path))
-    monkeypatch.chdir(tmp_path)
-    nothing = ImaginedPredictor(fault=Untraceable("not traced"))
-    monkeypatch.setattr(session, "CpuMemory", lambda *_, **__: nothing)
-    (tmp_path / "mine.jsonl").write_text('{"text": "hello"}\n')
-    return tmp_path
+def dataset(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(home)
+    (home / "mine.jsonl").write_text('{"text": "hello"}\n')
 
 
 @pytest.fixture
 def reader(home: Path) -> Reader:
     return Reader(prepared_texts(home / "prepared"))
-
-
-@pytest.fixture
-def url(home: Path) -> str:
-    return f"sqlite:///{home}/runs/sweep.db"
 
 
 def prepared(
@@ -94,6 +84,14 @@ def test_a_presets_lengths_are_those_of_the_texts(reader: Reader, home: Path) ->
     assert own.name == "own"
 
 
+def write_model(home: Path) -> None:
+    """Write the demo's model with a file of no weights."""
+    (home / "model").mkdir()
+    shipped = Path(__file__).parents[3] / "search_spaces/architectures/demo.json"
+    (home / "model/config.json").write_text(shipped.read_text())
+    (home / "model/model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
+
+
 def test_texts_of_which_nothing_can_be_asked_are_refused_before_anything_runs(home: Path) -> None:
     """Of rows of one token nothing is predicted, and one row is held out."""
     (home / "own.yaml").write_text(
@@ -101,10 +99,7 @@ def test_texts_of_which_nothing_can_be_asked_are_refused_before_anything_runs(ho
         "objectives: [tokens_per_second, eval_loss]\n"
         "dimensions: {lora_rank: [4, 8]}\nfixed: {seq_len: 64, micro_batch_size: 2}\n"
     )
-    (home / "model").mkdir()
-    shipped = Path(__file__).parents[3] / "search_spaces/architectures/demo.json"
-    (home / "model/config.json").write_text(shipped.read_text())
-    (home / "model/model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
+    write_model(home)
     _, (held,) = split(8, 0.05, 0)
     lengths = [20] * 8
     answers = Reader(prepared_texts(home / "answers", lengths))
@@ -121,10 +116,7 @@ def test_a_search_for_loss_begins_at_the_rate_of_the_rule(home: Path, searched: 
         "objectives: [eval_loss]\nfixed: {seq_len: 64, micro_batch_size: 2}\n"
         f"dimensions:\n  lora_rank: [4, 8]\n  {searched}\n"
     )
-    (home / "model").mkdir()
-    shipped = Path(__file__).parents[3] / "search_spaces/architectures/demo.json"
-    (home / "model/config.json").write_text(shipped.read_text())
-    (home / "model/model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
+    write_model(home)
     answers = Reader(prepared_texts(home / "answers", [20] * 8))
     found = prepared(answers, space="own.yaml", data=None)
     first = found.space.baseline_config()

@@ -619,7 +619,14 @@ heavy = {'torch', 'transformers', 'peft', 'bitsandbytes', 'optuna'} & set(sys.mo
 files = {name: getattr(m, '__file__', '') for name, m in sys.modules.items()}
 print(json.dumps([code, sorted(heavy), files]))
 """
-DECIDES_NOTHING = ("installation", "processes", "paths", "child_environment", "subprocess_jobs")
+DECIDES_NOTHING = (
+    "installation",
+    "processes",
+    "paths",
+    "child_environment",
+    "json_child",
+    "subprocess_jobs",
+)
 """What says what is missing, starts processes or says where things are."""
 
 

@@ -10,7 +10,6 @@ directory with the model's.
 from __future__ import annotations
 
 import dataclasses
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -21,8 +20,8 @@ from qlora_sweep.search_spaces.config import TrialConfig
 from qlora_sweep.sweep.training import adapters
 from qlora_sweep.sweep.training.model import build_base
 from qlora_sweep.sweep.training.step import TrainingLoop
-from qlora_sweep.sweep.training.team import join, leave
 from tests.sweep.training.tiny import TINY
+from tests.sweep.training.two_processes import tell_as_one_of_two
 
 STEPS = 3
 WHOLE = TrialConfig(
@@ -54,20 +53,10 @@ def losses(
         yield calls.calls
 
 
-def main(rank: int, meeting: Path, kind: str) -> None:
-    device = torch.device(kind, rank if kind == "cuda" else None)  # type: ignore[call-overload]
-    if kind == "cuda":
-        torch.cuda.set_device(rank)
-    join(rank, 2, meeting=meeting, device=device)
-    directory = meeting.parent / "model"
-    told = [
-        *losses(WHOLE, directory, device, compiles=False),
-        *losses(SHARDED, directory, device, compiles=False),
-        *losses(SHARDED, directory, device, compiles=True),
-    ]
-    print(*told)
-    leave()
+def words(device: torch.device, directory: Path) -> Iterator[float]:
+    for config, compiles in ((WHOLE, False), (SHARDED, False), (SHARDED, True)):
+        yield from losses(config, directory / "model", device, compiles=compiles)
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3])
+    tell_as_one_of_two(words)

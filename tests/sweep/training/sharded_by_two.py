@@ -11,8 +11,7 @@ Run as ``python -m tests.sweep.training.sharded_by_two RANK FILE DEVICE``.
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import MethodType
 from typing import Any
@@ -31,11 +30,10 @@ from qlora_sweep.sweep.training.model import quantize_random
 from qlora_sweep.sweep.training.team import (
     AS_STORED,
     fsdp_plugin,
-    join,
-    leave,
     shard_on_cpu,
     share_head,
 )
+from tests.sweep.training.two_processes import tell_as_one_of_two
 
 STEPS = 3
 SHARDED = TrialConfig(
@@ -159,15 +157,11 @@ def shares(device: torch.device, *, is_tied: bool) -> tuple[bool, float]:
     return is_same, local(weight).numel() / weight.numel()
 
 
-def main(rank: int, meeting: Path, kind: str) -> None:
-    device = torch.device(kind, rank if kind == "cuda" else None)  # type: ignore[call-overload]
-    if kind == "cuda":
-        torch.cuda.set_device(rank)
-    join(rank, 2, meeting=meeting, device=device)
-    told = [bits(device), *(shares(device, is_tied=is_tied) for is_tied in (False, True))]
-    print(*(word for words in told for word in words))
-    leave()
+def words(device: torch.device, _: Path) -> Iterator[Any]:
+    yield from bits(device)
+    for is_tied in (False, True):
+        yield from shares(device, is_tied=is_tied)
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3])
+    tell_as_one_of_two(words)

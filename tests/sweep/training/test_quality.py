@@ -14,7 +14,7 @@ from qlora_sweep.search_spaces.errors import InputError
 from qlora_sweep.storage.records import Diverged, OutOfMemory, QualityReport
 from qlora_sweep.sweep.training.messages import Progress, QualityCommand
 from tests.lazy import lazily
-from tests.sweep.training.tiny import tiny_base, tiny_config
+from tests.sweep.training.tiny import texts_in, tiny_base, tiny_config
 
 torch = lazily("torch")
 batching = lazily("qlora_sweep.sweep.data.batches")
@@ -24,14 +24,9 @@ LENGTHS = np.random.default_rng(1).integers(3, 40, 80)
 ASKED = QualityCommand(tokens=200, seed=3, eval_seq_len=32, eval_tokens=100)
 
 
-def texts_in(directory: Path, lengths: Any, *, eval_fraction: float = 0.2) -> Any:
-    preparing.prepared(directory, lengths)
-    return batching.Texts(directory, eval_fraction=eval_fraction, seed=0)
-
-
 @pytest.fixture(scope="module")
 def texts(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    return texts_in(tmp_path_factory.mktemp("texts"), LENGTHS)
+    return texts_in(tmp_path_factory.mktemp("texts"), LENGTHS, eval_fraction=0.2)
 
 
 @pytest.fixture(scope="module")

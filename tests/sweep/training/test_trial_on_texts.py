@@ -18,6 +18,7 @@ from tests.sweep.training.tiny import (
     UNIFORM_LOSS,
     measured,
     outcome_of,
+    texts_in,
     tiny_base,
     tiny_config,
     tiny_loop,
@@ -29,11 +30,6 @@ batching = lazily("qlora_sweep.sweep.data.batches")
 preparing = lazily("tests.sweep.data.prepared")
 trial = lazily("qlora_sweep.sweep.training.trial")
 LENGTHS = np.random.default_rng(1).integers(3, 29, 60)
-
-
-def texts_in(directory: Path, lengths: Any, *, eval_fraction: float = 0.0) -> Any:
-    preparing.prepared(directory, lengths)
-    return batching.Texts(directory, eval_fraction=eval_fraction, seed=0)
 
 
 @pytest.fixture(scope="module")

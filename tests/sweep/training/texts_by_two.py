@@ -7,7 +7,7 @@ directory of prepared texts and of prepared pairs.
 
 from __future__ import annotations
 
-import sys
+from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
 
@@ -18,8 +18,9 @@ from qlora_sweep.sweep.data.batches import Lesson, Texts, trial_batches
 from qlora_sweep.sweep.training.adapters import attached
 from qlora_sweep.sweep.training.model import build_base
 from qlora_sweep.sweep.training.step import TrainingLoop
-from qlora_sweep.sweep.training.team import join, leave, rank, world_size
+from qlora_sweep.sweep.training.team import rank, world_size
 from tests.sweep.training.tiny import TINY
+from tests.sweep.training.two_processes import tell_as_one_of_two
 
 STEPS = 4
 KINDS = ("none", "grouped", "packed", "dpo")
@@ -69,16 +70,11 @@ def told_by(kind: str, directory: Path, device: torch.device, *, is_lesson: bool
     return [*(losses / world_size()).tolist(), size]
 
 
-def main(number: int, meeting: Path, kind: str) -> None:
-    device = torch.device(kind, number if kind == "cuda" else None)  # type: ignore[call-overload]
-    if kind == "cuda":
-        torch.cuda.set_device(number)
-    join(number, 2, meeting=meeting, device=device)
-    told = [told_by(kind, meeting.parent, device, is_lesson=False) for kind in KINDS]
-    told.append(told_by("none", meeting.parent, device, is_lesson=True))
-    print(*(number for numbers in told for number in numbers))
-    leave()
+def words(device: torch.device, directory: Path) -> Iterator[float]:
+    for kind in KINDS:
+        yield from told_by(kind, directory, device, is_lesson=False)
+    yield from told_by("none", directory, device, is_lesson=True)
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3])
+    tell_as_one_of_two(words)

@@ -109,19 +109,28 @@ def tiny_loop(config: TrialConfig, *, spec: ModelSpec = TINY) -> Iterator[Traini
 def trial_on(base: BaseModel, config: TrialConfig, **changes: Any) -> Trial:
     from qlora_sweep.sweep.training.device import CpuDevice
     from qlora_sweep.sweep.training.meter import CardReader
-    from qlora_sweep.sweep.training.trial import Machine, Trial, TrialTask
+    from qlora_sweep.sweep.training.trial import Trial, TrialDevice, TrialTask
 
-    of_machine: dict[str, Any] = {"device": CpuDevice(), "card": CardReader(None)}
+    of_device: dict[str, Any] = {"device": CpuDevice(), "card": CardReader(None)}
     of_trial: dict[str, Any] = {}
     of_task: dict[str, Any] = {"steps": QUICK}
     for name, value in changes.items():
-        if name in Machine.__dataclass_fields__:
-            of_machine[name] = value
+        if name in TrialDevice.__dataclass_fields__:
+            of_device[name] = value
         elif name in TrialTask.__dataclass_fields__:
             of_task[name] = value
         else:
             of_trial[name] = value
-    return Trial(base, Machine(**of_machine), TrialTask(config, **of_task), **of_trial)
+    return Trial(base, TrialDevice(**of_device), TrialTask(config, **of_task), **of_trial)
+
+
+def texts_in(directory: Path, lengths: Any, *, eval_fraction: float = 0.0) -> Any:
+    """Prepare texts of so many tokens each."""
+    from qlora_sweep.sweep.data.batches import Texts
+    from tests.sweep.data.prepared import prepared
+
+    prepared(directory, lengths)
+    return Texts(directory, eval_fraction=eval_fraction, seed=0)
 
 
 def outcome_of(config: TrialConfig, *, spec: ModelSpec = TINY, **changes: Any) -> Outcome:

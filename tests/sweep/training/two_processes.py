@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parents[3]
 SECONDS = 180
@@ -31,3 +33,24 @@ def told_by_two(
     ]
     said = [process.communicate(timeout=SECONDS)[0] for process in processes]
     return [lines.splitlines()[-1].split() for lines in said]
+
+
+def tell_as_one_of_two(words: Callable[[Any, Path], Iterable[Any]]) -> None:
+    """Join the other process, as the command line says, and print what this one has to say.
+
+    Args:
+        words: of a device and the directory.
+    """
+    import torch
+
+    from qlora_sweep.sweep.training.team import join, leave
+
+    rank = int(sys.argv[1])
+    meeting = Path(sys.argv[2])
+    device = torch.device(sys.argv[3])
+    if device.type == "cuda":
+        torch.cuda.set_device(rank)
+        device = torch.device("cuda", rank)
+    join(rank, 2, meeting=meeting, device=device)
+    print(*words(device, meeting.parent))
+    leave()
