@@ -272,7 +272,7 @@ def prepare_training(
         card=None if is_on_cpu else here,
         notes=tuple(filter(None, notes)),
     )
-    if (broken := prepared.forecaster.broken(config)) is not None:
+    if (broken := prepared.forecaster.violation(config)) is not None:
         words = f"{texts.summary.source}: {broken.reason}"
         if prepared.truncation.is_much:
             words = f"{words}; {prepared.ways_out()}"

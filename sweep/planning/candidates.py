@@ -10,7 +10,8 @@ from operator import attrgetter
 from typing import Any, Literal, get_args
 
 from qlora_sweep.search_spaces.config import KNOBS, TARGET_SETS, TrialConfig, canonical
-from qlora_sweep.search_spaces.costs import Range, ties
+from qlora_sweep.search_spaces.costs import ties
+from qlora_sweep.search_spaces.estimates import Estimate
 from qlora_sweep.search_spaces.kinds import Numerics
 from qlora_sweep.search_spaces.loading import parse_space, preset_name
 from qlora_sweep.search_spaces.preference import TIE, plainness
@@ -137,7 +138,7 @@ def speed_order(forecast: Forecast) -> tuple[float, int]:
     return forecast.tokens_per_second or 0.0, forecast.config.tokens_per_micro_batch
 
 
-def speed_ratio(one: Forecast, other: Forecast) -> Range | None:
+def speed_ratio(one: Forecast, other: Forecast) -> Estimate | None:
     """Return how many times as fast as another a forecast is, with the ends of nine in ten such
     ratios; None where a speed or its interval is not known.
 
@@ -158,13 +159,12 @@ def speed_ratio(one: Forecast, other: Forecast) -> Range | None:
                 owns += [of.gpu.speed.shared for config in configs if config.data_parallel > 1]
             apart = min(apart, math.hypot(shared, *owns))
         times = own.tokens_per_second / others.tokens_per_second
-        return Range(times, *within(times, apart))
-    known = [
-        Range(forecast.tokens_per_second, *forecast.tokens_per_second_range)
-        for forecast in (one, other)
-        if forecast.tokens_per_second and forecast.tokens_per_second_range
-    ]
-    return known[0].over(known[1]) if len(known) == 2 else None
+        return within(times, apart)
+    speed = one.speed_estimate
+    other_speed = other.speed_estimate
+    if speed is None or other_speed is None:
+        return None
+    return speed.over(other_speed)
 
 
 def is_faster(one: Forecast, other: Forecast) -> bool:

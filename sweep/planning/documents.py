@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from qlora_sweep.search_spaces.costs import Bill, OfferComparison, ties, usd_per_training_second
+from qlora_sweep.search_spaces.estimates import Estimate
 from qlora_sweep.search_spaces.linears import standard_capacity
 from qlora_sweep.search_spaces.quality import KnownQuality
 from qlora_sweep.search_spaces.rules import torch_for
@@ -40,6 +41,10 @@ def _of(thing: object, *names: str) -> dict[str, Any]:
     return {key: list(one) if isinstance(one, tuple) else one for key, one in found.items()}
 
 
+def _ends(estimate: Estimate | None) -> list[float] | None:
+    return None if estimate is None else list(estimate.ends)
+
+
 def epoch_document(forecast: Forecast, bills: Sequence[Bill]) -> dict[str, Any]:
     """Return what one epoch of the texts takes, at the cheapest offer; nothing without texts.
 
@@ -48,7 +53,7 @@ def epoch_document(forecast: Forecast, bills: Sequence[Bill]) -> dict[str, Any]:
     epoch, speed = forecast.epoch, forecast.tokens_per_second
     if epoch is None or speed is None:
         return {}
-    low, high = forecast.tokens_per_second_range or (speed, speed)
+    _, low, high = forecast.speed_estimate or (speed, speed, speed)
     rates = {"": speed, "_low": high, "_high": low}
     seconds = {end: epoch.loss_tokens / rate for end, rate in rates.items()}
     price = None
@@ -73,7 +78,7 @@ def forecast_document(forecast: Forecast, *, bills: Sequence[Bill]) -> dict[str,
     memory cannot be predicted it is null, and ``notes`` say why. ``cost`` is the cheapest bill.
     ``invalid`` is the rule that forbids the configuration.
     """
-    memory, broken, trial = forecast.memory, forecast.broken, forecast.trial
+    memory, broken, trial = forecast.memory, forecast.violation, forecast.trial
     measured = None if trial is None else trial.measurement
     files, trials = (0, 0) if forecast.speed is None else forecast.speed.contributed
     contributed = {"files": files, "trials": trials}
@@ -86,8 +91,10 @@ def forecast_document(forecast: Forecast, *, bills: Sequence[Bill]) -> dict[str,
         "breakdown": None if memory is None else {part: memory.breakdown[part] for part in PARTS},
         "peak_moment": None if memory is None else memory.moment,
         **_of(memory, "quantized_share"),
-        **_of(forecast, "step_seconds", "step_seconds_range"),
-        **_of(forecast, "tokens_per_second", "tokens_per_second_range"),
+        "step_seconds": forecast.step_seconds,
+        "step_seconds_range": _ends(forecast.step_estimate),
+        "tokens_per_second": forecast.tokens_per_second,
+        "tokens_per_second_range": _ends(forecast.speed_estimate),
         **pairs_of(forecast),
         **_of(forecast.speed, "bottleneck", "flops_utilization"),
         "basis": {
@@ -238,8 +245,10 @@ def _gain(plan: CardPlan, survey: Survey, forecast: Forecast) -> dict[str, Any]:
 def _brief(forecast: Forecast) -> dict[str, Any]:
     known = _fit(forecast)
     del known["fits"]
-    shown = ("tokens_per_second", "tokens_per_second_range", "peak_allocated_bytes")
-    return {**known, **_of(forecast, *shown)}
+    known["tokens_per_second"] = forecast.tokens_per_second
+    known["tokens_per_second_range"] = _ends(forecast.speed_estimate)
+    known["peak_allocated_bytes"] = forecast.peak_allocated_bytes
+    return known
 
 
 def comparison_document(

@@ -251,7 +251,7 @@ class Survey:
         space, found = self.space, self.found
         if found.step_seconds is None:
             return None
-        shortest, longest = within(found.step_seconds, found.step_log_spread)
+        shortest, longest = within(found.step_seconds, found.step_log_spread).ends
         budget = space.steps
         fewest = budget.warmup_min + budget.measured_min
         stopped = budget.warmup_min + min(STEPS_TO_STOP, budget.measured_min)

@@ -154,8 +154,8 @@ class MemoryInTrainer(MemoryPredictor):
             return whole
         known: list[Known] = []
         for row in range(len(configs)):
-            if row in whole.refused:
-                known.append(whole.refused[row])
+            if row in whole.unpredicted:
+                known.append(whole.unpredicted[row])
             elif row in factors:
                 known.append(whole.prediction(row).scaled(factors[row].activations))
             else:

@@ -593,15 +593,17 @@ class Shortlist:
         tried = batches[:STARTS_TRIED]
         for start, size in enumerate(tried):
             first = self._config(params, size)
-            broken = self._forecaster.broken(first)
-            if broken is None:
+            violation = self._forecaster.violation(first)
+            if violation is None:
                 self.invalid[rule] += start
                 kind = Kind(self._capacity_of(first), first.seq_len, first.numerics)
                 return _Row(params, kind, _Configs(first, batches[start:]))
-            rule = broken.rule
-            if start == 0 and self._forecaster.broken(self._config(params, tried[-1])) is not None:
-                # It is not the micro-batch that is forbidden.
-                break
+            rule = violation.rule
+            if start == 0:
+                last = self._config(params, tried[-1])
+                if self._forecaster.violation(last) is not None:
+                    # It is not the micro-batch that is forbidden.
+                    break
         self.invalid[rule] += len(batches)
         return None
 
@@ -793,16 +795,16 @@ class Shortlist:
             return
         configs = [row.configs[at] for row, at in missing]
         forecasts = self._forecaster.forecast(configs, progress=self._progress)
-        quick = forecasts.quick_fits()
+        quick = forecasts.fits
         least = forecasts.least_bytes.tolist()
-        refused = forecasts.refused
+        refused = forecasts.unpredicted
         has_dataset = self._forecaster.shapes is not None
         for number, (row, at) in enumerate(missing):
             fit = quick[number]
             if number in refused:
                 row.refusal = refused[number]
                 fit = Fit.NO
-            elif at and has_dataset and self._forecaster.broken(configs[number]) is not None:
+            elif at and has_dataset and self._forecaster.violation(configs[number]) is not None:
                 # The dataset is too small for such a micro-batch.
                 fit = Fit.NO
             row.fits[at] = fit

@@ -175,10 +175,7 @@ class _World:
         self._capacities: Sequence[CapacityClass] | None = None
         self.rows = {key: row for row, key in enumerate(known)}
         self.forecasts = forecasts = forecaster.forecast(configs)
-        tokens = forecasts.tokens_per_step
-        if tokens is None:
-            tokens = np.array([float(config.tokens_per_step) for config in configs])
-        self.log_tokens = np.log(tokens)
+        self.log_tokens = np.log(forecasts.tokens_per_step)
         self.speed = SpeedSurrogate(
             columns(configs), log_tokens=self.log_tokens, physics=forecasts.physics
         )

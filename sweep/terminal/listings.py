@@ -191,7 +191,7 @@ def gpus(*, as_json: bool) -> None:
             **spec.model_dump(mode="json", exclude={"matrix_flops"}),
             "budget_bytes": spec.budget_bytes,
             "measured_flops": dict(spec.matrix_flops),
-            "speed_uncertainty": within(1.0, spec.speed.device)[1] - 1.0,
+            "speed_uncertainty": within(1.0, spec.speed.device).high - 1.0,
         }
         for spec in known
     ]
@@ -205,7 +205,7 @@ def gpus(*, as_json: bool) -> None:
             f"{spec.bandwidth_bytes_per_second / 1e9:,.0f} GB/s",
             f"{spec.peak_flops[spec.half] / 1e12:,.0f}",
             f"{spec.matrix_flops[spec.half] / 1e12:,.0f}" if spec.matrix_flops else "-",
-            f"{within(1.0, spec.speed.device)[1]:.2f}x",
+            f"{within(1.0, spec.speed.device).high:.2f}x",
         )
         for spec in known
     ]

@@ -371,8 +371,8 @@ def _of_file(question: Question, name: str, progress: Progress) -> Answer:
     known = forecaster.forecast([config for _, config in lines], progress=progress)
     forecasts = [known[at] for at in range(len(lines))]
     for (where, _), forecast in zip(lines, forecasts, strict=True):
-        if forecast.broken is not None and forecast.broken.rule == UNBUILDABLE:
-            raise InputError(f"{where}: {forecast.broken.reason}")
+        if forecast.violation is not None and forecast.violation.rule == UNBUILDABLE:
+            raise InputError(f"{where}: {forecast.violation.reason}")
     bills: dict[int, tuple[Bill, ...]] = {}
     found: dict[int, Mapping[str, Any]] = {}
     for at in known.replay(progress):

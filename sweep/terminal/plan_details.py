@@ -63,7 +63,8 @@ def configurations(forecasts: Sequence[Forecast], bills: Sequence[Bill | None]) 
     """Return the configurations of a file in their order, each with its cheapest bill."""
     rows, fits = [], {Fit.YES: "yes", Fit.NO: "no", Fit.UNCERTAIN: "?"}
     for number, (forecast, bill) in enumerate(zip(forecasts, bills, strict=True), start=1):
-        broken, known = forecast.broken, units.DASH if forecast.fits is None else fits[forecast.fit]
+        broken = forecast.violation
+        known = units.DASH if forecast.fits is None else fits[forecast.fit]
         what = [units.size(forecast.config), *settings(forecast.config, with_capacity=True)]
         why = [broken.reason] if broken else list(forecast.notes[:1]) * (forecast.memory is None)
         rows.append(
@@ -87,7 +88,7 @@ def details(plan: CardPlan) -> Iterator[RenderableType]:
         more = f"all {units.plural(len(plan.what_ifs), 'change')} of a setting: --json"
         title = "What if: one change each, against that configuration"
         yield from section(title, *map(change_words, changes), Text(more, style="dim"))
-    if shown is not None and shown.broken is None:
+    if shown is not None and shown.violation is None:
         yield from section("Where its memory and time go", *_memory_and_time(shown))
     if plan.table is not None:
         yield from section("What fits, in tokens/s", *_sizes(plan.table, plan))
@@ -130,12 +131,12 @@ def _sizes(table: ShapeTable, plan: CardPlan) -> Iterator[RenderableType]:
         speed, fit = forecast.tokens_per_second, forecast.fit
         words = "fits" if speed is None else units.rate(speed)
         if fit is Fit.NO:
-            words = "-" if forecast.broken is None else _FORBIDDEN
+            words = "-" if forecast.violation is None else _FORBIDDEN
         return Text(f"{words}?" if fit is Fit.UNCERTAIN else words, _FIT_STYLES[fit])
 
     def largest(length: int) -> str:
         known = [table.cells.get((batch, length)) for batch in table.batches]
-        if all(one is not None and one.broken is not None for one in known):
+        if all(one is not None and one.violation is not None for one in known):
             return _FORBIDDEN
         sure, possible = table.largest[length].sure, table.largest[length].possible
         words = f"{sure:,}" if sure else "-"
@@ -159,7 +160,7 @@ def _sizes(table: ShapeTable, plan: CardPlan) -> Iterator[RenderableType]:
     if table.base is None:
         legend = f"the fastest of the space that fits, of the recommended class; {legend}"
     yield Text(legend, style="dim")
-    if rules := sorted({cell.broken.rule for cell in table.cells.values() if cell.broken}):
+    if rules := sorted({cell.violation.rule for cell in table.cells.values() if cell.violation}):
         words = f"'{_FORBIDDEN}' is forbidden on this model and GPU: {', '.join(rules)}"
         yield Text(words, style="dim")
 
@@ -253,7 +254,7 @@ def _grounds(plan: CardPlan) -> Iterator[str]:
     yield f"learning rate: {shown.learning_rate.words}"
     for bill in plan.bills[:1]:
         yield f"price: {price_source(bill.offer)}"
-    yield from plan.notes if shown.broken is None else evidence.notes
+    yield from plan.notes if shown.violation is None else evidence.notes
 
 
 def _speed_ground(plan: CardPlan, shown: Forecast) -> str | None:
@@ -272,6 +273,6 @@ def _speed_ground(plan: CardPlan, shown: Forecast) -> str | None:
     files, count = shown.speed.contributed
     if files:
         copies += f", and {units.plural(count, 'trial')} of {units.plural(files, 'contribution')}"
-    factor = shown.speed.step_seconds_range[1] / shown.speed.step_seconds
+    factor = shown.speed.step_estimate.high / shown.speed.step_seconds
     known = f"nine in ten within a factor of {factor:.2f}; --from STUDY calibrates it"
     return f"predicted from the {gpu.name}'s {products} and {copies}, {known}"

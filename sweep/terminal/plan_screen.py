@@ -13,8 +13,9 @@ from rich.text import Text
 from qlora_sweep.reports import units
 from qlora_sweep.reports.words import capacity, cut_in_words
 from qlora_sweep.search_spaces.config import CAPACITY_KEYS, TrialConfig
-from qlora_sweep.search_spaces.costs import Bill, Range
+from qlora_sweep.search_spaces.costs import Bill
 from qlora_sweep.search_spaces.errors import listed
+from qlora_sweep.search_spaces.estimates import Estimate
 from qlora_sweep.search_spaces.gpus import Interconnect
 from qlora_sweep.search_spaces.linears import standard_capacity, unquantized
 from qlora_sweep.search_spaces.prices import PRICE_OPTION
@@ -72,8 +73,8 @@ def one_gpu(plan: CardPlan, *, is_detailed: bool) -> RenderableType:
         where = f"for GRPO's training step alone, of {model} on the {gpu}"
     if shown is None:
         sentence = f"Nothing fits {where}: {_too_small(plan)}"
-    elif shown.broken is not None:
-        sentence = f"{_what(shown.config)} is not possible {where}: {shown.broken.reason}"
+    elif shown.violation is not None:
+        sentence = f"{_what(shown.config)} is not possible {where}: {shown.violation.reason}"
     else:
         bill = plan.bills[0] if plan.bills and shown.fit is not Fit.NO else None
         what, numbers = _what(shown.config), _numbers(shown, bill)
@@ -191,7 +192,7 @@ def _row(name: str, forecast: Forecast, bill: Bill | None) -> tuple[str, ...]:
     return (
         name,
         units.rate(forecast.tokens_per_second),
-        units.rate_interval(forecast.tokens_per_second_range),
+        units.rate_interval(forecast.speed_estimate and forecast.speed_estimate.ends),
         units.size(forecast.config),
         units.gib(forecast.peak_allocated_bytes),
         _per_million(bill) if bill else units.DASH,
@@ -208,7 +209,8 @@ def _what(config: TrialConfig) -> str:
 
 def _numbers(forecast: Forecast, bill: Bill | None) -> str:
     """Return speed, memory and price, as far as they are known."""
-    ends = forecast.tokens_per_second_range
+    speed_estimate = forecast.speed_estimate
+    ends = None if speed_estimate is None else speed_estimate.ends
     parts = [f"{pairs:.3g} pairs/s" for pairs in pairs_of(forecast).values()]
     if forecast.tokens_per_second is not None:
         between = "" if ends is None else f", {units.rate(ends[0])} to {units.rate(ends[1])}"
@@ -269,8 +271,8 @@ def _why_not(plan: CardPlan) -> str:
     """Return why a GPU does not do what others do."""
     if plan.shown is None:
         return _too_small(plan)
-    if plan.shown.broken is not None:
-        return plan.shown.broken.reason
+    if plan.shown.violation is not None:
+        return plan.shown.violation.reason
     return "has no configuration in common" if plan.fits else "does not fit"
 
 
@@ -386,9 +388,9 @@ def _quality(shown: Forecast, survey: Survey | None) -> Iterator[Fact]:
         yield "quality", quality
 
 
-def _times(ratio: Range) -> str:
+def _times(ratio: Estimate) -> str:
     """Return how many times, and whether that is a tie: ``1.47 times (0.94 to 2.32, a tie)``."""
-    tie = ", a tie" if ratio.low <= 1.0 <= ratio.high else ""
+    tie = ", a tie" if ratio.holds(1.0) else ""
     return f"{ratio.value:.2f} times ({ratio.low:.2f} to {ratio.high:.2f}{tie})"
 
 

@@ -258,7 +258,7 @@ class WholeMemory:
         known: of each.
 
     Attributes:
-        refused: why there is no prediction, of the rows that have none.
+        unpredicted: why there is no prediction, of the rows that have none.
         steps: the steps of the rows whose prediction is worked out here.
     """
 
@@ -266,7 +266,7 @@ class WholeMemory:
         rows = list(enumerate(known))
         self._configs = configs
         self.steps = {row: one for row, one in rows if isinstance(one, Step)}
-        self.refused = {row: one for row, one in rows if isinstance(one, InputError)}
+        self.unpredicted = {row: one for row, one in rows if isinstance(one, InputError)}
         self._predicted = {row: one for row, one in rows if isinstance(one, MemoryPrediction)}
         self._alike = alike(self.steps)
         self._places = {
@@ -311,9 +311,9 @@ class WholeMemory:
         Raises:
             InputError: there is no prediction.
         """
-        if row in self.refused:
+        if row in self.unpredicted:
             # A new exception each time, as one that is raised twice keeps the frames of both.
-            raise type(self.refused[row])(*self.refused[row].args)
+            raise type(self.unpredicted[row])(*self.unpredicted[row].args)
         if row in self._predicted:
             return self._predicted[row]
         step, (group, place) = self.steps[row], self._places[row]
@@ -384,7 +384,7 @@ class WholeMemory:
         fits = np.full(len(self._configs), None, object)
         fits[most <= budget_bytes] = Fit.YES
         fits[least * (1 - unsure) > budget_bytes] = Fit.NO
-        fits[list(self.refused)] = Fit.UNCERTAIN
+        fits[list(self.unpredicted)] = Fit.UNCERTAIN
         # Whole pages take no replay, nor does what was predicted elsewhere.
         near = [
             row

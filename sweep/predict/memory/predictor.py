@@ -236,7 +236,7 @@ class CpuMemory(TracingPredictor):
         return WholeMemory(
             configs,
             [
-                traced.refused.get(row) or _on_cpu(traced.prediction(row), config)
+                traced.unpredicted.get(row) or _on_cpu(traced.prediction(row), config)
                 for row, config in enumerate(configs)
             ],
         )

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from qlora_sweep.search_spaces.config import TrialConfig
 from qlora_sweep.search_spaces.errors import InputError
+from qlora_sweep.search_spaces.estimates import Estimate
 from qlora_sweep.search_spaces.gpus import GpuSpec
 from qlora_sweep.search_spaces.models import ModelSpec
 from qlora_sweep.sweep.predict.on_texts import ShapesOnTexts, full_rows, tokens_per_step
@@ -246,20 +247,20 @@ class SpeedPrediction:
     """Files of others that it goes by as well, and their trials."""
 
     @property
-    def step_seconds_range(self) -> tuple[float, float]:
-        """Between what nine in ten of such steps take."""
+    def step_estimate(self) -> Estimate:
+        """The step's seconds, between what nine in ten of such steps take."""
         return within(self.step_seconds, self.log_spread)
 
     @property
-    def tokens_per_second_range(self) -> tuple[float, float]:
-        """Between what nine in ten of such speeds are."""
+    def speed_estimate(self) -> Estimate:
+        """Tokens per second, between what nine in ten of such speeds are."""
         return within(self.tokens_per_second, self.log_spread)
 
 
-def within(value: float, log_spread: float) -> tuple[float, float]:
-    """Return the ends of what nine in ten are between, of a log-normal number around ``value``."""
+def within(value: float, log_spread: float) -> Estimate:
+    """Return a log-normal number around ``value``, with what nine in ten are between."""
     factor = math.exp(NINE_IN_TEN * log_spread)
-    return value / factor, value * factor
+    return Estimate(value, value / factor, value * factor)
 
 
 class StepTimes:

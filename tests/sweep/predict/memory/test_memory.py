@@ -460,7 +460,7 @@ def test_what_cannot_be_traced_has_no_peak_and_others_have(tmp_path: Path) -> No
         predictor.predict(configs[1]).peak_allocated_bytes,
     ]
     assert memory.quick_fits(10**15) == [Fit.UNCERTAIN, Fit.YES]
-    assert [str(error) for error in memory.refused.values()] == ["no such modules"]
+    assert [str(error) for error in memory.unpredicted.values()] == ["no such modules"]
 
 
 def test_the_largest_sizes_that_can_be_typed_are_exact(tmp_path: Path) -> None:
