@@ -39,7 +39,13 @@ from qlora_sweep.sweep.predict.memory.profile_store import (
     TracingChildren,
     tell_nobody,
 )
-from qlora_sweep.sweep.predict.memory.profiles import Profile, Structure, Values, sharded
+from qlora_sweep.sweep.predict.memory.profiles import (
+    TRACED_KEYS,
+    Profile,
+    Structure,
+    Values,
+    sharded,
+)
 from qlora_sweep.sweep.predict.memory.replay import Step
 from qlora_sweep.sweep.predict.memory.shipped import ShippedProfiles
 
@@ -51,7 +57,6 @@ _WORKSPACES = 2
 """cuBLAS keeps one for the thread that runs forward, and one for autograd's."""
 _HOPPER_WORKSPACE_BYTES = 32 * MIB
 _OLDER_WORKSPACE_BYTES = 8 * MIB + 128 * 1024
-_TRACED = tuple(key for key, knob in KNOBS.items() if knob.traced)
 _PADDED_LENGTH = 128
 """Rows that an attention kernel's backward pass works on at once."""
 CPU_UNCERTAINTY = 0.2
@@ -158,7 +163,7 @@ class TracingPredictor(MemoryPredictor):
         self, configs: Sequence[TrialConfig], *, on_progress: OnProgress = tell_nobody
     ) -> WholeMemory:
         """See `MemoryPredictor.predict_all`."""
-        shapes = [tuple(getattr(config, key) for key in _TRACED) for config in configs]
+        shapes = [tuple(getattr(config, key) for key in TRACED_KEYS) for config in configs]
         for is_long in (False, True):
             self._fetch(configs, shapes, is_long=is_long, on_progress=on_progress)
         steps: list[Step | InputError] = []

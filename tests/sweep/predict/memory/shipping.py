@@ -37,7 +37,7 @@ from qlora_sweep.sweep.predict.memory.profile_store import (
     trace_layers,
     versions,
 )
-from qlora_sweep.sweep.predict.memory.profiles import BIRTH, DEATH, Profile, Structure
+from qlora_sweep.sweep.predict.memory.profiles import Change, Profile, Structure
 from qlora_sweep.sweep.predict.memory.shipped import PROFILES, VERSIONS, ShippedProfiles, read
 from qlora_sweep.sweep.predict.speed.layers import SHIPPED as LAYERS
 from tests.sweep.predict.forecasters import forecaster_on
@@ -128,10 +128,10 @@ def packed(model: ModelSpec, answers: Mapping[Structure, Traced]) -> dict[str, A
             code, alive = [], list[int]()
             for what, key, size, purpose, by in segment["tape"]:
                 happening = (what, key, own[size], purpose, by)
-                if what == BIRTH:
+                if what == Change.BIRTH:
                     alive.append(key)
                     happening = (what, None, own[size], purpose, by)
-                elif what == DEATH:
+                elif what == Change.DEATH:
                     later = alive[::-1].index(key)
                     alive.remove(key)
                     happening = (what, later, None, None, None)
