@@ -288,9 +288,9 @@ def trace_layers(spec: ModelSpec, *, attention: Attention) -> list[dict[str, Any
     kinds: list[dict[str, Any]] = []
     counts: list[int] = []
     for position in part.positions:
-        kind = _kind(
-            recorder.passes[f"forward {position}"], recorder.passes[f"backward {position}"]
-        )
+        forward = recorder.passes[f"forward {position}"]
+        backward = recorder.passes[f"backward {position}"]
+        kind = _kind(forward, backward)
         kind["hidden"] = spec.hidden_size
         kind["has_all_linear"] = has_all_linear
         if kind not in kinds:
@@ -335,7 +335,7 @@ def _has_all_linear(base: PreTrainedModel, spec: ModelSpec) -> bool:
 def _kind(forward: _Pass, backward: _Pass) -> dict[str, Any]:
     """Return what both passes through a layer come to."""
     heads = 0
-    queries = 0.0
+    queries: float = 0
     keys = 0
     for call_heads, call_queries, call_keys in forward.attention:
         heads += call_heads
