@@ -22,6 +22,7 @@ from qlora_sweep.reports.figures import MARKS, PageFigure, Section, framed, whis
 from qlora_sweep.search_spaces import costs
 from qlora_sweep.search_spaces.config import TrialConfig, as_typed, targets_in_words
 from qlora_sweep.search_spaces.errors import InputError
+from qlora_sweep.search_spaces.estimates import Estimate
 from qlora_sweep.search_spaces.kinds import Method
 from qlora_sweep.search_spaces.linears import CapacityClass
 from qlora_sweep.search_spaces.models import ModelSpec
@@ -52,7 +53,7 @@ class Option:
 
     ground: Ground
     config: TrialConfig
-    speed: costs.Range
+    speed: Estimate
     """Supervised tokens/s."""
     has_interval: bool
     basis: str
@@ -83,7 +84,7 @@ class Entry:
 
     candidate: Candidate
     option: Option
-    seconds: costs.Range
+    seconds: Estimate
     """Of training alone."""
     bill: costs.Bill | None
     """None where no price is known."""
@@ -162,12 +163,12 @@ def of_study(snapshot: StudySnapshot) -> Candidate:
     )
 
 
-def _speed(value: float, low: float | None, high: float | None) -> tuple[costs.Range, bool]:
+def _speed(value: float, low: float | None, high: float | None) -> tuple[Estimate, bool]:
     """Return a speed with its ends, and whether they are known: else they are far."""
     has_interval = bool(low and high)
     low = low or costs.SHORTEST_SHARE * value
     high = high or value / costs.SHORTEST_SHARE
-    return costs.Range(value, low, high), has_interval
+    return Estimate(value, low, high), has_interval
 
 
 def compare(candidates: Sequence[Candidate], *, work: costs.AskedWork) -> Comparison:
@@ -242,7 +243,7 @@ def _entry(candidate: Candidate, option: Option, work: costs.AskedWork) -> Entry
         download_bytes=candidate.model_bytes,
     )
     # The high end of the speed is the low end of the time.
-    seconds = costs.Range(
+    seconds = Estimate(
         amount.tokens / option.speed.value,
         amount.tokens / option.speed.high,
         amount.tokens / option.speed.low,
@@ -336,7 +337,7 @@ def _verdicts(group: Group) -> Iterator[str]:
     offered = group.offered
     if offered is not None:
         tied: dict[str, str] = {}
-        behind: dict[str, costs.Range] = {}
+        behind: dict[str, Estimate] = {}
         for bill in offered.bills:
             label = labels[id(bill)]
             if bill in offered.perhaps_cheapest:
@@ -369,7 +370,7 @@ def _two_digits(number: float) -> str:
     return units.count(round(float(f"{number:.2g}")))
 
 
-def _leader(what: str, tied: Mapping[str, str], behind: Mapping[str, costs.Range]) -> str:
+def _leader(what: str, tied: Mapping[str, str], behind: Mapping[str, Estimate]) -> str:
     """Return who leads, or that no one does for sure.
 
     Args:
@@ -387,7 +388,7 @@ def _leader(what: str, tied: Mapping[str, str], behind: Mapping[str, costs.Range
     return f"{what}: {leaders[0]}; {others}."
 
 
-def _range(number: costs.Range, words: Callable[[float], str]) -> str:
+def _range(number: Estimate, words: Callable[[float], str]) -> str:
     return f"{words(number.value)} ({words(number.low)} to {words(number.high)})"
 
 

@@ -13,10 +13,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from operator import attrgetter
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, TypeVar
 
 from qlora_sweep.search_spaces.config import TrialConfig
 from qlora_sweep.search_spaces.errors import InputError, quote
+from qlora_sweep.search_spaces.estimates import Estimate
 from qlora_sweep.search_spaces.linears import parameters
 from qlora_sweep.search_spaces.models import ModelSpec
 from qlora_sweep.search_spaces.prices import Offer
@@ -53,30 +54,11 @@ def usd_per_million_tokens(offer: Offer, gpus: int, tokens_per_second: float) ->
     return 1e6 * usd_per_training_second(offer, gpus) / tokens_per_second
 
 
-class Range(NamedTuple):
-    """A number with the least and the most that it may be."""
-
-    value: float
-    low: float
-    high: float
-
-    def over(self, other: Range) -> Range:
-        """Return how many times another, independent number this is.
-
-        Its ends hold the ratio as often as the two numbers' own ends hold them: in logarithms
-        their distances add up as the sides of a right triangle do.
-        """
-        value = self.value / other.value
-        less = math.hypot(math.log(self.value / self.low), math.log(other.high / other.value))
-        more = math.hypot(math.log(self.high / self.value), math.log(other.value / other.low))
-        return Range(value, value * math.exp(-less), value * math.exp(more))
-
-
-def ties(ranked: Sequence[T], ratio: Callable[[T, T], Range | None]) -> tuple[T, ...]:
+def ties(ranked: Sequence[T], ratio: Callable[[T, T], Estimate | None]) -> tuple[T, ...]:
     """Return the first of what is ranked by a prediction, and all that is statistically
     indistinguishable from it: the ends of their ratio have 1 between them, or are not known."""
     known = ((other, ratio(ranked[0], other)) for other in ranked[1:])
-    tied = (other for other, of in known if of is None or of.low <= 1.0 <= of.high)
+    tied = (other for other, of in known if of is None or of.holds(1.0))
     return *ranked[:1], *tied
 
 
@@ -249,9 +231,9 @@ class Bill:
         known = replace(self, step_ends=None)
         return replace(known, step_seconds=low), replace(known, step_seconds=high)
 
-    def range_of(self, measure: Callable[[Bill], float]) -> Range:
+    def range_of(self, measure: Callable[[Bill], float]) -> Estimate:
         """Return a number of this bill with its ends."""
-        return Range(measure(self), *map(measure, self.extremes))
+        return Estimate(measure(self), *map(measure, self.extremes))
 
     @property
     def usd(self) -> float:
@@ -327,13 +309,13 @@ def hours_per_token(bill: Bill) -> float:
     return bill.wall_hours / bill.workload.tokens
 
 
-def ratio(bill: Bill, to: Bill, measure: Callable[[Bill], float] = usd_per_token) -> Range:
+def ratio(bill: Bill, to: Bill, measure: Callable[[Bill], float] = usd_per_token) -> Estimate:
     """Return how many times as much a bill is as another, with the ends of that."""
     ends = [measure(one) / measure(other) for one, other in _corners(bill, to)]
     if len(ends) > len(bill.extremes):
         # Of two forecasts: hardly ever is each as far off as may be.
         return bill.range_of(measure).over(to.range_of(measure))
-    return Range(measure(bill) / measure(to), min(ends), max(ends))
+    return Estimate(measure(bill) / measure(to), min(ends), max(ends))
 
 
 def _corners(first: Bill, second: Bill) -> list[tuple[Bill, Bill]]:
@@ -348,15 +330,15 @@ def _corners(first: Bill, second: Bill) -> list[tuple[Bill, Bill]]:
 class BreakEven:
     """An amount of work at which the cheaper of two bills changes, wherever their steps are."""
 
-    tokens: Range
+    tokens: Estimate
     below: Bill
     """The cheaper one for less work."""
     above: Bill
 
     @property
-    def samples(self) -> Range:
+    def samples(self) -> Estimate:
         """The same in sequences."""
-        return Range(*(one / self.below.workload.tokens_per_sample for one in self.tokens))
+        return Estimate(*(one / self.below.workload.tokens_per_sample for one in self.tokens))
 
     @property
     def steps(self) -> float | None:
@@ -379,7 +361,7 @@ def break_evens(first: Bill, second: Bill) -> list[BreakEven]:
         return []
     points = []
     for (amount, is_first_below), *ends in zip(known, *corners, strict=True):
-        tokens = Range(amount, min(end[0] for end in ends), max(end[0] for end in ends))
+        tokens = Estimate(amount, min(end[0] for end in ends), max(end[0] for end in ends))
         pair = (first, second) if is_first_below else (second, first)
         points.append(BreakEven(tokens, *pair))
     return points

@@ -211,6 +211,7 @@ def plan(
         return Plan(gpu=about, model=model_name, notes=of_gpu.all_notes, printed=printed)
     memory = shown.memory
     speed = shown.speed
+    estimate = shown.speed_estimate
     return Plan(
         gpu=about,
         model=model_name,
@@ -220,7 +221,7 @@ def plan(
         peak_reserved_bytes=None if memory is None else memory.peak_reserved_bytes,
         step_seconds=shown.step_seconds,
         tokens_per_second=shown.tokens_per_second,
-        tokens_per_second_range=shown.tokens_per_second_range,
+        tokens_per_second_range=None if estimate is None else estimate.ends,
         bottleneck=None if speed is None else speed.bottleneck,
         notes=of_gpu.all_notes,
         printed=printed,

@@ -135,7 +135,7 @@ class InTrainer:
             if any(self.trainer.lacks(record.config, self._model.hidden_layers)):
                 continue
             forecast = self.forecast(record.config)
-            if forecast.broken is None and forecast.fit is Fit.YES:
+            if forecast.violation is None and forecast.fit is Fit.YES:
                 found.append(Best(forecast, record))
         return max(found, key=lambda best: best.forecast.tokens_per_second or 0.0, default=None)
 

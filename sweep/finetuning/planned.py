@@ -52,7 +52,8 @@ class Prediction:
         # Of a CPU, and of a GPU that the catalogue does not have, no speed is predicted.
         if forecaster.speed is not None:
             speed = expected.tokens_per_second
-            ends = expected.tokens_per_second_range
+            if expected.speed_estimate is not None:
+                ends = expected.speed_estimate.ends
         return cls(
             tokens_per_second=speed,
             tokens_per_second_range=ends,

@@ -281,7 +281,7 @@ def prepare_training(
         card=here,
         notes=_notes(subject, measured, resolved.target, weights, is_without_gpu=is_without_budget),
     )
-    broken = prepared.forecaster.broken(config)
+    broken = prepared.forecaster.violation(config)
     if broken is not None:
         words = f"{texts.summary.source}: {broken.reason}"
         if prepared.truncation.is_much:

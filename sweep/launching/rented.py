@@ -247,7 +247,7 @@ def predicted(
         return Course(None, least, download)
     fewest, ends = space.steps.warmup_min + space.steps.measured_min, []
     lanes = max(1, machine.gpus // space.gpus_per_trial)
-    steps = within(found.step_seconds, found.step_log_spread)
+    steps = within(found.step_seconds, found.step_log_spread).ends
     for end, step, is_least in zip(seconds, steps, (True, False), strict=True):
         # Trials are spread over the GPUs, as many of which as one takes are a lane that starts its
         # worker; one lane confirms the winner.

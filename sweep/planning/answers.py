@@ -366,8 +366,8 @@ def _of_file(question: Question, name: str, progress: Progress) -> PlannedFile:
     known = question.forecaster(gpu).forecast([config for _, config in lines], progress=progress)
     forecasts = tuple(known)
     for (where, _), forecast in zip(lines, forecasts, strict=True):
-        if forecast.broken is not None and forecast.broken.rule == UNBUILDABLE:
-            raise InputError(f"{where}: {forecast.broken.reason}")
+        if forecast.violation is not None and forecast.violation.rule == UNBUILDABLE:
+            raise InputError(f"{where}: {forecast.violation.reason}")
     bills: dict[int, tuple[Bill, ...]] = {}
     for row in known.replay(progress):
         bills[row] = bill_offers(forecasts[row], work=question.request.work, offers=offers)

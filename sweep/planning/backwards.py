@@ -224,12 +224,12 @@ def _of_one(
     config: TrialConfig, forecaster: Forecaster, progress: Progress
 ) -> tuple[Forecast | None, int | None]:
     """Return what is expected of a configuration; of one that cannot fit, the least it needs."""
-    broken = forecaster.broken(config)
+    broken = forecaster.violation(config)
     if broken is not None:
         raise _Forbidden(broken.reason)
     forecasts = forecaster.forecast([config], progress=progress)
-    if forecasts.refused:
-        raise forecasts.refused[0]
+    if forecasts.unpredicted:
+        raise forecasts.unpredicted[0]
     if forecasts.fit(0) is Fit.NO:
         return None, int(forecasts.least_bytes[0])
     return forecasts[0], None
@@ -345,8 +345,8 @@ def longest_rows(
     # At the last position, so that what only long sequences need is traced as well.
     last = _resized(tried, 1, positions)
     forecasts = forecaster.forecast(last + tried, progress=progress)
-    if len(tried) in forecasts.refused:
-        raise forecasts.refused[len(tried)]
+    if len(tried) in forecasts.unpredicted:
+        raise forecasts.unpredicted[len(tried)]
     batches: Sequence[int] = BATCHES
     if isinstance(about, SearchSpace):
         batches = shown_batches(about)

@@ -83,8 +83,7 @@ class Lessons:
     def ranges(self) -> list[tuple[float, float]]:
         """What nine in ten such speeds are between, before and after: tokens per second."""
         speed = self.answer.tokens_per_second or 0.0
-        before, after = self.log_spreads
-        return [within(speed, before), within(speed, after)]
+        return [within(speed, spread).ends for spread in self.log_spreads]
 
     @property
     def commands(self) -> list[str]:

@@ -10,7 +10,8 @@ from operator import attrgetter
 from typing import Any, Literal, get_args
 
 from qlora_sweep.search_spaces.config import KNOBS, TARGET_SETS, TrialConfig, canonical
-from qlora_sweep.search_spaces.costs import Range, ties
+from qlora_sweep.search_spaces.costs import ties
+from qlora_sweep.search_spaces.estimates import Estimate
 from qlora_sweep.search_spaces.kinds import Numerics
 from qlora_sweep.search_spaces.loading import parse_space, preset_name
 from qlora_sweep.search_spaces.preference import TIE, plainness
@@ -142,7 +143,7 @@ def speed_order(forecast: Forecast) -> tuple[float, int]:
     return forecast.tokens_per_second or 0.0, forecast.config.tokens_per_micro_batch
 
 
-def speed_ratio(one: Forecast, other: Forecast) -> Range | None:
+def speed_ratio(one: Forecast, other: Forecast) -> Estimate | None:
     """Return how many times as fast as another a forecast is, with the ends of nine in ten such
     ratios; None where a speed or its interval is not known.
 
@@ -155,9 +156,9 @@ def speed_ratio(one: Forecast, other: Forecast) -> Range | None:
     were_measured = one.measured and other.measured
     if gpu == other.forecaster.gpu and one.speed and other.speed and not were_measured:
         times = one.speed.tokens_per_second / other.speed.tokens_per_second
-        return Range(times, *within(times, _ratio_spread(one, other, one.speed, other.speed)))
-    speed = _speed_range(one)
-    other_speed = _speed_range(other)
+        return within(times, _ratio_spread(one, other, one.speed, other.speed))
+    speed = one.speed_estimate
+    other_speed = other.speed_estimate
     if speed is None or other_speed is None:
         return None
     return speed.over(other_speed)
@@ -179,13 +180,6 @@ def _ratio_spread(
             if config.data_parallel > 1:
                 spreads.append(gpu.speed.shared)
     return min(independent, math.hypot(*spreads))
-
-
-def _speed_range(forecast: Forecast) -> Range | None:
-    """Return a speed with its ends, measured where it was; None where either is not known."""
-    if not forecast.tokens_per_second or not forecast.tokens_per_second_range:
-        return None
-    return Range(forecast.tokens_per_second, *forecast.tokens_per_second_range)
 
 
 def is_faster(one: Forecast, other: Forecast) -> bool:

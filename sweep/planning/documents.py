@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, assert_never
 
 from qlora_sweep.search_spaces.costs import Bill, OfferComparison, ties, usd_per_training_second
+from qlora_sweep.search_spaces.estimates import Estimate
 from qlora_sweep.search_spaces.linears import standard_capacity
 from qlora_sweep.search_spaces.quality import KnownQuality
 from qlora_sweep.sweep.planning.answers import (
@@ -86,6 +87,10 @@ def _of(thing: object, *names: str) -> dict[str, Any]:
     return found
 
 
+def _ends(estimate: Estimate | None) -> list[float] | None:
+    return None if estimate is None else list(estimate.ends)
+
+
 def epoch_document(forecast: Forecast, bills: Sequence[Bill]) -> dict[str, Any]:
     """Return what one epoch of the dataset takes, at the cheapest offer; nothing without one.
 
@@ -95,7 +100,7 @@ def epoch_document(forecast: Forecast, bills: Sequence[Bill]) -> dict[str, Any]:
     speed = forecast.tokens_per_second
     if epoch is None or speed is None:
         return {}
-    low, high = forecast.tokens_per_second_range or (speed, speed)
+    _, low, high = forecast.speed_estimate or (speed, speed, speed)
     price = None
     if bills:
         price = usd_per_training_second(bills[0].offer, forecast.config.data_parallel)
@@ -131,8 +136,10 @@ def forecast_document(forecast: Forecast, *, bills: Sequence[Bill]) -> dict[str,
         "breakdown": None,
         "peak_moment": None,
         **_of(memory, "quantized_share"),
-        **_of(forecast, "step_seconds", "step_seconds_range"),
-        **_of(forecast, "tokens_per_second", "tokens_per_second_range"),
+        "step_seconds": forecast.step_seconds,
+        "step_seconds_range": _ends(forecast.step_estimate),
+        "tokens_per_second": forecast.tokens_per_second,
+        "tokens_per_second_range": _ends(forecast.speed_estimate),
         **_of(forecast.speed, "bottleneck", "flops_utilization"),
         "basis": _basis(forecast),
         "measured": None,
@@ -152,8 +159,8 @@ def forecast_document(forecast: Forecast, *, bills: Sequence[Bill]) -> dict[str,
         document["measured"] = {"trial": trial.number, **_of(trial.measurement, *MEASURED)}
     if bills:
         document["cost"] = bills[0].to_json()
-    if forecast.broken is not None:
-        document["invalid"] = _of(forecast.broken, "rule", "reason")
+    if forecast.violation is not None:
+        document["invalid"] = _of(forecast.violation, "rule", "reason")
     return document
 
 
@@ -326,8 +333,10 @@ def _gain(plan: CardPlan, survey: Survey, forecast: Forecast) -> dict[str, Any]:
 def _brief(forecast: Forecast) -> dict[str, Any]:
     known = _fit(forecast)
     del known["fits"]
-    shown = ("tokens_per_second", "tokens_per_second_range", "peak_allocated_bytes")
-    return {**known, **_of(forecast, *shown)}
+    known["tokens_per_second"] = forecast.tokens_per_second
+    known["tokens_per_second_range"] = _ends(forecast.speed_estimate)
+    known["peak_allocated_bytes"] = forecast.peak_allocated_bytes
+    return known
 
 
 def comparison_document(

@@ -224,7 +224,7 @@ class OnTarget:
         # What a measurement tells is of the step's own part alone.
         others = float(target.log_spread[row]) ** 2 - float(target.own_spread[row]) ** 2
         spread = math.sqrt(others + own**2)
-        low, high = within(speed, spread)
+        low, high = within(speed, spread).ends
         common = tuple(target.common_spreads[row].tolist())
         return TargetSpeed(speed, low, high, "predicted", spread, own, common)
 

@@ -17,13 +17,13 @@ from qlora_sweep.search_spaces.costs import (
     AskedWork,
     Bill,
     OfferComparison,
-    Range,
     Workload,
     checkpoint_bytes,
     compare_offers,
     ties,
 )
 from qlora_sweep.search_spaces.errors import InputError
+from qlora_sweep.search_spaces.estimates import Estimate
 from qlora_sweep.search_spaces.feasibility import obstacles
 from qlora_sweep.search_spaces.gpus import GpuSpec
 from qlora_sweep.search_spaces.linears import nearest_capacity
@@ -81,14 +81,15 @@ def bill_offers(
     """Return the work's bills, the cheapest first; none where the speed is unknown, or where what
     generation takes is."""
     seconds = forecast.step_seconds
+    estimate = forecast.step_estimate
     config = forecast.config
     if seconds is None or config.method_kind.generates:
         return ()
+    ends = None
+    if estimate is not None:
+        ends = estimate.ends
     workload = workload_of(forecast, work)
-    bills = [
-        Bill(workload, offer, seconds, forecast.step_seconds_range, gpus=config.data_parallel)
-        for offer in offers
-    ]
+    bills = [Bill(workload, offer, seconds, ends, gpus=config.data_parallel) for offer in offers]
     return tuple(sorted(bills, key=lambda bill: bill.usd))
 
 
@@ -174,7 +175,7 @@ class CardPlan:
         """Whether anything fits, by the best guess."""
         return self.shown is not None and bool(self.shown.fits)
 
-    def times_16_bit(self, forecast: Forecast) -> Range | None:
+    def times_16_bit(self, forecast: Forecast) -> Estimate | None:
         """Return how many times as fast as the fastest in 16 bits a forecast of the space is; None
         where either has no prediction."""
         if self.survey is None:
@@ -259,10 +260,10 @@ def plan_card(
         table = looked_at.table
     else:
         shown = looked_at
-        if shown.memory is None and shown.broken is None:
+        if shown.memory is None and shown.violation is None:
             raise InputError(shown.notes[0])
-        if shown.broken is not None and shown.broken.rule == UNBUILDABLE:
-            raise InputError(shown.broken.reason)
+        if shown.violation is not None and shown.violation.rule == UNBUILDABLE:
+            raise InputError(shown.violation.reason)
         if shown.memory is not None:
             table = shape_table(shown.forecaster, shown.config)
     plan = CardPlan(looked_at.forecaster, shown, (), table=table, survey=survey, asked=asked)
@@ -280,7 +281,7 @@ def what_ifs(shown: Forecast, *, progress: Progress = silent) -> tuple[WhatIf, .
     Raises:
         EnvironmentFault: the tracing process does not answer.
     """
-    if shown.memory is None or shown.broken is not None:
+    if shown.memory is None or shown.violation is not None:
         return ()
     changed = single_changes(shown.config, shown.forecaster)
     forecasts = shown.forecaster.forecast(list(changed), progress=progress)
@@ -310,7 +311,7 @@ def few(changes: Sequence[WhatIf]) -> list[WhatIf]:
 
 
 def _what_if(key: str, shown: Forecast, changed: Forecast) -> WhatIf | None:
-    if changed.broken is not None or changed.memory is None or shown.memory is None:
+    if changed.violation is not None or changed.memory is None or shown.memory is None:
         return None
     speed = None
     if shown.speed is not None and changed.speed is not None:
@@ -371,7 +372,7 @@ def _largest_batch(forecaster: Forecaster, base: TrialConfig, length: int) -> La
     most = min(base.effective_batch_size or MICRO_BATCH_MAX, MICRO_BATCH_MAX)
     allowed = list(filter(base.takes_micro_batch, range(1, most + 1)))
     first = forecaster.forecast([reshaped(base, allowed[0], length)])[0]
-    if first.broken is not None or first.memory is None:
+    if first.violation is not None or first.memory is None:
         return LargestBatch(sure=0, possible=0)
     sure, possible = fitting(
         allowed, lambda batch: forecaster.forecast([reshaped(base, batch, length)]).fit(0)

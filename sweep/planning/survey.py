@@ -253,7 +253,7 @@ class Survey:
         step_seconds = self.found.step_seconds
         if step_seconds is None:
             return None
-        shortest, longest = within(step_seconds, self.found.step_log_spread)
+        shortest, longest = within(step_seconds, self.found.step_log_spread).ends
         budget = self.space.steps
         fewest = budget.warmup_min + budget.measured_min
         stopped = budget.warmup_min + min(STEPS_TO_STOP, budget.measured_min)

@@ -1,4 +1,4 @@
-"""The one way to a `Forecaster`: plans, studies, trainings and reports ask the same of the same."""
+"""Builds the `Forecaster` of a target: for plans, studies, trainings and reports."""
 
 from __future__ import annotations
 
@@ -55,24 +55,28 @@ def build_forecaster(
         warn: told once of each reason why memory is not predicted; without it, faults of the
             environment are raised.
     """
-    runs = _gpu(target, target.emulated_on or target.gpu)
-    meant = _gpu(target, target.gpu)
-    known = [gpu.compute_capability for gpu in (runs, meant) if gpu is not None]
+    host = _gpu(target, target.emulated_on or target.gpu)
+    target_gpu = _gpu(target, target.gpu)
     if violation is None:
+        capabilities = [gpu.compute_capability for gpu in (host, target_gpu) if gpu is not None]
         violation = partial(
             rules.violation,
             model=model,
-            compute_capability=min(known, default=None),
+            compute_capability=min(capabilities, default=None),
             device=target.device,
             has_texts=shapes is not None,
         )
+    if speed is None and host is not None:
+        speed = SpeedForecast(
+            model=model, gpu=host, shapes=shapes, calibration=evidence.calibration
+        )
     target_speed = None
-    if target.emulated_on is not None and meant is not None:
-        target_speed = SpeedForecast(model=model, gpu=meant, shapes=shapes)
+    if target.emulated_on is not None and target_gpu is not None:
+        target_speed = SpeedForecast(model=model, gpu=target_gpu, shapes=shapes)
     return Forecaster(
         model=model,
         budget_bytes=target.budget_bytes,
-        gpu=runs,
+        gpu=host,
         violation=violation,
         predictor=predictor,
         speed=speed,
@@ -86,7 +90,9 @@ def build_forecaster(
 
 def _gpu(target: Target, product: str) -> GpuSpec | None:
     """Return a GPU's data sheet; None on a CPU, and of a GPU that the catalogue does not have."""
-    return match_product(product) if target.is_on_gpu else None
+    if not target.is_on_gpu:
+        return None
+    return match_product(product)
 
 
 def shapes_of_texts(texts: PreparedTexts, choice: TextsChoice, *, seed: int) -> ShapesOnTexts:
@@ -101,10 +107,10 @@ def shapes_of_study(definition: StudyDefinition) -> ShapesOnTexts | None:
     Raises:
         EnvironmentFault: it is not on this machine any more.
     """
-    texts, choice = definition.texts, definition.space.data
-    if texts is None or choice is None:
+    choice = definition.space.data
+    if definition.texts is None or choice is None:
         return None
-    directory = texts_directory() / texts.fingerprint
+    directory = texts_directory() / definition.texts.fingerprint
     return _shapes_in(directory, choice, definition.space.seed)
 
 

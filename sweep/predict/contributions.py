@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -56,11 +57,11 @@ class Session:
     def of(cls, contribution: Contribution, rows: Sequence[SurfaceRow]) -> Session:
         """Return some trials of a file."""
         surface = contribution.surface
-        configs = [row.config for row in rows]
+        configs = list(map(attrgetter("config"), rows))
         times = StepTimes(configs, model=surface.model, gpu=surface.card, evidence=None)
         ends = np.array([row.step_seconds_ci95 or (1.0, 1.0) for row in rows])  # (trials, 2)
         widths = np.log(ends[:, 1] / ends[:, 0]) / CI95_WIDTH
-        log_seconds = np.log([row.step_seconds or np.nan for row in rows])
+        log_seconds = np.log([row.step_seconds or np.nan for row in rows])  # (trials,)
         # What is not predicted teaches nothing.
         variances = np.where(times.is_known, times.own_spread**2 + widths**2, np.inf)
         return cls(times, log_seconds, variances)

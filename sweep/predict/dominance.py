@@ -70,10 +70,13 @@ def _size(key: str, config: TrialConfig, model: ModelSpec) -> Any:
     if key in _SIZES:
         return _SIZES[key](config, model)
     assert KNOBS[key].memory == "grows", f"more of {key} needs less memory"
-    value, lean_first = getattr(config, key), KNOBS[key].lean_first
+    value = getattr(config, key)
+    lean_first = KNOBS[key].lean_first
     if not lean_first:
         return value
-    return lean_first.index(value) if value in lean_first else len(lean_first)
+    if value not in lean_first:
+        return len(lean_first)
+    return lean_first.index(value)
 
 
 def base_alone(whole: Footprint) -> Footprint:
@@ -81,12 +84,12 @@ def base_alone(whole: Footprint) -> Footprint:
 
     What could not even be loaded cannot be trained with smaller adapters or shorter rows either.
     """
-    # Of what is sharded each GPU's share of the base depends on how many they are.
-    return {
-        key: value
-        for key, value in whole.items()
-        if KNOBS[key].shapes_base or key == "data_parallel"
-    }
+    base: dict[str, tuple[Any, bool]] = {}
+    for key, value in whole.items():
+        # Each GPU's share of a sharded base depends on how many GPUs there are.
+        if KNOBS[key].shapes_base or key == "data_parallel":
+            base[key] = value
+    return base
 
 
 def dominates(larger: Footprint, smaller: Footprint) -> bool:
@@ -100,8 +103,9 @@ def dominates(larger: Footprint, smaller: Footprint) -> bool:
             return False
         # A recomputed layer is whole again during its own backward pass, with its output's gradient
         # beside it, so recomputing one layer more may save nothing. Two more always save.
-        is_larger = own + 2 <= value if key == "checkpoint_fraction" else own >= value
-        if not is_larger:
+        if key == "checkpoint_fraction" and own + 2 > value:
+            return False
+        if key != "checkpoint_fraction" and own < value:
             return False
     return True
 
@@ -122,12 +126,11 @@ class RanOut:
 
     def by(self, whole: Footprint) -> int | None:
         """Return the number of the first trial that ran out and needs no more than ``whole``."""
-        numbers = [
-            number
-            for keys, of_keys in self._known.items()
-            for number, least in of_keys.get(_values(keys, whole), ())
-            if dominates(whole, least)
-        ]
+        numbers: list[int] = []
+        for keys, of_keys in self._known.items():
+            for number, least in of_keys.get(_values(keys, whole), ()):
+                if dominates(whole, least):
+                    numbers.append(number)
         return min(numbers, default=None)
 
 

@@ -98,7 +98,8 @@ class ShapesOnTexts:
         each = epochs.rows_per_sample
         sizes = epochs.lengths.reshape(-1, each).max(1)
         few = np.arange(len(sizes))
-        self._mean = self._longest = epochs
+        self._mean = epochs
+        self._longest = epochs
         if len(few) > ROWS_MAX:
             longest = np.argsort(sizes, kind="stable")[-LONGEST:]
             few = np.sort(np.random.default_rng(seed).permutation(few)[:ROWS_MAX])
@@ -126,7 +127,9 @@ class ShapesOnTexts:
             try:
                 mean = self._mean.fresh(config)
                 is_sampled = self._longest is not self._mean
-                largest = self._longest.fresh(config) if is_sampled else mean
+                largest = mean
+                if is_sampled:
+                    largest = self._longest.fresh(config)
                 self._known[key] = ShapeOnTexts.of(config, largest=largest, mean=mean)
             except InputError:
                 self._known[key] = ShapeOnTexts({}, {}, 1.0, float(config.tokens_per_step))
@@ -147,17 +150,17 @@ class MemoryInTrainer(MemoryPredictor):
         self, configs: Sequence[TrialConfig], *, on_progress: OnProgress = tell_nobody
     ) -> WholeMemory:
         """See `MemoryPredictor.predict_all`."""
-        stand_ins = [for_memory(config) for config in configs]
+        stand_ins = list(map(for_memory, configs))
         whole = self._predictor.predict_all(stand_ins, on_progress=on_progress)
-        factors = {row: of for row, c in enumerate(configs) if (of := factors_of(c)) is not None}
-        if not factors:
+        factors = list(map(factors_of, configs))
+        if not any(factors):
             return whole
         known: list[Known] = []
-        for row in range(len(configs)):
-            if row in whole.refused:
-                known.append(whole.refused[row])
-            elif row in factors:
-                known.append(whole.prediction(row).scaled(factors[row].activations))
+        for row, factor in enumerate(factors):
+            if row in whole.unpredicted:
+                known.append(whole.unpredicted[row])
+            elif factor is not None:
+                known.append(whole.prediction(row).scaled(factor.activations))
             else:
                 known.append(whole.prediction(row))
         return WholeMemory(configs, known)
@@ -179,7 +182,7 @@ class MemoryOnTexts(MemoryPredictor):
         self, configs: Sequence[TrialConfig], *, on_progress: OnProgress = tell_nobody
     ) -> WholeMemory:
         """See `MemoryPredictor.predict_all`."""
-        on_texts = [self._shapes.for_memory(config) for config in configs]
+        on_texts = list(map(self._shapes.for_memory, configs))
         return self._predictor.predict_all(on_texts, on_progress=on_progress)
 
 

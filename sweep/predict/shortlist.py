@@ -21,6 +21,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from operator import attrgetter, itemgetter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -87,6 +88,9 @@ STARTS_TRIED = 32
 
 Params = Mapping[str, Any]
 """A value for each dimension but the micro-batch."""
+_SURE_SPEED = attrgetter("sure_speed")
+_IS_SURE = attrgetter("is_sure")
+_IS_POSSIBLE = attrgetter("is_possible")
 
 
 class Kind(NamedTuple):
@@ -148,20 +152,57 @@ class _Row:
         """What tells it apart beside its share of recomputed layers."""
         return tuple(value for key, value in self.params.items() if key != SHARE)
 
+    @property
+    def share(self) -> float:
+        """Its share of recomputed layers."""
+        return self.configs[0].checkpoint_fraction
+
+    @property
+    def is_sure(self) -> bool:
+        """Whether anything of it surely fits."""
+        return self.sure >= 0
+
+    @property
+    def is_possible(self) -> bool:
+        """Whether anything of it may fit."""
+        return self.possible >= 0
+
+    @property
+    def is_predicted(self) -> bool:
+        """Whether its memory was looked at and is predicted."""
+        return self.is_fitted and self.refusal is None
+
     def best(self, last: int) -> tuple[float, int]:
         """Return the fastest up to a micro-batch, and which; minus infinity for none."""
-        known = [(speed, at) for at, speed in self.speeds.items() if at <= last]
-        return max(known, default=(float("-inf"), -1))
+        best = (float("-inf"), -1)
+        for at, speed in self.speeds.items():
+            if at <= last:
+                best = max(best, (speed, at))
+        return best
+
+    @property
+    def sure_speed(self) -> float:
+        """The speed of the fastest that surely fits; minus infinity for none."""
+        return self.best(self.sure)[0]
+
+    @property
+    def possible_speed(self) -> float:
+        """The speed of the fastest that may fit; minus infinity for none."""
+        return self.best(self.possible)[0]
 
     def size_at(self, place: int) -> int:
         """Return a micro-batch of it; 0 for none."""
-        return 0 if place < 0 else self.configs[place].micro_batch_size
+        if place < 0:
+            return 0
+        return self.configs[place].micro_batch_size
 
     def order(self, last: int) -> tuple[float, int]:
         """Return what sorts rows by their fastest up to a micro-batch: its speed, then its tokens
         where none is known."""
         speed, at = self.best(last)
-        return speed, 0 if at < 0 else self.configs[at].tokens_per_micro_batch
+        if at < 0:
+            return speed, 0
+        return speed, self.configs[at].tokens_per_micro_batch
 
 
 @dataclass(eq=False)
@@ -174,12 +215,17 @@ class _Class:
     @property
     def is_possible(self) -> bool:
         """Whether anything of it may fit."""
-        return any(row.possible >= 0 for row in self.rows)
+        return any(map(_IS_POSSIBLE, self.rows))
 
     @property
     def fastest(self) -> float:
         """The speed of the fastest that surely fits; minus infinity for none."""
-        return max((row.best(row.sure)[0] for row in self.rows), default=float("-inf"))
+        return max(map(_SURE_SPEED, self.rows), default=float("-inf"))
+
+    @property
+    def least(self) -> float:
+        """The speed that is within a tie of that."""
+        return self.fastest / (1.0 + TIE)
 
     def open_structures(self, most: int) -> list[list[_Row]]:
         """Return the rows of structures of which nothing is estimated and that may be as fast, by
@@ -188,44 +234,48 @@ class _Class:
         for row in self.rows:
             if row.estimate is None and not row.is_fitted:
                 structures.setdefault(row.structure, []).append(row)
-        least = self.fastest / (1.0 + TIE)
+        least = self.least
         left = [alike for alike in structures.values() if _bound(alike) >= least]
         left.sort(key=_bound, reverse=True)
         for alike in left:
-            alike.sort(key=lambda row: row.configs[0].checkpoint_fraction)
+            alike.sort(key=attrgetter("share"))
         return left[:most]
 
     def open_rows(self) -> list[_Row]:
         """Return rows whose memory is estimated and was not looked at, and that may be as fast, the
         fastest first."""
-        left = [row for row in self.rows if row.estimate is not None and not row.is_fitted]
-        least = self.fastest / (1.0 + TIE)
-        left = [row for row in left if row.hope >= least]
-        return sorted(left, key=lambda row: row.hope, reverse=True)
+        least = self.least
+        left: list[_Row] = []
+        for row in self.rows:
+            if row.estimate is not None and not row.is_fitted and row.hope >= least:
+                left.append(row)
+        return sorted(left, key=attrgetter("hope"), reverse=True)
 
     def near_rows(self) -> list[_Row]:
         """Return rows that surely reach a speed within a tie of the fastest: the fastest few of
         each compute dtype."""
-        least = self.fastest / (1.0 + TIE)
-        near = [row for row in self.rows if row.best(row.sure)[0] >= least]
-        near.sort(key=lambda row: row.best(row.sure)[0], reverse=True)
         by_dtype: dict[str, list[_Row]] = {}
-        for row in near:
+        for row in sorted(self.rows_from(self.least), key=_SURE_SPEED, reverse=True):
             by_dtype.setdefault(row.configs[0].compute_dtype, []).append(row)
-        return [row for rows in by_dtype.values() for row in rows[:NEAR_MAX]]
+        near: list[_Row] = []
+        for rows in by_dtype.values():
+            near += rows[:NEAR_MAX]
+        return near
+
+    def rows_from(self, least: float) -> list[_Row]:
+        """Return the rows that surely reach a speed."""
+        return [row for row in self.rows if row.sure_speed >= least]
 
     def fastest_rows(self, most: int) -> list[_Row]:
         """Return the fastest rows that surely fit, or may where none surely does, of different
         structures."""
-        found: dict[tuple[Any, ...], _Row] = {}
-        for is_sure in (True, False):
-            able = [row for row in self.rows if (row.sure if is_sure else row.possible) >= 0]
-            able.sort(key=lambda row: row.best(row.sure if is_sure else row.possible)[0])
-            for row in reversed(able):
-                found.setdefault(row.structure, row)
-            if found:
-                break
-        return list(found.values())[:most]
+        able = sorted(filter(_IS_SURE, self.rows), key=_SURE_SPEED)
+        if not able:
+            able = sorted(filter(_IS_POSSIBLE, self.rows), key=attrgetter("possible_speed"))
+        fastest: dict[tuple[Any, ...], _Row] = {}
+        for row in reversed(able):
+            fastest.setdefault(row.structure, row)
+        return list(fastest.values())[:most]
 
 
 class Shortlist:
@@ -264,12 +314,21 @@ class Shortlist:
         else:
             self._search()
         refused = self.refused
-        if refused and not any(row.is_fitted and row.refusal is None for row in self._all_rows):
+        if refused and not self._predicted_rows:
             raise refused[0][0]
 
     @property
     def _all_rows(self) -> Iterator[_Row]:
-        return itertools.chain.from_iterable(of.rows for of in self._classes.values())
+        for of in self._classes.values():
+            yield from of.rows
+
+    @property
+    def _predicted_rows(self) -> list[_Row]:
+        return list(filter(attrgetter("is_predicted"), self._all_rows))
+
+    @property
+    def _possible_rows(self) -> list[_Row]:
+        return list(filter(_IS_POSSIBLE, self._all_rows))
 
     # What was found
 
@@ -277,15 +336,18 @@ class Shortlist:
     def capacity(self) -> CapacityClass | None:
         """The capacity class that is recommended from: of those that may fit the one that was asked
         for, the standard recipe's by default; None where nothing may fit."""
-        able = {row.kind.capacity for row in self._all_rows if row.possible >= 0}
+        able = {row.kind.capacity for row in self._possible_rows}
         return nearest_capacity(able, self._forecaster.model)
 
     def counts(self) -> tuple[int, int, int]:
         """Return how many of the configurations that were looked at surely fit, may, and cannot."""
-        predicted = [row for row in self._all_rows if row.is_fitted and row.refusal is None]
-        sure = sum(row.sure + 1 for row in predicted)
-        possible = sum(row.possible + 1 for row in predicted)
-        total = sum(len(row.configs) for row in predicted)
+        sure = 0
+        possible = 0
+        total = 0
+        for row in self._predicted_rows:
+            sure += row.sure + 1
+            possible += row.possible + 1
+            total += len(row.configs)
         return sure, possible - sure, total - possible
 
     @property
@@ -296,8 +358,8 @@ class Shortlist:
     @property
     def least_bytes(self) -> int | None:
         """The smallest peak of the rows of which nothing may fit; None where some of each does."""
-        predicted = [row for row in self._all_rows if row.is_fitted and row.refusal is None]
-        return min((row.peaks[0] for row in predicted if row.possible < 0), default=None)
+        impossible = [row for row in self._predicted_rows if row.possible < 0]
+        return min((row.peaks[0] for row in impossible), default=None)
 
     def picks(self) -> list[Pick]:
         """Return of each class the fastest that surely fits and the plainest that is as fast, the
@@ -325,19 +387,14 @@ class Shortlist:
     def _plainest(self, of: _Class, speed: float) -> tuple[_Row, int]:
         """Return the plainest of a class that surely fits and is within a tie of a speed."""
         least = speed / (1.0 + TIE)
-        near = [row for row in of.rows if row.best(row.sure)[0] >= least]
-        found: list[tuple[tuple[int, ...], int, _Row, int]] = []
-        for number, row in enumerate(near):
+        found: list[tuple[tuple[int, ...], _Row, int]] = []
+        for row in of.rows_from(least):
             # Speed hardly falls with the micro-batch, so the smallest needs least.
-            places = [
-                at
-                for at, known in row.speeds.items()
-                if at <= row.sure and at in row.peaks and known >= least
-            ]
-            if places:
-                at = min(places)
-                found.append((plainness(row.configs[at], row.peaks[at]), number, row, at))
-        _, _, row, at = min(found, key=lambda each: each[:2])
+            for at, known in sorted(row.speeds.items()):
+                if at <= row.sure and at in row.peaks and known >= least:
+                    found.append((plainness(row.configs[at], row.peaks[at]), row, at))
+                    break
+        _, row, at = min(found, key=itemgetter(0))
         return row, at
 
     def candidates(self, most: int) -> list[tuple[dict[str, Any], TrialConfig]]:
@@ -349,21 +406,28 @@ class Shortlist:
         """
         found: list[tuple[float, _Row, int]] = []
         for row in self._all_rows:
-            places = [at for at in row.speeds if at <= row.possible]
-            if row.kind.capacity != self.capacity:
-                places = [at for at in places if at == row.sure]
-            found += [(row.speeds[at], row, at) for at in places]
-        found.sort(key=lambda each: each[0], reverse=True)
+            for at, speed in row.speeds.items():
+                is_wanted = at <= row.possible
+                if row.kind.capacity != self.capacity:
+                    is_wanted = is_wanted and at == row.sure
+                if is_wanted:
+                    found.append((speed, row, at))
+        found.sort(key=itemgetter(0), reverse=True)
         self._look_closer()
-        able = [of for of in self._classes.values() if any(row.sure >= 0 for row in of.rows)]
-        plainest = [self._plainest(of, of.fastest) for of in able]
-        wanted = dict.fromkeys([*plainest, *((row, at) for _, row, at in found)])
-        params = [
-            ({**row.params, "micro_batch_size": row.configs[at].micro_batch_size}, row.configs[at])
-            for row, at in itertools.islice(wanted, most)
-        ]
-        known = self._space.dimensions
-        return [({k: v for k, v in own.items() if k in known}, config) for own, config in params]
+        wanted: dict[tuple[_Row, int], None] = {}
+        for of in self._classes.values():
+            if any(map(_IS_SURE, of.rows)):
+                wanted[self._plainest(of, of.fastest)] = None
+        for _, row, at in found:
+            wanted[row, at] = None
+        candidates: list[tuple[dict[str, Any], TrialConfig]] = []
+        for row, at in itertools.islice(wanted, most):
+            config = row.configs[at]
+            params = dict(row.params)
+            if "micro_batch_size" in self._space.dimensions:
+                params["micro_batch_size"] = config.micro_batch_size
+            candidates.append((params, config))
+        return candidates
 
     @property
     def lengths(self) -> tuple[int, ...]:
@@ -372,27 +436,27 @@ class Shortlist:
 
     def surely_fitting(self) -> list[TrialConfig]:
         """Return of each row that was looked at the largest micro-batch that surely fits."""
-        return [row.configs[row.sure] for row in self._all_rows if row.sure >= 0]
+        return [row.configs[row.sure] for row in filter(_IS_SURE, self._all_rows)]
 
     def largest(self, length: int) -> tuple[int, int]:
         """Return the largest micro-batches of the recommended capacity class that surely fit at a
         length, and that may; 0 where none does."""
-        rows = [
-            row
-            for row in self._all_rows
-            if row.kind.capacity == self.capacity and row.kind.seq_len == length
-        ]
-        most = max((row.configs[0].checkpoint_fraction for row in rows), default=0.0)
-        left = [
-            row
-            for row in rows
-            if not row.is_fitted
-            and row.configs[0].checkpoint_fraction == most
-            and self._is_lean(row)
-        ]
+        rows: list[_Row] = []
+        for row in self._all_rows:
+            if row.kind.capacity == self.capacity and row.kind.seq_len == length:
+                rows.append(row)
+        most = max(map(attrgetter("share"), rows), default=0.0)
+        left: list[_Row] = []
+        for row in rows:
+            if not row.is_fitted and row.share == most and self._is_lean(row):
+                left.append(row)
         self._fit(left)
-        sure = max((row.size_at(row.sure) for row in rows), default=0)
-        return sure, max((row.size_at(row.possible) for row in rows), default=0)
+        sure = 0
+        possible = 0
+        for row in rows:
+            sure = max(sure, row.size_at(row.sure))
+            possible = max(possible, row.size_at(row.possible))
+        return sure, possible
 
     def _is_lean(self, row: _Row) -> bool:
         """Whether a row holds its base, and computes its loss, in what needs least memory."""
@@ -410,7 +474,7 @@ class Shortlist:
                 for at, config in enumerate(row.configs):
                     if config.micro_batch_size in batches:
                         points.setdefault((config.micro_batch_size, length), []).append((row, at))
-        every = [point for some in points.values() for point in some]
+        every = list(itertools.chain.from_iterable(points.values()))
         self._predict(every)
         self._time(every)
         found: dict[tuple[int, int], Pick] = {}
@@ -432,7 +496,7 @@ class Shortlist:
             return []
         if self.is_whole:
             return of.rows
-        structures = {row.structure for row in of.fastest_rows(1)}
+        structures = set(map(attrgetter("structure"), of.fastest_rows(1)))
         return [row for row in of.rows if row.structure in structures or not structures]
 
     def _known_fit(self, row: _Row, at: int) -> Fit:
@@ -447,10 +511,9 @@ class Shortlist:
     @cached_property
     def _capacities(self) -> dict[CapacityClass, Params]:
         """The values that make each capacity class, the first of equal ones."""
-        keys = [key for key in CAPACITY_KEYS if key in self._values]
+        values = {key: self._values[key] for key in CAPACITY_KEYS if key in self._values}
         found: dict[CapacityClass, Params] = {}
-        for row in itertools.product(*(self._values[key] for key in keys)):
-            params = dict(zip(keys, row, strict=True))
+        for params in _combinations(values):
             config = self._space.config(self._first | params)
             found.setdefault(CapacityClass.of(config, self._forecaster.model), params)
         return found
@@ -461,40 +524,45 @@ class Shortlist:
         leanest = {key: _leanest(key, values) for key, values in self._values.items()}
         whole = next(iter(self._space.batches), None)
         if whole is not None:
-            named = zip(BATCH_KEYS, whole, strict=True)
-            leanest |= {key: value for key, value in named if key in self._space.dimensions}
+            for key, value in zip(BATCH_KEYS, whole, strict=True):
+                if key in self._space.dimensions:
+                    leanest[key] = value
         return leanest
 
     def _search(self) -> None:
         """Look for the fastest of each class of the recommended capacity: the nearest to the
         standard recipe's of which anything may fit."""
-        lengths = sorted(self._values.get("seq_len") or self._space.values_of("seq_len"))
+        lengths = sorted(self.lengths)
         for capacity in self._nearest_first():
             own = dict(self._capacities[capacity])
             classes: Collection[_Class] = self._search_length(own, lengths[0])
             for length in lengths[1:]:
                 # What is fast at one length is so at the next one, as far as it fits there.
-                like = [row for of in classes for row in of.fastest_rows(CARRIED)]
-                longer: Collection[_Class]
-                longer = self._look(self._carried(like, own | self._at(length))).values()
-                if not any(of.is_possible for of in longer):
-                    longer = self._search_length(own, length)
-                classes = longer
-            if any(row.possible >= 0 for row in self._all_rows):
+                like = _fastest_rows(classes, CARRIED)
+                classes = self._look(self._carried(like, own | self._at(length))).values()
+                if not any(map(_IS_POSSIBLE, classes)):
+                    classes = self._search_length(own, length)
+            if self._possible_rows:
                 break
 
     def _at(self, length: int) -> dict[str, Any]:
         """Return a length as the value of its dimension, where it has one."""
-        return {"seq_len": length} if "seq_len" in self._values else {}
+        if "seq_len" not in self._values:
+            return {}
+        return {"seq_len": length}
 
     def _search_length(self, capacity: Params, length: int) -> Collection[_Class]:
         """Look for the fastest of each class of numerics of a capacity class at a length."""
         own = {**self._first, **capacity, **self._at(length)}
-        fixed = {key: (value,) for key, value in own.items() if key in self._values}
-        first = {key: self._values[key] for key in _firsts(self._values)}
-        if "compute_dtype" in first:
-            first["compute_dtype"] = _plainest_of_each_numerics(first["compute_dtype"])
-        classes = self._look(self._rows({**fixed, **first})).values()
+        values: dict[str, Sequence[Any]] = {}
+        for key, value in own.items():
+            if key in self._values:
+                values[key] = (value,)
+        for key in _firsts(self._values):
+            values[key] = self._values[key]
+            if key == "compute_dtype":
+                values[key] = _plainest_of_each_numerics(values[key])
+        classes = self._look(self._rows(values)).values()
         self._refine(classes)
         return classes
 
@@ -507,20 +575,19 @@ class Shortlist:
         shares = self._values.get(SHARE, ())
         rows: list[_Row] = []
         for like in fastest:
-            near = [at for at, share in enumerate(shares) if share == like.params[SHARE]]
-            some = [share for at in near for share in shares[max(0, at - 2) : at + 4]]
+            near: list[Any] = []
+            for at, share in enumerate(shares):
+                if share == like.params[SHARE]:
+                    near += shares[max(0, at - 2) : at + 4]
             for other, own in self._capacities.items():
                 if other != capacity:
-                    values = {key: (value,) for key, value in {**like.params, **own}.items()}
-                    if some:
-                        values[SHARE] = tuple(some)
-                    rows += self._rows(values)
+                    rows += self._with_shares({**like.params, **own}, near)
         self._look(rows)
 
     def look_beside_fastest(self) -> None:
         """Look for the fastest of each other capacity class at the length and in the numerics of
         the fastest that may fit."""
-        able = [row for row in self._all_rows if row.possible >= 0]
+        able = self._possible_rows
         if able:
             fastest = max(able, key=lambda row: row.order(row.possible)).kind
             self.look_at_other_capacities(fastest.seq_len, fastest.numerics)
@@ -540,24 +607,29 @@ class Shortlist:
             yield from self._with_every_share({**row.params, **own})
 
     def _with_every_share(self, params: Params) -> Iterator[_Row]:
-        values = {key: (value,) for key, value in params.items()}
-        if SHARE in self._values:
-            values[SHARE] = tuple(self._values[SHARE])
+        yield from self._with_shares(params, self._values.get(SHARE, ()))
+
+    def _with_shares(self, params: Params, shares: Sequence[Any]) -> Iterator[_Row]:
+        """Yield the rows of a combination with some shares of recomputed layers; with its own where
+        there are none."""
+        values: dict[str, Sequence[Any]] = {key: (value,) for key, value in params.items()}
+        if shares:
+            values[SHARE] = shares
         yield from self._rows(values)
 
     def _refine(self, classes: Collection[_Class]) -> None:
         """Turn one setting after another of the fastest of classes, until nothing is faster."""
         # Of settings of which all combinations were looked at, compute dtypes alone were not all.
-        fixed = (*CAPACITY_KEYS, "seq_len", SHARE, *_firsts(self._values))
-        turned = [
-            key
-            for key, values in self._values.items()
-            if len(values) > 1 and (key not in fixed or key == "compute_dtype")
-        ]
+        fixed = {"seq_len", SHARE}
+        fixed.update(CAPACITY_KEYS, _firsts(self._values))
+        fixed.discard("compute_dtype")
+        turned: list[str] = []
+        for key, values in self._values.items():
+            if len(values) > 1 and key not in fixed:
+                turned.append(key)
         done: set[tuple[Any, ...]] = set()
         while True:
-            rows = [row for of in classes for row in of.fastest_rows(REFINED)]
-            rows = [row for row in rows if row.structure not in done]
+            rows = [row for row in _fastest_rows(classes, REFINED) if row.structure not in done]
             if not rows:
                 return
             changed: list[_Row] = []
@@ -566,15 +638,14 @@ class Shortlist:
                 for key in turned:
                     for value in self._values[key]:
                         changed += self._with_every_share({**row.params, key: value})
-            kinds = {of.kind for of in classes}
+            kinds = set(map(attrgetter("kind"), classes))
             self._look(row for row in changed if row.kind in kinds)
 
     # Rows
 
     def _rows(self, values: Mapping[str, Sequence[Any]]) -> Iterator[_Row]:
         """Yield the rows of combinations of values that were not looked at."""
-        for combination in itertools.product(*values.values()):
-            params = dict(zip(values, combination, strict=True))
+        for params in _combinations(values):
             if self._space.leaves_out(params):
                 continue
             row = self._row(params)
@@ -593,15 +664,17 @@ class Shortlist:
         tried = batches[:STARTS_TRIED]
         for start, size in enumerate(tried):
             first = self._config(params, size)
-            broken = self._forecaster.broken(first)
-            if broken is None:
+            violation = self._forecaster.violation(first)
+            if violation is None:
                 self.invalid[rule] += start
                 kind = Kind(self._capacity_of(first), first.seq_len, first.numerics)
                 return _Row(params, kind, _Configs(first, batches[start:]))
-            rule = broken.rule
-            if start == 0 and self._forecaster.broken(self._config(params, tried[-1])) is not None:
-                # It is not the micro-batch that is forbidden.
-                break
+            rule = violation.rule
+            if start == 0:
+                last = self._config(params, tried[-1])
+                if self._forecaster.violation(last) is not None:
+                    # It is not the micro-batch that is forbidden.
+                    break
         self.invalid[rule] += len(batches)
         return None
 
@@ -623,14 +696,13 @@ class Shortlist:
 
     def _batches(self, params: Params) -> Sequence[int]:
         """Return the micro-batches that go with a combination, the smallest first."""
-        together = tuple(params.get(key) for key in ("data_parallel", "effective_batch_size"))
+        together = (params.get("data_parallel"), params.get("effective_batch_size"))
         if together not in self._known_batches:
-            sizes = sorted(set(self._space.values_of("micro_batch_size")))
-            self._known_batches[together] = [
-                size
-                for size in sizes
-                if self._space.holds_batches_of({**params, "micro_batch_size": size})
-            ]
+            batches: list[int] = []
+            for size in sorted(set(self._space.values_of("micro_batch_size"))):
+                if self._space.holds_batches_of({**params, "micro_batch_size": size}):
+                    batches.append(size)
+            self._known_batches[together] = batches
         return self._known_batches[together]
 
     # Predictions
@@ -644,18 +716,21 @@ class Shortlist:
             of.rows.append(row)
             found[row.kind] = of
             added.append(row)
-        self._time([(row, at) for row in added for at in self._some_of(len(row.configs))])
+        self._time_some((row, len(row.configs) - 1) for row in added)
         if is_whole:
             self._look_at_memory(added)
         else:
             # The fastest few rule most others out, before anything of those is traced.
             for most in (STRUCTURES_FIRST, len(added)):
-                left = [alike for of in found.values() for alike in of.open_structures(most)]
-                self._estimate(left)
+                structures: list[list[_Row]] = []
+                for of in found.values():
+                    structures += of.open_structures(most)
+                self._estimate(structures)
                 for most_rows in (ROWS_FIRST, len(added)):
-                    self._look_at_memory(
-                        [row for of in found.values() for row in of.open_rows()[:most_rows]]
-                    )
+                    left: list[_Row] = []
+                    for of in found.values():
+                        left += of.open_rows()[:most_rows]
+                    self._look_at_memory(left)
         for of in found.values():
             self._resolve(of, is_whole=is_whole)
         return found
@@ -663,11 +738,10 @@ class Shortlist:
     def _look_at_memory(self, rows: Sequence[_Row]) -> None:
         """Find what of some rows fits, and how fast that is."""
         self._fit(rows)
-        points: list[tuple[_Row, int]] = []
+        lasts: list[tuple[_Row, int]] = []
         for row in rows:
-            for last in {row.sure, row.possible} - {-1}:
-                points += [(row, at) for at in self._some_of(last + 1)]
-        self._time(points)
+            lasts += itertools.product([row], {row.sure, row.possible} - {-1})
+        self._time_some(lasts)
 
     def _estimate(self, structures: Sequence[Sequence[_Row]]) -> None:
         """Estimate which speed each row will reach, by the peaks of a few rows of each structure.
@@ -683,26 +757,36 @@ class Shortlist:
             for row in _anchors(alike):
                 top = len(row.configs) - 1
                 anchors[row] = sorted({0, min(top, math.isqrt(top))})
-        self._predict([(row, at) for row, places in anchors.items() for at in places])
+        points: list[tuple[_Row, int]] = []
+        for row, places in anchors.items():
+            points += itertools.product([row], places)
+        self._predict(points)
         largest: dict[_Row, int] = {}
         for alike in structures:
             lines = {row: _line(row, anchors[row]) for row in alike if row in anchors}
             largest |= dict(self._expected(alike, lines))
-        self._time([(row, at) for row, last in largest.items() for at in self._some_of(last + 1)])
+        self._time_some(largest.items())
         for row, last in largest.items():
             row.estimate, _ = row.best(last)
 
-    def _some_of(self, count: int) -> list[int]:
-        """Return the places, of so many first ones, whose speeds tell how fast a row may be."""
-        return _spread(count, BATCHES_TIMED_RISING if self._rises else BATCHES_TIMED)
+    def _time_some(self, lasts: Iterable[tuple[_Row, int]]) -> None:
+        """Predict those speeds that tell how fast rows may be up to a place each."""
+        most = BATCHES_TIMED
+        if self._rises:
+            most = BATCHES_TIMED_RISING
+        points: list[tuple[_Row, int]] = []
+        for row, last in lasts:
+            points += itertools.product([row], _spread(last + 1, most))
+        self._time(points)
 
     @cached_property
     def _rises(self) -> bool:
         """Whether speed can only rise with the micro-batch: nothing is padded, and no tensor leaves
         the GPU's cache."""
         speed = self._forecaster.target_speed or self._forecaster.speed
-        gpu = speed.gpu if isinstance(speed, SpeedForecast) else None
-        return self._forecaster.shapes is None and gpu is not None and gpu.cache is None
+        if not isinstance(speed, SpeedForecast) or self._forecaster.shapes is not None:
+            return False
+        return speed.gpu.cache is None
 
     def _expected(
         self, alike: Sequence[_Row], lines: Mapping[_Row, tuple[float, float]]
@@ -723,36 +807,32 @@ class Shortlist:
                     row.is_fitted = True
                     continue
             else:
-                ends = least.configs[0].checkpoint_fraction, most.configs[0].checkpoint_fraction
-                share = (row.configs[0].checkpoint_fraction - ends[0]) / (ends[1] - ends[0])
-                constant, slope = (
-                    (1.0 - share) * low + share * high
-                    for low, high in zip(lines[least], lines[most], strict=True)
-                )
-            place = int((budget - constant) / slope) if slope > 0 else len(row.configs) - 1
-            yield row, min(max(place, 0), len(row.configs) - 1)
+                share = (row.share - least.share) / (most.share - least.share)
+                constant = (1.0 - share) * lines[least][0] + share * lines[most][0]
+                slope = (1.0 - share) * lines[least][1] + share * lines[most][1]
+            last = len(row.configs) - 1
+            if slope > 0:
+                last = min(max(int((budget - constant) / slope), 0), last)
+            yield row, last
 
     def _look_closer(self) -> None:
         """Predict what tells the plainest of each class: speeds of all sizes, and peaks, of the
         rows that are within a tie of the fastest."""
-        points: list[tuple[_Class, _Row, int]] = []
+        points: list[tuple[_Row, int]] = []
         for of in self._classes.values():
             for row in of.near_rows():
-                points += [(of, row, at) for at in _spread(row.sure + 1, SIZES_LOOKED_AT)]
-        self._time([(row, at) for _, row, at in points])
-        least = {of.kind: of.fastest / (1.0 + TIE) for of in self._classes.values()}
-        self._predict([(row, at) for of, row, at in points if row.speeds[at] >= least[of.kind]])
+                points += itertools.product([row], _spread(row.sure + 1, SIZES_LOOKED_AT))
+        self._time(points)
+        least = {kind: of.least for kind, of in self._classes.items()}
+        self._predict(point for point in points if _speed(point) >= least[point[0].kind])
 
     def _resolve(self, of: _Class, *, is_whole: bool) -> None:
         """Replay steps where only that tells what fits, as far as it may be the fastest."""
         while True:
-            fastest = of.fastest
-            rows = [row for row in of.rows if row.is_open]
-            if not is_whole:
-                rows = [row for row in rows if row.best(row.possible)[0] > fastest]
-            if not rows:
+            rows = filter(attrgetter("is_open"), of.rows)
+            row = max(rows, key=attrgetter("possible_speed"), default=None)
+            if row is None or not (is_whole or row.possible_speed > of.fastest):
                 return
-            row = max(rows, key=lambda row: row.best(row.possible)[0])
             self._replay(row)
 
     def _replay(self, row: _Row) -> None:
@@ -768,14 +848,14 @@ class Shortlist:
         row.possible = _last(range(first, row.possible + 1), may_fit)
         row.sure = _last(range(first, row.possible + 1), surely_fits)
         row.is_open = False
-        self._time([(row, last) for last in (row.sure, row.possible) if last >= 0])
+        self._time((row, last) for last in (row.sure, row.possible) if last >= 0)
 
     def _time(self, points: Iterable[tuple[_Row, int]]) -> None:
         """Predict the speed of some micro-batches of rows."""
         missing = list(dict.fromkeys(p for p in points if p[1] not in p[0].speeds))
         if not missing:
             return
-        speeds = self._speeds([row.configs[at] for row, at in missing])
+        speeds = self._speeds(list(map(_config, missing)))
         for (row, at), speed in zip(missing, speeds.tolist(), strict=True):
             row.speeds[at] = speed
 
@@ -791,18 +871,18 @@ class Shortlist:
         missing = list(dict.fromkeys(p for p in points if p[1] not in p[0].fits))
         if not missing:
             return
-        configs = [row.configs[at] for row, at in missing]
+        configs = list(map(_config, missing))
         forecasts = self._forecaster.forecast(configs, progress=self._progress)
-        quick = forecasts.quick_fits()
+        quick = forecasts.fits
         least = forecasts.least_bytes.tolist()
-        refused = forecasts.refused
+        refused = forecasts.unpredicted
         has_dataset = self._forecaster.shapes is not None
         for number, (row, at) in enumerate(missing):
             fit = quick[number]
             if number in refused:
                 row.refusal = refused[number]
                 fit = Fit.NO
-            elif at and has_dataset and self._forecaster.broken(configs[number]) is not None:
+            elif at and has_dataset and self._forecaster.violation(configs[number]) is not None:
                 # The dataset is too small for such a micro-batch.
                 fit = Fit.NO
             row.fits[at] = fit
@@ -819,7 +899,7 @@ class Shortlist:
                     row.is_fitted = True
                     del searches[row]
                 else:
-                    points += [(row, at) for at in wanted]
+                    points += itertools.product([row], wanted)
             self._predict(points)
 
 
@@ -844,23 +924,47 @@ def structures(space: SearchSpace) -> list[TrialConfig]:
     """Return the combinations of a space that are looked at first, of every capacity class, in
     their smallest size."""
     values = {key: _listed(space, key) for key in space.dimensions if key != "seq_len"}
-    every = _firsts(values)
+    whole = set(CAPACITY_KEYS)
+    whole.update(_firsts(values))
+    for key, known in values.items():
+        if key not in whole:
+            values[key] = [_leanest(key, known)]
+    values.pop("micro_batch_size", None)
+    if "seq_len" in space.dimensions:
+        values["seq_len"] = [min(_listed(space, "seq_len"))]
     sizes = sorted(set(space.values_of("micro_batch_size")))
     found: dict[TrialConfig, None] = {}
-    some = {
-        key: known if key in (*every, *CAPACITY_KEYS) else [_leanest(key, known)]
-        for key, known in values.items()
-        if key != "micro_batch_size"
-    }
-    if "seq_len" in space.dimensions:
-        some["seq_len"] = [min(_listed(space, "seq_len"))]
-    for combination in itertools.product(*some.values()):
-        params = dict(zip(some, combination, strict=True))
-        sized = ({**params, "micro_batch_size": size} for size in sizes)
-        smallest = next((each for each in sized if space.goes_together(each)), None)
-        if smallest is not None:
-            found[space.config(smallest)] = None
+    for params in _combinations(values):
+        for size in sizes:
+            sized = {**params, "micro_batch_size": size}
+            if space.goes_together(sized):
+                found[space.config(sized)] = None
+                break
     return list(found)
+
+
+def _combinations(values: Mapping[str, Sequence[Any]]) -> Iterator[dict[str, Any]]:
+    """Yield each combination of a value of each setting."""
+    for combination in itertools.product(*values.values()):
+        yield dict(zip(values, combination, strict=True))
+
+
+def _fastest_rows(classes: Iterable[_Class], most: int) -> list[_Row]:
+    """Return the fastest few rows of each class, of different structures."""
+    rows: list[_Row] = []
+    for of in classes:
+        rows += of.fastest_rows(most)
+    return rows
+
+
+def _config(point: tuple[_Row, int]) -> TrialConfig:
+    row, at = point
+    return row.configs[at]
+
+
+def _speed(point: tuple[_Row, int]) -> float:
+    row, at = point
+    return row.speeds[at]
 
 
 def _firsts(values: Mapping[str, Sequence[Any]]) -> list[str]:
@@ -872,7 +976,9 @@ def _firsts(values: Mapping[str, Sequence[Any]]) -> list[str]:
         if len(known) > 1 and count * len(known) <= FIRST_MAX:
             keys.append(key)
             count *= len(known)
-    return [*keys, SHARE] if SHARE in values else keys
+    if SHARE in values:
+        keys.append(SHARE)
+    return keys
 
 
 def _largest(row: _Row, budget_bytes: int) -> Generator[list[int], None, None]:
@@ -905,7 +1011,9 @@ def _anchors(alike: Sequence[_Row]) -> tuple[_Row, _Row, _Row]:
     """Return the rows of a structure by whose peaks the others' are estimated: the first, and the
     ends of those in which some layers are recomputed and some are not; of fewer than four rows each
     is one of them."""
-    inside = alike[1:-1] if len(alike) > 3 else alike[1:] or alike
+    inside = alike[1:] or alike
+    if len(alike) > 3:
+        inside = alike[1:-1]
     return alike[0], inside[0], inside[-1]
 
 
@@ -923,10 +1031,13 @@ def _line(row: _Row, places: Sequence[int]) -> tuple[float, float]:
 
 def _bracket(row: _Row, wanted: Sequence[Fit | None]) -> tuple[int, int]:
     """Return the last place known to fit as is wanted, -1 for none, and the next known one."""
-    places = sorted(row.fits)
-    able = [at for at in places if row.fits[at] in wanted]
-    last = max(able, default=-1)
-    above = next((at for at in places if at > last), len(row.configs))
+    last = -1
+    above = len(row.configs)
+    for at in sorted(row.fits, reverse=True):
+        if row.fits[at] in wanted:
+            last = at
+            break
+        above = at
     return last, above
 
 
@@ -982,13 +1093,15 @@ def _listed(space: SearchSpace, key: str) -> list[Any]:
     values = dimension.values()
     if values is None:
         assert isinstance(dimension, FloatRange), "only a range of numbers has no list of values"
-        return [dimension.at(share) for share in np.linspace(0.0, 1.0, POINTS).tolist()]
+        return list(map(dimension.at, np.linspace(0.0, 1.0, POINTS).tolist()))
     return list(values)
 
 
 def _as_read(value: Any) -> Any:
     """Return a value as a configuration holds it."""
-    return tuple(sorted(set(value))) if isinstance(value, list | tuple) else value
+    if isinstance(value, list | tuple):
+        return tuple(sorted(set(value)))
+    return value
 
 
 def _leanest(key: str, values: Sequence[Any]) -> Any:

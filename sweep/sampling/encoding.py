@@ -50,12 +50,16 @@ class Encoding:
 
     def __init__(self, space: SearchSpace) -> None:
         self.space = space
-        self.distributions: dict[str, BaseDistribution] = {
-            name: _distribution(dimension) for name, dimension in space.dimensions.items()
-        }
-        self.free = {name: d for name, d in self.distributions.items() if not d.single()}
+        self.distributions: dict[str, BaseDistribution] = {}
+        self.free: dict[str, BaseDistribution] = {}
         """The dimensions that have more than one value: Optuna samples these alone."""
-        self._first = {name: dimension.first for name, dimension in space.dimensions.items()}
+        self._first: dict[str, Any] = {}
+        for name, dimension in space.dimensions.items():
+            distribution = _distribution(dimension)
+            self.distributions[name] = distribution
+            if not distribution.single():
+                self.free[name] = distribution
+            self._first[name] = dimension.first
 
     def encode(self, values: Mapping[str, Any]) -> Params:
         """Return the space's values of some dimensions as Optuna keeps them."""
@@ -64,6 +68,10 @@ class Encoding:
     def decode(self, params: Mapping[str, Any]) -> dict[str, Any]:
         """Return the space's own values: the declared choice, the exact step of a range."""
         return {name: _decode(value, self.space.dimensions[name]) for name, value in params.items()}
+
+    def free_of(self, params: Params) -> Params:
+        """Return the parameters of the free dimensions."""
+        return {name: params[name] for name in self.free}
 
     def config(self, params: Mapping[str, Any]) -> TrialConfig:
         """Return the configuration for a value of each free dimension."""
@@ -96,9 +104,11 @@ class Encoding:
         parsed = self.config(first)
         columns: list[list[tuple[Params, Params]]] = []
         for column in self._columns:
-            configs = [self.config(first | part) for part in column]
-            parts = [{key: getattr(config, key) for key in column[0]} for config in configs]
-            columns.append(list(zip(column, parts, strict=True)))
+            parts: list[tuple[Params, Params]] = []
+            for part in column:
+                config = self.config(first | part)
+                parts.append((part, {key: getattr(config, key) for key in part}))
+            columns.append(parts)
         for row in itertools.product(*columns):
             params: Params = {}
             known: Params = {}
@@ -114,24 +124,32 @@ class Encoding:
         A sampler draws them one by one, and only some of them together are in the space. The
         micro-batch stays, and so do the GPUs where any effective batch goes with both.
         """
+        params = dict(params)
         if self.space.leaves_out(self.decode(params)):
-            others = self.encode(draw.choice(self.space.together))
-            params = params | {key: value for key, value in others.items() if key in self.free}
+            self._change(params, self.encode(draw.choice(self.space.together)))
         if self.space.holds_batches_of(params):
             return params
-        whole = [dict(zip(BATCH_KEYS, values, strict=True)) for values in self.space.batches]
         for kept in (BATCH_KEYS[:2], BATCH_KEYS[:1]):
-            held = {key: params[key] for key in kept if key in params}.items()
-            if possible := [batches for batches in whole if held <= batches.items()]:
+            possible: list[Params] = []
+            for values in self.space.batches:
+                batches = dict(zip(BATCH_KEYS, values, strict=True))
+                if all(params.get(key, batches[key]) == batches[key] for key in kept):
+                    possible.append(batches)
+            if possible:
                 break
-        chosen = draw.choice(possible)
-        return params | {key: value for key, value in chosen.items() if key in self.free}
+        self._change(params, draw.choice(possible))
+        return params
+
+    def _change(self, params: Params, others: Params) -> None:
+        """Put other values in the place of those of free dimensions."""
+        for key in self.free.keys() & others.keys():
+            params[key] = others[key]
 
     @cached_property
     def _columns(self) -> tuple[tuple[Params, ...], ...]:
         columns = self.space.columns
         assert columns is not None, "combinations of a continuous dimension are not counted"
-        return tuple(tuple(self.encode(part) for part in column) for column in columns)
+        return tuple(tuple(map(self.encode, column)) for column in columns)
 
 
 class Frontier:
@@ -188,7 +206,7 @@ def _encode(value: Any) -> Any:
 def _decode(value: Any, dimension: Dimension) -> Any:
     match dimension:
         case Choices(choices=choices):
-            return next(choice for choice in choices if _encode(choice) == value)
+            return choices[list(map(_encode, choices)).index(value)]
         case IntRange():
             return int(value)
         case FloatRange():
@@ -256,9 +274,12 @@ class SpaceCandidates(Encoding):
         """See `Candidates.near`."""
         if self.is_listed:
             return self._all
-        spread = ({name: self._drawn(name) for name in self.free} for _ in range(SAMPLED))
-        drawn = itertools.chain(spread, *map(self._beside, best))
-        return self._valid((params, self.config(params)) for params in map(self.repaired, drawn))
+        drawn: list[tuple[Params, TrialConfig]] = []
+        spread = map(self._spread, range(SAMPLED))
+        for params in itertools.chain(spread, *map(self._beside, best)):
+            repaired = self.repaired(params)
+            drawn.append((repaired, self.config(repaired)))
+        return self._valid(drawn)
 
     def repaired(self, params: Params) -> Params:
         """See `Candidates.repaired`."""
@@ -273,14 +294,11 @@ class SpaceCandidates(Encoding):
             if index in drawn:
                 continue
             drawn.add(index)
-            combination = self.combination(index)
-            yield {name: combination[name] for name in self.free}
+            yield self.free_of(self.combination(index))
 
     @cached_property
     def _all(self) -> tuple[Candidate, ...]:
-        return self._valid(
-            ({name: params[name] for name in self.free}, config) for params, config in self.every()
-        )
+        return self._valid(self.every())
 
     def _valid(self, drawn: Iterable[tuple[Params, TrialConfig]]) -> tuple[Candidate, ...]:
         """Return each configuration once, without those that a rule forbids."""
@@ -288,8 +306,12 @@ class SpaceCandidates(Encoding):
         for params, config in drawn:
             key = identity(config)
             if key not in found and self._is_valid(config):
-                found[key] = Candidate(params, config, key)
+                found[key] = Candidate(self.free_of(params), config, key)
         return tuple(found.values())
+
+    def _spread(self, _: int) -> Params:
+        """Return one combination from anywhere."""
+        return {name: self._drawn(name) for name in self.free}
 
     def _drawn(self, name: str) -> Any:
         dimension = self.space.dimensions[name]
@@ -303,13 +325,20 @@ class SpaceCandidates(Encoding):
             dimension = self.space.dimensions[name]
             if isinstance(dimension, FloatRange) and dimension.step is None:
                 here = dimension.share_of(params[name])
-                near = [dimension.at(here + s * step) for step in STEPS_ASIDE for s in (-1, 1)]
+                near = []
+                for step in STEPS_ASIDE:
+                    near += [dimension.at(here - step), dimension.at(here + step)]
             else:
                 near = list(map(_encode, dimension.values() or ()))
-                at = near.index(params[name]) if params[name] in near else 0
-                is_ordered = all(isinstance(value, int | float) for value in near)
-                near = near[max(0, at - 2) : at + 3] if is_ordered else near[:8]
-            yield from (params | {name: value} for value in near)
+                if all(isinstance(value, int | float) for value in near):
+                    at = 0
+                    if params[name] in near:
+                        at = near.index(params[name])
+                    near = near[max(0, at - 2) : at + 3]
+                else:
+                    near = near[:8]
+            for value in near:
+                yield params | {name: value}
 
 
 class ShortlistedCandidates(SpaceCandidates):
@@ -337,7 +366,5 @@ class ShortlistedCandidates(SpaceCandidates):
     def _all(self) -> tuple[Candidate, ...]:
         shortlist = Shortlist(self.space, self._forecaster, progress=self._progress)
         shortlist.look_beside_fastest()
-        encoded = ((self.encode(own), config) for own, config in shortlist.candidates(SHORTLISTED))
-        return self._valid(
-            ({name: params[name] for name in self.free}, config) for params, config in encoded
-        )
+        candidates = shortlist.candidates(SHORTLISTED)
+        return self._valid((self.encode(own), config) for own, config in candidates)

@@ -6,6 +6,7 @@ study that resumes is where it was; a running trial is taken to end as predicted
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -102,7 +103,8 @@ SETTLED_BELOW: float = SearchSpace.model_fields["stop_below_gain"].default
 _OTHER_KIND = 0.5
 """Correlation of two different words of one setting."""
 _NOT_COMPILED_IN = {"effective_batch_size", "optimizer", "lora_alpha", "learning_rate"}
-_base = attrgetter(*(key for key, knob in KNOBS.items() if knob.shapes_base))
+_BASE_KEYS = [key for key, knob in KNOBS.items() if knob.shapes_base]
+_base = attrgetter(*_BASE_KEYS)
 
 
 @dataclass(frozen=True)
@@ -168,17 +170,16 @@ class _World:
         tried: Mapping[str, TrialConfig],
         forecaster: Forecaster,
     ) -> None:
-        known = {candidate.key: candidate.config for candidate in candidates}
-        known |= {key: config for key, config in tried.items() if key not in known}
-        configs = tuple(known.values())
-        self.candidates, self.configs = candidates, configs
+        by_key = {candidate.key: candidate.config for candidate in candidates}
+        for key, config in tried.items():
+            by_key.setdefault(key, config)
+        configs = tuple(by_key.values())
+        self.candidates = candidates
+        self.configs = configs
         self._capacities: Sequence[CapacityClass] | None = None
-        self.rows = {key: row for row, key in enumerate(known)}
+        self.rows = dict(zip(by_key, itertools.count()))
         self.forecasts = forecasts = forecaster.forecast(configs)
-        tokens = forecasts.tokens_per_step
-        if tokens is None:
-            tokens = np.array([float(config.tokens_per_step) for config in configs])
-        self.log_tokens = np.log(tokens)
+        self.log_tokens = np.log(forecasts.tokens_per_step)
         self.speed = SpeedSurrogate(
             columns(configs), log_tokens=self.log_tokens, physics=forecasts.physics
         )
@@ -186,17 +187,18 @@ class _World:
         if forecasts.peak_bytes is not None:
             # Compiled layers keep other tensors than eager ones, and recomputed ones are predicted
             # worse: each says nothing of the other.
-            is_compiled = np.array([config.compile for config in configs], dtype=float)
-            stated = [stated_uncertainty(config).allocated for config in configs]
-            pairs = np.column_stack([is_compiled, stated])
-            _, kinds = np.unique(pairs, axis=0, return_inverse=True)
+            pairs = [(c.compile, stated_uncertainty(c).allocated) for c in configs]
+            _, kinds = np.unique(np.array(pairs, float), axis=0, return_inverse=True)
             self.peaks = Peaks(np.log(forecasts.peak_bytes), forecasts.uncertainty, kinds)
         self.numerics = np.array([config.numerics for config in configs])
         self.stand_in = forecasts.target
         self.bases = Column.of_kinds(list(map(_base, configs)), common=0.0).codes
         """Equal for configurations that share a frozen base."""
-        self.shapes = {row: _shape(config) for row, config in enumerate(configs) if config.compile}
+        self.shapes: dict[int, Any] = {}
         """What each compiled configuration's layers are compiled for."""
+        for row, config in enumerate(configs):
+            if config.compile:
+                self.shapes[row] = _shape(config)
 
     def row(self, config: TrialConfig) -> int:
         """Return the row of a configuration."""
@@ -211,11 +213,13 @@ class _World:
         """Return each row's capacity class."""
         if self._capacities is None:
             of_spelling: dict[tuple[Any, Any], CapacityClass] = {}
+            capacities: list[CapacityClass] = []
             for config in self.configs:
                 spelled = config.lora_rank, config.target_modules
                 if spelled not in of_spelling:
                     of_spelling[spelled] = CapacityClass.of(config, model)
-            self._capacities = [of_spelling[c.lora_rank, c.target_modules] for c in self.configs]
+                capacities.append(of_spelling[spelled])
+            self._capacities = capacities
         return self._capacities
 
 
@@ -292,16 +296,23 @@ class CandidateSampler(BaseSampler):
                 tried.add(told.key)
                 if trial.state is TrialState.RUNNING:
                     running.append(told.config)
-        ended = self._of_ended if self._of_ended and besides not in self._ended else None
-        if ended is None:
-            told_by = [self._ended[n] for n in sorted(self._ended) if n != besides]
-            ended = Trials(
-                records=[told.record for told in told_by if told.record is not None],
-                tried={told.key for told in told_by if told.config is not None},
-            )
+        ended = self._of_ended
+        if ended is None or besides in self._ended:
+            ended = self._together(besides)
             if besides not in self._ended:
                 self._of_ended = ended
         return Trials(list(ended.records), running, ended.tried | tried)
+
+    def _together(self, besides: int | None) -> Trials:
+        """Return what the trials that ended say together, one of them apart."""
+        ended = Trials()
+        for number in sorted(self._ended.keys() - {besides}):
+            told = self._ended[number]
+            if told.record is not None:
+                ended.records.append(told.record)
+            if told.config is not None:
+                ended.tried.add(told.key)
+        return ended
 
     def _told_by(self, trial: FrozenTrial) -> _Told:
         """Return what a trial says.
@@ -312,8 +323,9 @@ class CandidateSampler(BaseSampler):
         """
         record = codec.record_of(trial)
         if record is not None:
-            is_told = record.purpose == "search" or isinstance(record.outcome, OutOfMemory)
-            return _Told(record.config, record) if is_told else _Told()
+            if record.purpose == "search" or isinstance(record.outcome, OutOfMemory):
+                return _Told(record.config, record)
+            return _Told()
         begun = codec.begun_of(trial)
         if begun is not None:
             return _Told(begun.config)
@@ -351,7 +363,9 @@ class GuidedSampler(CandidateSampler):
     ) -> None:
         super().__init__(candidates, inner=RandomSampler(seed=seed))
         self._forecaster = forecaster
-        self._model = model if objective == "tokens_per_second" else None
+        self._model = None
+        if objective == "tokens_per_second":
+            self._model = model
         self._settled_below = settled_below
         self._objective = objective
         self._steps = steps
@@ -369,7 +383,8 @@ class GuidedSampler(CandidateSampler):
         """Return the candidate of which most is to be gained."""
         trials = self._read(study, besides=trial.number)
         weighed = self._weighed(trials)
-        world, gains = weighed.world, weighed.of_asked(weighed.gains)
+        world = weighed.world
+        gains = weighed.of_asked(weighed.gains)
         merits = weighed.of_asked(weighed.merits)
         most = gains[: len(world.candidates)].max(initial=-np.inf)
         if self._settled_below is not None and most < self._settled_below:
@@ -382,17 +397,14 @@ class GuidedSampler(CandidateSampler):
         if row is None:
             row = self._first_acceptable(world, weighed.merits)
         if row is None:
-            # All that is left is refused, or was tried: what needs the least memory gets its
-            # verdict without the device.
-            left = [c for c in world.candidates if c.key not in trials.tried] or world.candidates
-            peaks = world.forecasts.peak_bytes
-            needs = np.zeros(len(world.rows)) if peaks is None else np.nan_to_num(peaks, nan=1e30)
-            chosen = min(left, key=lambda c: needs[world.rows[c.key]], default=None)
+            chosen = _leanest(world, trials)
         else:
             chosen = world.candidates[row]
             order = np.argsort(-merits[: len(world.candidates)])[:REFINED]
             self._best = tuple(world.candidates[at].params for at in order)
-        return {} if chosen is None else {name: chosen.params[name] for name in search_space}
+        if chosen is None:
+            return {}
+        return {name: chosen.params[name] for name in search_space}
 
     def prepare(self, progress: Progress = silent) -> None:
         """Do once, before anything is asked, what every choice takes first."""
@@ -404,7 +416,8 @@ class GuidedSampler(CandidateSampler):
         """Return what is still to be gained of what the recommendation is chosen from, by what the
         study's trials say, one of them apart."""
         weighed = self._weighed(self._read(study, besides=besides))
-        candidates, gains = weighed.world.candidates, weighed.of_asked(weighed.gains)
+        candidates = weighed.world.candidates
+        gains = weighed.of_asked(weighed.gains)
         row = self._first_acceptable(weighed.world, gains)
         if row is None:
             return Outlook(gain=0.0)
@@ -427,11 +440,15 @@ class GuidedSampler(CandidateSampler):
         that is hardly faster than what was measured of them, or everything left is refused."""
         trials = self._read(study, besides=None)
         weighed = self._weighed(trials)
-        world, speeds = weighed.world, weighed.speeds * weighed.fit
+        world = weighed.world
+        speeds = weighed.speeds * weighed.fit
         left = [c.key not in trials.tried and is_wanted(c.config) for c in world.candidates]
         row = self._first_acceptable(world, np.where(left, speeds[: len(left)], -np.inf))
-        reached = [weighed.speeds[world.row(c)] for c in measured if identity(c) in world.rows]
-        if row is None or weighed.speeds[row] < FASTER * max(reached, default=0.0):
+        reached = 0.0
+        for config in measured:
+            if identity(config) in world.rows:
+                reached = max(reached, weighed.speeds[world.row(config)])
+        if row is None or weighed.speeds[row] < FASTER * reached:
             return None
         return world.candidates[row].config
 
@@ -442,16 +459,17 @@ class GuidedSampler(CandidateSampler):
             return ()
         trials = self._read(study, besides=None)
         weighed = self._weighed(trials)
-        world, found = weighed.world, list[ClassForecast]()
+        world = weighed.world
+        found: list[ClassForecast] = []
         capacities = world.capacities(self._model)
-        fitted = {capacities[row] for row in self._fitted(world, trials)}
-        for capacity in sorted({*capacities} - fitted, key=str):
-            of_class = np.array([own == capacity for own in capacities])
+        unmeasured = set(capacities)
+        unmeasured.difference_update(capacities[row] for row in self._fitted(world, trials))
+        for capacity in sorted(unmeasured, key=str):
+            of_class = _equal(capacities, capacity)
             row = self._most_promising(weighed, of_class & ~weighed.asked)
             if row is not None:
                 config = world.candidates[row].config
-                memory = self._forecaster.expect(config).memory
-                peak = None if memory is None else memory.peak_allocated_bytes
+                peak = self._forecaster.expect(config).peak_allocated_bytes
                 found.append(ClassForecast(config, float(weighed.speeds[row]), peak))
         return tuple(found)
 
@@ -491,24 +509,31 @@ class GuidedSampler(CandidateSampler):
     def _weighed(self, trials: Trials) -> _Weighed:
         """Return what each candidate promises, worked out once: whether to go on, by these trials
         and by all but the last, and what is next are read from it."""
-        told = [record.config for record in (*trials.learned, *trials.records[-REMEMBERED_MAX:])]
-        tried = {identity(config): config for config in (*told, *trials.running)}
+        tried: dict[str, TrialConfig] = {}
+        for record in itertools.chain(trials.learned, trials.records[-REMEMBERED_MAX:]):
+            tried[identity(record.config)] = record.config
+        for config in trials.running:
+            tried[identity(config)] = config
         world = self._world
         if world is None or not self._candidates.is_listed or not tried.keys() <= world.rows.keys():
             world = _World(self._candidates.near(self._best), tried, self._forecaster)
-            self._world, self._weighings = world, {}
+            self._world = world
+            self._weighings = {}
         numbers = tuple(record.number for record in trials.records)
-        known = numbers, tuple(trials.running), frozenset(trials.tried)
-        if known not in self._weighings:
-            last = list(self._weighings.items())[-1:]
-            self._weighings = dict([*last, (known, self._weigh(world, trials))])
-        return self._weighings[known]
+        key = (numbers, tuple(trials.running), frozenset(trials.tried))
+        if key not in self._weighings:
+            self._weighings = dict(list(self._weighings.items())[-1:])
+            self._weighings[key] = self._weigh(world, trials)
+        return self._weighings[key]
 
     def _weigh(self, world: _World, trials: Trials) -> _Weighed:
         """Return what each candidate promises; nothing of what was tried."""
-        speed, fit = _speed(world, trials), _fit(world, trials)
+        speed = _speed(world, trials)
+        fit = _fit(world, trials)
         seconds = self._seconds(world, trials, speed)
-        decides = speed if world.stand_in is None else _on_target(world, trials)
+        decides = speed
+        if world.stand_in is not None:
+            decides = _on_target(world, trials)
         nothing = np.zeros(len(world.configs))
         speeds = np.exp(decides.mean)
         known = _Weighed(world, nothing, nothing, nothing, seconds, speeds, fit, nothing > -1)
@@ -517,16 +542,21 @@ class GuidedSampler(CandidateSampler):
         best = self._reached(known, trials, asked)
         gains, chances = expected_improvement(expected, best)
         # Without a prediction there is nothing to be bold about.
-        share = 1.0 if world.forecasts.physics is None else BOLDNESS
+        share = 1.0
+        if world.forecasts.physics is not None:
+            share = BOLDNESS
         merits = expected_improvement(expected.surer(share), best)[0] * fit
-        gains = gains * fit if len(best) else np.full(len(gains), np.inf)
         if len(best):
+            gains = gains * fit
             merits = merits / seconds
+        else:
+            gains = np.full(len(gains), np.inf)
         # Equals are told apart by seed and trial, so that a study that resumes is where it was.
         draws = np.random.default_rng([self._seed, len(trials.tried)]).random(len(merits))
         merits = merits * (1.0 + 1e-6 * draws)
-        tried = [row for key, row in world.rows.items() if key in trials.tried]
-        merits[tried] = gains[tried] = -np.inf
+        is_tried = _is_tried(world, trials)
+        merits[is_tried] = -np.inf
+        gains[is_tried] = -np.inf
         return replace(known, merits=merits, gains=gains, chances=chances * fit, asked=asked)
 
     def _asked(self, known: _Weighed, trials: Trials) -> Flags:
@@ -536,24 +566,29 @@ class GuidedSampler(CandidateSampler):
         Where another GPU stands in for the target, no measurement says which class of numerics is
         the faster: there it is that of 16-bit compute, unless 8 bits are sure to gain.
         """
-        world, everything = known.world, np.ones(len(known.world.configs), dtype=bool)
+        world = known.world
+        everything = np.ones(len(world.configs), dtype=bool)
         if self._model is None:
             return everything
-        capacities, fitted = world.capacities(self._model), self._fitted(world, trials)
-        is_tried = np.array([key in trials.tried for key in world.rows])
-        left = {*capacities[: len(world.candidates)]}
+        capacities = world.capacities(self._model)
+        fitted = self._fitted(world, trials)
+        is_tried = _is_tried(world, trials)
+        left = set(capacities[: len(world.candidates)])
         while left:
             nearest = nearest_capacity(left, self._model)
             assert nearest is not None, "there are classes"
-            own = np.array([capacity == nearest for capacity in capacities])
+            own = _equal(capacities, nearest)
             if own[fitted].any() or self._most_promising(known, own & ~is_tried) is not None:
-                return own if world.stand_in is None else own & self._of_numerics(known, own)
+                if world.stand_in is not None:
+                    own &= self._of_numerics(known, own)
+                return own
             left.remove(nearest)
         return everything
 
     def _of_numerics(self, known: _Weighed, own: Flags) -> Flags:
         """Return which rows are of the class of numerics that is chosen on the target."""
-        world, stand_in = known.world, known.world.stand_in
+        world = known.world
+        stand_in = world.stand_in
         assert stand_in is not None, "another GPU stands in for the target"
         likely = own & world.is_candidate & (known.fit >= OPEN_CHANCE)
         fastest: dict[str, int] = {}
@@ -586,11 +621,12 @@ class GuidedSampler(CandidateSampler):
         world = known.world
         is_predicted = world.stand_in is not None and self._objective == "tokens_per_second"
         of_row = {world.row(record.config): record for record in trials.learned}
-        reached = []
+        reached: list[float] = []
         for row in self._fitted(world, trials):
-            if asked[row]:
-                own = known.speeds[row] if is_predicted else self._merit_of(of_row[row])
-                reached.append(own)
+            if asked[row] and is_predicted:
+                reached.append(float(known.speeds[row]))
+            elif asked[row]:
+                reached.append(self._merit_of(of_row[row]))
         return np.array(reached)
 
     def _seconds(self, world: _World, trials: Trials, speed: Mixture) -> Array:
@@ -599,9 +635,9 @@ class GuidedSampler(CandidateSampler):
         training = np.exp(world.log_tokens) / np.exp(speed.mean) * steps
         seconds = ATTACH_SECONDS + np.minimum(training, 2 * self._steps.seconds_max)
         compiled = {_shape(record.config) for record in trials.records if record.config.compile}
-        seconds[[row for row, shape in world.shapes.items() if shape not in compiled]] += (
-            COMPILE_SECONDS
-        )
+        for row, shape in world.shapes.items():
+            if shape not in compiled:
+                seconds[row] += COMPILE_SECONDS
         if trials.records:
             there = world.bases[world.row(trials.records[-1].config)]
             seconds += REBUILD_SECONDS * (world.bases != there)
@@ -611,22 +647,49 @@ class GuidedSampler(CandidateSampler):
 def _speed(world: _World, trials: Trials) -> Mixture:
     """Return the log speeds, a running trial taken to end just as predicted: it will say something
     of its like."""
-    told = [
-        (world.row(record.config), np.log(record.measurement.tokens_per_second), _noise(record))
-        for record in trials.learned
-        if record.measurement is not None
-    ]
-    speed = world.speed.posterior(_observed(told))
+    rows: list[int] = []
+    log_speeds: list[float] = []
+    noises: list[float] = []
+    for record in trials.learned:
+        if record.measurement is not None:
+            rows.append(world.row(record.config))
+            log_speeds.append(np.log(record.measurement.tokens_per_second))
+            noises.append(_noise(record))
+    speed = world.speed.posterior(_observed(rows, log_speeds, noises))
     if not trials.running:
         return speed
-    running = map(world.row, trials.running)
-    told += [(row, speed.mean[row], NOISE_UNKNOWN) for row in running]
-    return world.speed.posterior(_observed(told))
+    for config in trials.running:
+        row = world.row(config)
+        rows.append(row)
+        log_speeds.append(speed.mean[row])
+        noises.append(NOISE_UNKNOWN)
+    return world.speed.posterior(_observed(rows, log_speeds, noises))
 
 
-def _observed(told: Sequence[tuple[int, float, float]]) -> Observed:
-    rows, log_speed, noise = np.reshape(np.array(told, dtype=float), (-1, 3)).T
-    return Observed(rows.astype(np.intp), log_speed, noise)
+def _observed(
+    rows: Sequence[int], log_speeds: Sequence[float], noises: Sequence[float]
+) -> Observed:
+    return Observed(np.array(rows, np.intp), np.array(log_speeds, float), np.array(noises, float))
+
+
+def _is_tried(world: _World, trials: Trials) -> Flags:
+    """Return which rows were tried. (configurations,)"""
+    return np.array([key in trials.tried for key in world.rows], bool)
+
+
+def _equal(capacities: Sequence[CapacityClass], wanted: CapacityClass) -> Flags:
+    """Return which rows are of a capacity class. (configurations,)"""
+    return np.array([capacity == wanted for capacity in capacities], bool)
+
+
+def _leanest(world: _World, trials: Trials) -> Candidate | None:
+    """Return the candidate to try where all that is left is refused: what needs the least memory
+    gets its verdict without the device."""
+    left = [candidate for candidate in world.candidates if candidate.key not in trials.tried]
+    needs = np.zeros(len(world.rows))
+    if world.forecasts.peak_bytes is not None:
+        needs = np.nan_to_num(world.forecasts.peak_bytes, nan=1e30)
+    return min(left or world.candidates, key=lambda one: needs[world.rows[one.key]], default=None)
 
 
 def _fit(world: _World, trials: Trials) -> Array:
@@ -644,9 +707,10 @@ def _fit(world: _World, trials: Trials) -> Array:
                 stage != "load" and NEIGHBOUR not in flags
             ):
                 slack = 0.0
-                if world.forecasts.is_cut_up:
-                    is_in_pages = record.config.expandable_segments
-                    slack = CAPPED_EXPANDABLE if is_in_pages else FRAGMENTATION
+                if world.forecasts.is_cut_up and record.config.expandable_segments:
+                    slack = CAPPED_EXPANDABLE
+                elif world.forecasts.is_cut_up:
+                    slack = FRAGMENTATION
                 seen.append((world.row(record.config), np.log(budget * (1.0 - slack)), True))
     return chance_to_fit(world.peaks, seen, log_budget=float(np.log(budget)))
 
@@ -656,11 +720,10 @@ def _on_target(world: _World, trials: Trials) -> Mixture:
     corrected by what was measured, and as unsure as a trial here can show."""
     stand_in = world.stand_in
     assert stand_in is not None, "another GPU stands in for the target"
-    known = {
-        world.row(record.config): Took.of(record.measurement)
-        for record in trials.learned
-        if record.measurement is not None
-    }
+    known: dict[int, Took] = {}
+    for record in trials.learned:
+        if record.measurement is not None:
+            known[world.row(record.config)] = Took.of(record.measurement)
     deviations = np.maximum(stand_in.told_spread(NOISE), LEAST)
     deviations[list(known)] = LEAST
     means = world.log_tokens - stand_in.corrected(known)
@@ -675,7 +738,7 @@ def columns(configs: Sequence[TrialConfig]) -> list[Column]:
             scale, number = _NUMBERS[key]
             found.append(Column.of_numbers(np.array(list(map(number, configs))), scale=scale))
         elif knob.memory != "untouched" or knob.shapes_base:
-            kinds = [getattr(config, key) for config in configs]
+            kinds = list(map(attrgetter(key), configs))
             found.append(Column.of_kinds(kinds, common=_OTHER_KIND))
     return found
 

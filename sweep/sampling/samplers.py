@@ -86,7 +86,9 @@ def make_sampler(
             settled_below=None if space.stop_below_gain else SETTLED_BELOW,
         )
     # Each draw of gp is an optimization of its own, and most come out the same.
-    attempts = 3 if name == "gp" else 32
+    attempts = 32
+    if name == "gp":
+        attempts = 3
     inner = optunas_own(name, seed=seed, lanes=lanes)
     return WithoutRepeats(inner, candidates, forecaster=forecaster, attempts=attempts)
 
@@ -191,7 +193,9 @@ class WithoutRepeats(CandidateSampler):
     ) -> Iterator[Params]:
         """Yield draws, and then what may be asked for instead of the first."""
         first: Params = {}
-        most = self._attempts if trial.number <= LONG else min(self._attempts, ATTEMPTS_LONG)
+        most = self._attempts
+        if trial.number > LONG:
+            most = min(most, ATTEMPTS_LONG)
         for _ in range(most):
             params = self._inner.sample_relative(study, trial, search_space)
             for name, distribution in search_space.items():

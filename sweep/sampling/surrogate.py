@@ -119,10 +119,11 @@ class Mixture:
     """A quantity's logarithm for every configuration, as a mixture of normal distributions."""
 
     weights: Array
-    """Of each view."""
+    """Of each view. (views,)"""
     means: Array
-    """By view and configuration."""
+    """(views, configurations)"""
     deviations: Array
+    """(views, configurations)"""
 
     @cached_property
     def mean(self) -> Array:
@@ -154,7 +155,9 @@ class SpeedSurrogate:
         self, columns: Sequence[Column], *, log_tokens: Array, physics: StepTimes | None
     ) -> None:
         self._columns = [column for column in columns if len(column.alike) > 1]
-        self._log_tokens, self._physics = log_tokens, physics
+        self._log_tokens = log_tokens
+        self._physics = physics
+        # Of each configuration:
         self._launch_shares = self._headroom = np.zeros(len(log_tokens))
         self._log_seconds = log_tokens
         """Of the model as it is before any trial."""
@@ -172,18 +175,25 @@ class SpeedSurrogate:
         views = [view for view in VIEWS if self._physics is not None or not view.is_physical]
         if not self._columns:
             views = views[:1]
-        shape = len(self._log_tokens), len(rows)
-        together, single = np.ones(shape), np.zeros(shape)
-        untried = np.zeros(len(self._log_tokens))
+        shape = (len(self._log_tokens), len(rows))  # (configurations, observed)
+        together = np.ones(shape)
+        single = np.zeros(shape)
+        untried = np.zeros(len(self._log_tokens))  # (configurations,)
         for column in self._columns:
             alike = column.alike[:, column.codes[rows]][column.codes]
             together *= alike
             single += alike
             if column.is_kind and len(rows):
                 untried += ~np.isin(column.codes, column.codes[rows])
-        found = [self._under(view, observed, together, single) for view in views]
-        means, deviations, likelihoods = zip(*found, strict=True)
-        logs = np.log([view.weight for view in views]) + likelihoods
+        means: list[Array] = []
+        deviations: list[Array] = []
+        likelihoods: list[float] = []
+        for view in views:
+            mean, deviation, likelihood = self._under(view, observed, together, single)
+            means.append(mean)
+            deviations.append(deviation)
+            likelihoods.append(likelihood)
+        logs = np.log([view.weight for view in views]) + likelihoods  # (views,)
         weights = np.exp(logs - logs.max())
         return Mixture(
             weights / weights.sum(),
@@ -194,18 +204,22 @@ class SpeedSurrogate:
     def _under(
         self, view: View, observed: Observed, together: Array, single: Array
     ) -> tuple[Array, Array, float]:
-        """Return mean and deviation of every log speed, and the log likelihood of the measured.
+        """Return mean and deviation of every log speed, (configurations,) each, and the log
+        likelihood of the measured.
 
         Log speed is a prior, plus a basis times normal weights, plus residuals.
 
         Args:
             view: how far the model is trusted.
             observed: what was measured.
-            together: correlation of all configurations with the measured, in all columns at once.
+            together: correlation of all configurations with the measured, in all columns at once;
+                (configurations, observed).
             single: the same of each column, added up.
         """
         rows = observed.rows
-        doubt = 1.0 + LAUNCH_DOUBT * self._launch_shares * view.is_calibrated
+        doubt = np.ones(len(self._log_tokens))  # (configurations,)
+        if view.is_calibrated:
+            doubt += LAUNCH_DOUBT * self._launch_shares
         share = view.offset**2 / max(1, len(self._columns))
         scale = doubt[:, None] * doubt[rows][None, :]
         residuals = (share * single + view.residual**2 * together) * scale
@@ -213,12 +227,12 @@ class SpeedSurrogate:
             prior, basis, spread = self._calibrated(observed, residuals[rows])
         else:
             prior, basis, spread = self._hinted(view, observed)
-        wide = basis @ spread
+        wide = basis @ spread  # (configurations, weights)
         unexplained = (view.offset**2 + view.residual**2) * doubt**2
         before = np.einsum("ij,ij->i", wide, basis) + unexplained
         if not len(rows):
             return prior, np.sqrt(before), 0.0
-        across = wide @ basis[rows].T + residuals
+        across = wide @ basis[rows].T + residuals  # (configurations, observed)
         covariance = across[rows] + np.diag(observed.noise**2 + JITTER)
         factor = cho_factor(covariance, lower=True)
         errors = observed.log_speed - prior[rows]
@@ -234,10 +248,13 @@ class SpeedSurrogate:
         return mean, deviation, float(likelihood)
 
     def _calibrated(self, observed: Observed, residuals: Array) -> tuple[Array, Array, Array]:
-        """Return the physical model, linearized around the factors that fit what was measured."""
+        """Return the physical model, linearized around the factors that fit what was measured:
+        prior, (configurations,), basis, (configurations, factors), and covariance of the
+        factors."""
         physics = self._physics
         assert physics is not None, "a calibrated view needs a physical model"
-        rows, spread = observed.rows, physics.spread
+        rows = observed.rows
+        spread = physics.spread
         factors = np.zeros(len(spread))
         residuals = residuals + np.diag(observed.noise**2)
         for _ in range(LINEARIZATIONS if len(rows) else 0):
@@ -255,7 +272,8 @@ class SpeedSurrogate:
         """Return one level for all, with slopes over what the model predicts where that counts."""
         levels = observed.log_speed if len(observed.rows) else self._log_tokens - self._log_seconds
         prior = np.full(len(self._log_tokens), float(np.mean(levels)))
-        columns, variances = [np.ones_like(self._log_tokens)], [_LEVEL**2]
+        columns = [np.ones_like(self._log_tokens)]
+        variances = [_LEVEL**2]
         if view.trend is not None:
             for hint in (self._log_seconds, self._log_tokens):
                 columns.append(hint - hint.mean())
@@ -322,19 +340,18 @@ def _ratio_weights(
     ratio = (1 - _DOUBT) * narrow / narrow.sum() + _DOUBT * broad / broad.sum()
     usual = np.exp(-0.5 * (np.log(_SPREADS / max(stated / 3.0, 0.004)) / 0.7) ** 2)
     spread = usual / usual.sum() + 1e-3
-    logs = np.log(ratio)[:, None] + np.log(spread / spread.sum())[None, :]
+    logs = np.log(ratio)[:, None] + np.log(spread / spread.sum())[None, :]  # (ratios, spreads)
     of_kind = [each for each in seen if peaks.kinds[each[0]] == kind]
     rows = np.array([row for row, _, _ in of_kind], dtype=np.intp)
-    is_bound = np.array([bound for _, _, bound in of_kind], dtype=bool)
+    is_bound = np.array([bound for _, _, bound in of_kind], dtype=bool)  # (trials,)
     errors = np.array([log_bytes for _, log_bytes, _ in of_kind]) - peaks.log_bytes[rows]
     is_known = ~np.isnan(errors)
     exact = errors[is_known & ~is_bound]
     # The sum of (error - ratio)^2 over all that was measured.
     squares = np.sum(exact**2) - 2.0 * _RATIOS * np.sum(exact) + len(exact) * _RATIOS**2
     logs -= 0.5 * squares[:, None] / _SPREADS[None, :] ** 2 + len(exact) * np.log(_SPREADS)
-    for bound, times in zip(
-        *np.unique(errors[is_known & is_bound], return_counts=True), strict=True
-    ):
+    bounds, counts = np.unique(errors[is_known & is_bound], return_counts=True)
+    for bound, times in zip(bounds, counts, strict=True):
         logs += times * log_ndtr((_RATIOS[:, None] - bound) / _SPREADS[None, :])
     weights = np.exp(logs - logs.max())
     return np.asarray(weights / weights.sum())
@@ -376,7 +393,7 @@ def _log(values: Array) -> Array:
 
 def expected_improvement(expected: Mixture, reached: Array) -> tuple[Array, Array]:
     """Return by how much each candidate is expected to better the best that was reached, relative
-    to it, and the probability that it does at all.
+    to it, and the probability that it does at all; (candidates,) each.
 
     Where nothing was reached yet, the first is what is expected, relative to the most.
 
@@ -388,14 +405,24 @@ def expected_improvement(expected: Mixture, reached: Array) -> tuple[Array, Arra
         values = np.exp(expected.mean - expected.mean.max())
         return values, (values > 0).astype(float)
     best = float(_log(reached).max())
-    beyond = _improvement(expected, best + math.log1p(GAIN_MAX)) * (1.0 + GAIN_MAX)
-    gains = expected.weights @ (_improvement(expected, best) - beyond)
+    gains_by_view = _improvement(expected, best)  # (views, candidates)
+    # What is beyond the largest possible gain does not count.
+    gains_by_view -= (1.0 + GAIN_MAX) * _improvement(expected, best + math.log1p(GAIN_MAX))
+    gains = expected.weights @ gains_by_view
     chances = expected.weights @ ndtr((expected.means - best) / expected.deviations)
     return np.asarray(gains), np.asarray(chances)
 
 
 def _improvement(expected: Mixture, level: float) -> Array:
-    """Return E[max(0, value / reference - 1)] of each view, of values whose logarithm is normal."""
+    """Return E[max(0, value / reference - 1)] of values whose logarithm is normal, by view.
+
+    Args:
+        expected: the values.
+        level: logarithm of the reference.
+
+    Returns:
+        (views, candidates).
+    """
     means = expected.means
     deviations = expected.deviations
     edge = (means - level) / deviations
@@ -419,9 +446,11 @@ def most_telling(merits: Array, *, most: int) -> list[int]:
         return list(range(count))
     quarter = most // 4
     best = np.argsort(-merits, kind="stable")[:quarter]
-    chosen = {*best.tolist(), *range(count - quarter, count)}
+    chosen = set(range(count - quarter, count))
+    chosen.update(best.tolist())
     # Places that a high power of two divides are spread evenly, and stay.
     places = np.setdiff1d(np.arange(count), list(chosen))
     powers = np.where(places == 0, count, places & -places)
     others = places[np.lexsort((places, powers))]
-    return sorted([*chosen, *others[len(others) - (most - len(chosen)) :].tolist()])
+    chosen.update(others[len(others) - (most - len(chosen)) :].tolist())
+    return sorted(chosen)

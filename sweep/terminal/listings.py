@@ -201,7 +201,7 @@ def gpus(*, as_json: bool) -> None:
     documents: list[dict[str, Any]] = []
     rows: list[Sequence[str]] = []
     for spec in gpu_catalogue().values():
-        most = within(1.0, spec.speed.device)[1]
+        most = within(1.0, spec.speed.device).high
         documents.append(
             {
                 **spec.model_dump(mode="json", exclude={"matrix_flops"}),

@@ -83,9 +83,9 @@ def _configuration_row(
     what = ", ".join(words)
     if forecast.fits is None:
         fits = units.DASH
-    if forecast.broken is not None:
+    if forecast.violation is not None:
         fits = _FORBIDDEN
-        what += f": {forecast.broken.reason}"
+        what += f": {forecast.violation.reason}"
     elif forecast.memory is None and forecast.notes:
         what += f": {forecast.notes[0]}"
     return (
@@ -106,7 +106,7 @@ def details(plan: CardPlan) -> Iterator[RenderableType]:
         more = f"all {units.plural(len(plan.what_ifs), 'change')} of a setting: --json"
         title = "What if: one change each, against that configuration"
         yield from section(title, *map(change_words, changes), Text(more, style="dim"))
-    if shown is not None and shown.broken is None:
+    if shown is not None and shown.violation is None:
         yield from section("Where its memory and time go", *_memory_and_time(shown))
     if plan.table is not None:
         yield from section("What fits, in tokens/s", *_sizes(plan.table, plan))
@@ -168,7 +168,7 @@ def _sizes(table: ShapeTable, plan: CardPlan) -> Iterator[RenderableType]:
         yield Text(f"{what}, at other sizes: by micro-batch and sequence length", style="dim")
     yield grid(header, rows)
     yield Text(legend, style="dim")
-    rules = {cell.broken.rule for cell in table.cells.values() if cell.broken}
+    rules = {cell.violation.rule for cell in table.cells.values() if cell.violation}
     if rules:
         words = f"'{_FORBIDDEN}' is forbidden on this model and GPU: {', '.join(sorted(rules))}"
         yield Text(words, style="dim")
@@ -185,14 +185,14 @@ def _cell(forecast: Forecast | None) -> Text:
         case Fit.UNCERTAIN:
             words += "?"
         case Fit.NO:
-            words = "-" if forecast.broken is None else _FORBIDDEN
+            words = "-" if forecast.violation is None else _FORBIDDEN
     return Text(words, _FIT_STYLES[forecast.fit])
 
 
 def _largest(table: ShapeTable, length: int) -> str:
     """Return the largest micro-batch at a length."""
     cells = [table.cells.get((batch, length)) for batch in table.batches]
-    if all(cell is not None and cell.broken is not None for cell in cells):
+    if all(cell is not None and cell.violation is not None for cell in cells):
         return _FORBIDDEN
     size = table.largest[length]
     words = f"{size.sure:,}" if size.sure else "-"
@@ -302,7 +302,7 @@ def _grounds(plan: CardPlan) -> Iterator[str]:
     yield f"learning rate: {shown.learning_rate.words}"
     if plan.bills:
         yield f"price: {price_source(plan.bills[0].offer)}"
-    yield from plan.notes if shown.broken is None else evidence.notes
+    yield from plan.notes if shown.violation is None else evidence.notes
 
 
 def _speed_ground(plan: CardPlan, shown: Forecast) -> str | None:
@@ -325,6 +325,6 @@ def _speed_ground(plan: CardPlan, shown: Forecast) -> str | None:
     files, count = shown.speed.contributed
     if files:
         copies += f", and {units.plural(count, 'trial')} of {units.plural(files, 'contribution')}"
-    factor = shown.speed.step_seconds_range[1] / shown.speed.step_seconds
+    factor = shown.speed.step_estimate.high / shown.speed.step_seconds
     known = f"nine in ten within a factor of {factor:.2f}; --from STUDY calibrates it"
     return f"predicted from the {gpu.name}'s {products} and {copies}, {known}"

@@ -13,8 +13,9 @@ from rich.text import Text
 from qlora_sweep.reports import units
 from qlora_sweep.reports.words import capacity, cut_in_words
 from qlora_sweep.search_spaces.config import CAPACITY_KEYS, TrialConfig
-from qlora_sweep.search_spaces.costs import Bill, Range
+from qlora_sweep.search_spaces.costs import Bill
 from qlora_sweep.search_spaces.errors import listed
+from qlora_sweep.search_spaces.estimates import Estimate
 from qlora_sweep.search_spaces.gpus import Interconnect
 from qlora_sweep.search_spaces.linears import standard_capacity, unquantized
 from qlora_sweep.search_spaces.prices import PRICE_OPTION
@@ -94,8 +95,8 @@ def one_gpu(plan: CardPlan, *, is_detailed: bool) -> RenderableType:
     said: list[Fact] = []
     if shown is None:
         sentence = f"Nothing fits {where}: {_too_small(plan)}"
-    elif shown.broken is not None:
-        sentence = f"{_what(shown.config)} is not possible {where}: {shown.broken.reason}"
+    elif shown.violation is not None:
+        sentence = f"{_what(shown.config)} is not possible {where}: {shown.violation.reason}"
     else:
         bill = None
         if plan.bills and shown.fit is not Fit.NO:
@@ -263,7 +264,7 @@ def _row(name: str, forecast: Forecast, bill: Bill | None) -> tuple[str, ...]:
     return (
         name,
         units.rate(forecast.tokens_per_second),
-        units.rate_interval(forecast.tokens_per_second_range),
+        units.rate_interval(forecast.speed_estimate and forecast.speed_estimate.ends),
         units.size(forecast.config),
         units.gib(forecast.peak_allocated_bytes),
         _per_million(bill) if bill else units.DASH,
@@ -288,8 +289,9 @@ def _numbers(forecast: Forecast, bill: Bill | None) -> str:
         parts.append(f"{pairs:.3g} pairs/s")
     if forecast.tokens_per_second is not None:
         basis = str(forecast.speed_basis)
-        if forecast.tokens_per_second_range is not None:
-            low, high = map(units.rate, forecast.tokens_per_second_range)
+        estimate = forecast.speed_estimate
+        if estimate is not None:
+            low, high = map(units.rate, estimate.ends)
             basis += f", {low} to {high}"
         parts.append(f"{units.rate(forecast.tokens_per_second)} tokens/s ({basis})")
     if forecast.memory is not None:
@@ -354,8 +356,8 @@ def _why_not(plan: CardPlan) -> str:
     """Return why a GPU does not do what others do."""
     if plan.shown is None:
         return _too_small(plan)
-    if plan.shown.broken is not None:
-        return plan.shown.broken.reason
+    if plan.shown.violation is not None:
+        return plan.shown.violation.reason
     return "has no configuration in common" if plan.fits else "does not fit"
 
 
@@ -482,9 +484,9 @@ def _numerics(plan: CardPlan, survey: Survey) -> Iterator[Fact]:
         yield "numerics", f"{words}: not sure to gain; {settled}"
 
 
-def _times(ratio: Range) -> str:
+def _times(ratio: Estimate) -> str:
     """Return how many times, and whether that is a tie: ``1.47 times (0.94 to 2.32, a tie)``."""
-    tie = ", a tie" if ratio.low <= 1.0 <= ratio.high else ""
+    tie = ", a tie" if ratio.holds(1.0) else ""
     return f"{ratio.value:.2f} times ({ratio.low:.2f} to {ratio.high:.2f}{tie})"
 
 

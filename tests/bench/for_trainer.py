@@ -62,7 +62,7 @@ def run(forecast: Forecast, *, target: Target, weights: Path, steps: int) -> Row
     row: Row = {
         "config": forecast.config.changes_from(TrialConfig(trainer="trl")),
         "fits": forecast.fits,
-        "predicted_tokens_per_second_range": forecast.tokens_per_second_range,
+        "predicted_tokens_per_second_range": forecast.speed_estimate.ends,
     }
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory, "trl.yaml")

@@ -120,7 +120,7 @@ def predicted(config: TrialConfig, model: ModelSpec, gpu: GpuSpec) -> Row:
     if isinstance(found, Exception):
         return {"unknown": str(found)}
     terms = {term: round(seconds, 4) for term, seconds in found.terms.items()}
-    low, high = found.step_seconds_range
+    low, high = found.step_estimate.ends
     about = {"seconds": found.step_seconds, "low": low, "high": high, "terms": terms}
     return {"predicted": about, "bottleneck": found.bottleneck}
 

@@ -15,13 +15,13 @@ from qlora_sweep.search_spaces.config import TrialConfig, parse_config
 from qlora_sweep.search_spaces.costs import (
     AskedWork,
     Bill,
-    Range,
     Workload,
     break_evens,
     compare_offers,
     usd_per_training_second,
 )
 from qlora_sweep.search_spaces.errors import InputError
+from qlora_sweep.search_spaces.estimates import Estimate
 from qlora_sweep.search_spaces.prices import Offer
 
 WORK = Workload(steps=1000, samples_per_step=16, tokens_per_sample=512.0)
@@ -248,7 +248,7 @@ def test_two_gpus_are_ties_where_the_interval_of_their_ratio_holds_1() -> None:
         comparison = compare_offers([_log_normal(first, 0.1), _log_normal(other, 0.2)])
         for leading in (comparison.perhaps_cheapest, comparison.perhaps_soonest):
             assert [bill.offer.gpu for bill in leading] == ["a10", "l4"][: 1 + is_tied]
-    low, high = Range(1.0, 0.8, 1.25).over(Range(2.0, 1.0, 4.0))[1:]
+    low, high = Estimate(1.0, 0.8, 1.25).over(Estimate(2.0, 1.0, 4.0))[1:]
     assert low == pytest.approx(0.5 * math.exp(-math.hypot(math.log(1.25), math.log(2))))
     assert high == pytest.approx(0.25 / low)
 

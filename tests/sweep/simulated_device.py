@@ -161,17 +161,18 @@ class Knowing:
 
     def forecast(self, configs: Sequence[TrialConfig]) -> Any:
         if self.speed is None:
-            return forecasts()
+            return forecasts(configs)
         seconds = [config.tokens_per_step / self.speed(config) for config in configs]
-        return forecasts(physics=OneFactor(np.log(seconds)))
+        return forecasts(configs, physics=OneFactor(np.log(seconds)))
 
 
-def forecasts(**columns: Any) -> Any:
+def forecasts(configs: Sequence[TrialConfig], **columns: Any) -> Any:
     """What a forecaster predicts of many configurations: nothing but some columns."""
     nothing = dict.fromkeys(
         ("physics", "target", "peak_bytes", "uncertainty", "trainable_parameters")
     )
-    others = {"budget_bytes": BUDGET, "is_cut_up": False, "tokens_per_step": None}
+    tokens = np.array([float(config.tokens_per_step) for config in configs])
+    others = {"budget_bytes": BUDGET, "is_cut_up": False, "tokens_per_step": tokens}
     return SimpleNamespace(**{**nothing, **others, **columns})
 
 

@@ -105,7 +105,8 @@ class CachingAllocator:
         self.allocated_bytes = self.peak_allocated_bytes = allocated_bytes
         self.requested_bytes = self.peak_requested_bytes = allocated_bytes
         self.reserved_bytes = self.peak_reserved_bytes = reserved_bytes
-        self._small, self._large = _Pool(0), _Pool(grains(SMALL_BYTES))
+        self._small = _Pool(0)
+        self._large = _Pool(grains(SMALL_BYTES))
         self._limit_bytes = limit_bytes
         # In grains, by address; what is in use only of blocks that were allocated one by one.
         self._used: dict[int, int] = {}
@@ -115,7 +116,8 @@ class CachingAllocator:
         for size in map(grains, holes):
             address = self._place(size)
             insort(self._large.free, (size, address))
-            self._large.starts[address], self._large.ends[address + size] = size, address
+            self._large.starts[address] = size
+            self._large.ends[address + size] = address
 
     def allocate(self, size: int) -> int:
         """Return the address of a block for a request: the smallest free one that holds it.
@@ -149,8 +151,11 @@ class CachingAllocator:
 
     def _run(self, pool: _Pool, events: Iterable[Event], addresses: list[int]) -> None:
         # One loop without calls, as a step goes through it thousands of times.
-        free, starts, ends = pool.free, pool.starts, pool.ends
-        remainders, unsplit = self._remainders, pool.unsplit
+        free = pool.free
+        starts = pool.starts
+        ends = pool.ends
+        unsplit = pool.unsplit
+        remainders = self._remainders
         requested = wasted = most_requested = most = 0
         try:
             for wanted, place in events:
@@ -168,7 +173,8 @@ class CachingAllocator:
                     # torch as here.
                     if rest > unsplit:
                         start = address + wanted
-                        starts[start], ends[address + size] = rest, start
+                        starts[start] = rest
+                        ends[address + size] = start
                         insort(free, (rest, start))
                     else:
                         ends.pop(address + size, None)
@@ -200,7 +206,8 @@ class CachingAllocator:
                         del free[bisect_left(free, (address - start, start))]
                         size += address - start
                         address = start
-                    starts[address], ends[end] = size, address
+                    starts[address] = size
+                    ends[end] = address
                     insort(free, (size, address))
         finally:
             self.peak_requested_bytes = max(

@@ -108,7 +108,9 @@ def stated_uncertainty(config: TrialConfig) -> Uncertainty:
         return COMPILED_RECOMPUTED
     if config.upcast_fp32:
         return COMPILED_UPCAST
-    return COMPILED_8_BIT if config.is_8bit_compute else COMPILED
+    if config.is_8bit_compute:
+        return COMPILED_8_BIT
+    return COMPILED
 
 
 class Fit(StrEnum):
@@ -147,7 +149,9 @@ class MemoryPrediction:
     @property
     def quantized_share(self) -> float | None:
         """Of the weights that are meant to be in 4 bits, how many are; None for a 16-bit base."""
-        return None if self.step is None else self.step.profile.quantized_share
+        if self.step is None:
+            return None
+        return self.step.profile.quantized_share
 
     @cached_property
     def peak_reserved_bytes(self) -> int:
@@ -163,7 +167,9 @@ class MemoryPrediction:
 
     def widened(self, uncertainty: float) -> Self:
         """Return the same prediction, at least so uncertain."""
-        return self if uncertainty <= self.uncertainty else replace(self, uncertainty=uncertainty)
+        if uncertainty <= self.uncertainty:
+            return self
+        return replace(self, uncertainty=uncertainty)
 
     def scaled(self, activations: float) -> MemoryPrediction:
         """Return the prediction for kernels that need so many times the activations and the loss,
@@ -191,8 +197,9 @@ class MemoryPrediction:
         """
         if self.peak_allocated_bytes * (1 - self.uncertainty) > budget_bytes:
             return Fit.NO
-        is_sharded = self.step is not None and self.step.config.is_sharded
-        most = SHARDED_FRAGMENTATION if is_sharded else FRAGMENTATION
+        most = FRAGMENTATION
+        if self.step is not None and self.step.config.is_sharded:
+            most = SHARDED_FRAGMENTATION
         if self.peak_allocated_bytes * (1 + self.uncertainty) * most <= budget_bytes:
             return Fit.YES
         if self._runs_under(int(budget_bytes / (1 + self._slack))):
@@ -213,10 +220,14 @@ class MemoryPrediction:
         """
         if self.peak_allocated_bytes > budget_bytes:
             return self.peak_allocated_bytes
-        low, high = budget_bytes, self.peak_reserved_bytes
+        low = budget_bytes
+        high = self.peak_reserved_bytes
         while high - low > _NEED_GRAIN * low:
             middle = (low + high) // 2
-            low, high = (low, middle) if self._runs_under(middle) else (middle, high)
+            if self._runs_under(middle):
+                high = middle
+            else:
+                low = middle
         return max(low, high)
 
     @property
@@ -227,7 +238,8 @@ class MemoryPrediction:
         """
         if self.step is None:
             return self.uncertainty
-        config, capped = self.step.config, CAPPED
+        config = self.step.config
+        capped = CAPPED
         if config.is_sharded:
             capped = CAPPED_SHARDED
         if config.expandable_segments:
@@ -258,22 +270,29 @@ class WholeMemory:
         known: of each.
 
     Attributes:
-        refused: why there is no prediction, of the rows that have none.
+        unpredicted: why there is no prediction, of the rows that have none.
         steps: the steps of the rows whose prediction is worked out here.
     """
 
     def __init__(self, configs: Sequence[TrialConfig], known: Sequence[Known]) -> None:
-        rows = list(enumerate(known))
         self._configs = configs
-        self.steps = {row: one for row, one in rows if isinstance(one, Step)}
-        self.refused = {row: one for row, one in rows if isinstance(one, InputError)}
-        self._predicted = {row: one for row, one in rows if isinstance(one, MemoryPrediction)}
+        self.steps: dict[int, Step] = {}
+        self.unpredicted: dict[int, InputError] = {}
+        self._predicted: dict[int, MemoryPrediction] = {}
+        for row, answer in enumerate(known):
+            match answer:
+                case Step():
+                    self.steps[row] = answer
+                case InputError():
+                    self.unpredicted[row] = answer
+                case MemoryPrediction():
+                    self._predicted[row] = answer
         self._alike = alike(self.steps)
-        self._places = {
-            row: (group, place)
-            for group, rows in enumerate(self._alike)
-            for place, row in enumerate(rows)
-        }
+        self._places: dict[int, tuple[int, int]] = {}
+        """Of each step, its group of those alike and its place in that."""
+        for group, rows in enumerate(self._alike):
+            for place, row in enumerate(rows):
+                self._places[row] = (group, place)
         self._peaks: dict[int, Peaks] = {}
         self._replays: dict[int, Uncapped] = {}
 
@@ -281,11 +300,10 @@ class WholeMemory:
     def peak_allocated_bytes(self) -> NDArray[np.int64]:
         """What `torch.cuda.max_memory_allocated` would read; -1 where there is no prediction. Some
         milliseconds for each whose blocks may hold too much."""
-        wasted = {
-            row: self._uncapped(row).wasted_bytes
-            for row, step in self.steps.items()
-            if step.may_waste
-        }
+        wasted: dict[int, int] = {}
+        for row, step in self.steps.items():
+            if step.may_waste:
+                wasted[row] = self._uncapped(row).wasted_bytes
         return self._totals(wasted)
 
     @cached_property
@@ -297,7 +315,7 @@ class WholeMemory:
     def uncertainty(self) -> NDArray[np.float64]:
         """How far each peak may be off, relative to it, as predictions state it."""
         stated = np.array([stated_uncertainty(config).allocated for config in self._configs], float)
-        least = self.least_allocated_bytes.astype(float)
+        least = self.least_allocated_bytes.astype(float)  # (configurations,), as is stated
         for group, rows in enumerate(self._alike):
             known_bytes = self._peaks_of(group).known_bytes.astype(float)
             stated[rows] *= 1.0 - known_bytes / least[rows]
@@ -311,16 +329,21 @@ class WholeMemory:
         Raises:
             InputError: there is no prediction.
         """
-        if row in self.refused:
+        if row in self.unpredicted:
             # A new exception each time, as one that is raised twice keeps the frames of both.
-            raise type(self.refused[row])(*self.refused[row].args)
+            raise type(self.unpredicted[row])(*self.unpredicted[row].args)
         if row in self._predicted:
             return self._predicted[row]
-        step, (group, place) = self.steps[row], self._places[row]
-        uncapped = self._uncapped(row) if step.may_waste else self._replays.get(row)
-        wasted_bytes = uncapped.wasted_bytes if step.may_waste and uncapped else 0
+        step = self.steps[row]
+        (group, place) = self._places[row]
+        uncapped = self._replays.get(row)
+        wasted_bytes = 0
+        if step.may_waste:
+            uncapped = self._uncapped(row)
+            wasted_bytes = uncapped.wasted_bytes
         parts, moment = self._peaks_of(group).of(place, wasted_bytes=wasted_bytes)
-        stated, peak = stated_uncertainty(step.config), sum(parts.values())
+        stated = stated_uncertainty(step.config)
+        peak = sum(parts.values())
         known_bytes = sum(parts[part] for part in KNOWN_PARTS)
         return MemoryPrediction(
             peak_allocated_bytes=peak,
@@ -344,11 +367,10 @@ class WholeMemory:
             near: rows of which only a replay tells whether they fit.
             on_progress: told how many have been replayed, of how many.
         """
-        missing = [
-            row
-            for row, step in self.steps.items()
-            if not step.config.expandable_segments and row not in self._replays
-        ]
+        missing: list[int] = []
+        for row, step in self.steps.items():
+            if not step.config.expandable_segments and row not in self._replays:
+                missing.append(row)
         yield from sorted(set(range(len(self._configs))).difference(missing))
         is_near = set(near)
         replays = replay_all(
@@ -376,7 +398,10 @@ class WholeMemory:
             budget_bytes: what a training may take.
             uncertainty: how far each peak may be off where trials have shown more than is stated.
         """
-        unsure = self.uncertainty if uncertainty is None else uncertainty
+        unsure = uncertainty
+        if unsure is None:
+            unsure = self.uncertainty
+        # Arrays are (configurations,).
         least = self.least_allocated_bytes.astype(float)
         is_sharded = np.array([config.is_sharded for config in self._configs], np.bool_)
         most = (least + self._most_wasted) * (1 + unsure)
@@ -384,13 +409,12 @@ class WholeMemory:
         fits = np.full(len(self._configs), None, object)
         fits[most <= budget_bytes] = Fit.YES
         fits[least * (1 - unsure) > budget_bytes] = Fit.NO
-        fits[list(self.refused)] = Fit.UNCERTAIN
+        fits[list(self.unpredicted)] = Fit.UNCERTAIN
         # Whole pages take no replay, nor does what was predicted elsewhere.
-        near = [
-            row
-            for row, step in self.steps.items()
-            if fits[row] is None and step.config.expandable_segments
-        ]
+        near: list[int] = []
+        for row, step in self.steps.items():
+            if fits[row] is None and step.config.expandable_segments:
+                near.append(row)
         reserved = paged(self.least_allocated_bytes[near])
         slack = np.hypot(unsure[near], CAPPED_EXPANDABLE)
         fits[near] = _fits_in_pages(reserved, slack, budget_bytes)
@@ -404,7 +428,7 @@ class WholeMemory:
         known: dict[Any, int] = {}
         for row, step in self.steps.items():
             if step.may_waste:
-                key = *map(id, step.profiles.values()), step.flags
+                key = (tuple(map(id, step.profiles.values())), step.flags)
                 if key not in known:
                     known[key] = step.most_wasted_bytes
                 wasted[row] = known[key]

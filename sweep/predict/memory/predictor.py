@@ -11,6 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ from qlora_sweep.search_spaces.models import ModelSpec
 from qlora_sweep.search_spaces.space import SearchSpace
 from qlora_sweep.storage.records import TrialRecord
 from qlora_sweep.sweep.predict.memory.allocator import MIB
-from qlora_sweep.sweep.predict.memory.prediction import Fit, MemoryPrediction, WholeMemory
+from qlora_sweep.sweep.predict.memory.prediction import Fit, Known, MemoryPrediction, WholeMemory
 from qlora_sweep.sweep.predict.memory.profile_store import (
     OnProgress,
     ProfileStore,
@@ -39,7 +40,13 @@ from qlora_sweep.sweep.predict.memory.profile_store import (
     TracingChildren,
     tell_nobody,
 )
-from qlora_sweep.sweep.predict.memory.profiles import Profile, Structure, Values, sharded
+from qlora_sweep.sweep.predict.memory.profiles import (
+    TRACED_KEYS,
+    Profile,
+    Structure,
+    Values,
+    sharded,
+)
 from qlora_sweep.sweep.predict.memory.replay import Step
 from qlora_sweep.sweep.predict.memory.shipped import ShippedProfiles
 
@@ -51,7 +58,6 @@ _WORKSPACES = 2
 """cuBLAS keeps one for the thread that runs forward, and one for autograd's."""
 _HOPPER_WORKSPACE_BYTES = 32 * MIB
 _OLDER_WORKSPACE_BYTES = 8 * MIB + 128 * 1024
-_TRACED = tuple(key for key, knob in KNOBS.items() if knob.traced)
 _PADDED_LENGTH = 128
 """Rows that an attention kernel's backward pass works on at once."""
 CPU_UNCERTAINTY = 0.2
@@ -97,6 +103,9 @@ class MemoryPredictor(ABC):
 
 
 _Shape = tuple[Any, ...]
+"""A configuration's settings that shape tensors."""
+_TRACED_VALUES = attrgetter(*TRACED_KEYS)
+_Key = tuple[bool, bool, _Shape]
 """Of a structure: whether its layers are recomputed, whether it is long, and what else shapes it; a
 key that is quick to make."""
 
@@ -127,15 +136,18 @@ class TracingPredictor(MemoryPredictor):
     ) -> None:
         self._model = model
         capability = compute_capability or HOPPER
-        # What cuBLAS takes from torch's allocator (torch's ``CublasHandlePool.cpp``).
-        each = _HOPPER_WORKSPACE_BYTES if capability >= HOPPER else _OLDER_WORKSPACE_BYTES
-        self._workspace_bytes = _WORKSPACES * each if workspace_bytes is None else workspace_bytes
+        if workspace_bytes is None:
+            # What cuBLAS takes from torch's allocator (torch's ``CublasHandlePool.cpp``).
+            workspace_bytes = _WORKSPACES * _OLDER_WORKSPACE_BYTES
+            if capability >= HOPPER:
+                workspace_bytes = _WORKSPACES * _HOPPER_WORKSPACE_BYTES
+        self._workspace_bytes = workspace_bytes
         self._has_flash = capability >= AMPERE
         self._tracer = tracer or TracingChildren()
         self._profiles = ProfileStore(
             model, cache_dir=cache_dir, tracer=self._tracer, shipped=shipped
         )
-        self._known: dict[_Shape, Profile | InputError] = {}
+        self._known: dict[_Key, Profile | InputError] = {}
         self._sharded: dict[Hashable, Profile] = {}
 
     def end_children(self) -> None:
@@ -145,20 +157,23 @@ class TracingPredictor(MemoryPredictor):
     def origin(self, config: TrialConfig) -> str | None:
         """Return a digest of the file that ships what a configuration is predicted from; None where
         that was traced here."""
-        is_checkpointed, has_flash = config.checkpoint_fraction > 0, self._has_flash
+        is_checkpointed = config.checkpoint_fraction > 0
+        has_flash = self._has_flash
         one = Structure.of(config, is_checkpointed=is_checkpointed, has_flash=has_flash)
         return self._profiles.origin(one.parts()[0])
 
     @property
     def other_versions(self) -> str:
         """In words, the libraries of which others traced what is predicted from; empty for none."""
-        return self._profiles.other_versions if self._profiles.has_borrowed else ""
+        if not self._profiles.has_borrowed:
+            return ""
+        return self._profiles.other_versions
 
     def predict_all(
         self, configs: Sequence[TrialConfig], *, on_progress: OnProgress = tell_nobody
     ) -> WholeMemory:
         """See `MemoryPredictor.predict_all`."""
-        shapes = [tuple(getattr(config, key) for key in _TRACED) for config in configs]
+        shapes: list[_Shape] = list(map(_TRACED_VALUES, configs))
         for is_long in (False, True):
             self._fetch(configs, shapes, is_long=is_long, on_progress=on_progress)
         steps: list[Step | InputError] = []
@@ -178,14 +193,14 @@ class TracingPredictor(MemoryPredictor):
         on_progress: OnProgress,
     ) -> None:
         """Have the profiles of all configurations at hand, or of those beyond their window."""
-        wanted: dict[_Shape, Structure] = {}
+        wanted: dict[_Key, Structure] = {}
         for config, shape in zip(configs, shapes, strict=True):
             for is_checkpointed in _kinds_of_layers(config):
-                key = is_checkpointed, is_long, *shape
+                key = (is_checkpointed, is_long, shape)
                 if key in self._known or key in wanted:
                     continue
                 # From which length on masks exist is known of what was traced.
-                if not is_long or _is_long(config, self._known[is_checkpointed, False, *shape]):
+                if not is_long or _is_long(config, self._known[is_checkpointed, False, shape]):
                     wanted[key] = Structure.of(
                         config,
                         is_checkpointed=is_checkpointed,
@@ -193,7 +208,8 @@ class TracingPredictor(MemoryPredictor):
                         is_long=is_long,
                     )
         found = self._profiles.fetch(wanted.values(), on_progress=on_progress)
-        self._known |= {key: found[structure] for key, structure in wanted.items()}
+        for key, structure in wanted.items():
+            self._known[key] = found[structure]
 
     def _step(self, config: TrialConfig, shape: _Shape) -> Step:
         first = self._profile(config, config.checkpoint_fraction > 0, shape)
@@ -207,9 +223,9 @@ class TracingPredictor(MemoryPredictor):
         )
 
     def _profile(self, config: TrialConfig, is_checkpointed: bool, shape: _Shape) -> Profile:
-        known = self._known[is_checkpointed, False, *shape]
+        known = self._known[is_checkpointed, False, shape]
         if _is_long(config, known):
-            known = self._known[is_checkpointed, True, *shape]
+            known = self._known[is_checkpointed, True, shape]
         if isinstance(known, InputError):
             # A new exception each time, as one that is raised twice keeps the frames of both.
             raise type(known)(*known.args)
@@ -233,18 +249,20 @@ class CpuMemory(TracingPredictor):
     ) -> WholeMemory:
         """See `MemoryPredictor.predict_all`."""
         traced = super().predict_all(configs, on_progress=on_progress)
-        return WholeMemory(
-            configs,
-            [
-                traced.refused.get(row) or _on_cpu(traced.prediction(row), config)
-                for row, config in enumerate(configs)
-            ],
-        )
+        known: list[Known] = []
+        for row, config in enumerate(configs):
+            if row in traced.unpredicted:
+                known.append(traced.unpredicted[row])
+            else:
+                known.append(_on_cpu(traced.prediction(row), config))
+        return WholeMemory(configs, known)
 
 
 def _on_cpu(traced: MemoryPrediction, config: TrialConfig) -> MemoryPrediction:
     """Return what is traced of a GPU as it is known of a CPU."""
-    uncertainty = TRL_ON_CPU_UNCERTAINTY if config.has_head_of_trl else CPU_UNCERTAINTY
+    uncertainty = CPU_UNCERTAINTY
+    if config.has_head_of_trl:
+        uncertainty = TRL_ON_CPU_UNCERTAINTY
     # A peak of which no step is known decides alone what fits.
     return replace(traced, uncertainty=uncertainty, reserved_uncertainty=uncertainty, step=None)
 
@@ -293,10 +311,9 @@ class Residuals:
 
 def _is_long(config: TrialConfig, known: Profile | InputError) -> bool:
     """Whether the attention window needs a mask; flash-attn's own kernel takes it as a number."""
-    window = known.window if isinstance(known, Profile) else None
-    if window is None or config.attention == "flash_attention_2":
+    if isinstance(known, InputError) or known.window is None:
         return False
-    return config.seq_len >= window
+    return config.attention != "flash_attention_2" and config.seq_len >= known.window
 
 
 def _values(config: TrialConfig, model: ModelSpec) -> Values:
@@ -327,28 +344,32 @@ def one_of_each_kind(space: SearchSpace) -> Iterator[TrialConfig]:
     """
     yield space.baseline_config()
     params = {key: dimension.first for key, dimension in space.dimensions.items()}
-    batches = zip(BATCH_KEYS, space.batches[0], strict=True) if space.batches else ()
-    params |= {key: value for key, value in batches if key in params}
+    if space.batches:
+        for key, value in zip(BATCH_KEYS, space.batches[0], strict=True):
+            if key in params:
+                params[key] = value
     if "seq_len" in params:
         params["seq_len"] = max(space.values_of("seq_len"))
-    kinds = {
-        key: _kinds(dimension, _KIND_OF[key])
-        for key, dimension in space.dimensions.items()
-        if key in _KIND_OF
-    }
+    kinds: dict[str, list[Any]] = {}
+    for key, dimension in space.dimensions.items():
+        if key in _KIND_OF:
+            kinds[key] = _kinds(dimension, _KIND_OF[key])
     for row in itertools.product(*kinds.values()):
-        each = {**params, **dict(zip(kinds, row, strict=True))}
-        if space.goes_together(each):
-            yield space.config(each)
+        combination = params | dict(zip(kinds, row, strict=True))
+        if space.goes_together(combination):
+            yield space.config(combination)
+
+
+def _kinds_of_layers_in(share: float) -> tuple[bool, bool]:
+    """Return whether some layers are of the one kind, and whether some are of the other."""
+    return share > 0, share < 1
 
 
 _KIND_OF: dict[str, Callable[[Any], Any]] = {
-    **{key: knob.traced for key, knob in KNOBS.items() if knob.traced},
-    # Whether some layers are of the one kind, and whether some are of the other.
-    **dict.fromkeys(
-        ("checkpoint_fraction", "quantized_fraction"), lambda share: (share > 0, share < 1)
-    ),
+    key: knob.traced for key, knob in KNOBS.items() if knob.traced
 }
+_KIND_OF["checkpoint_fraction"] = _kinds_of_layers_in
+_KIND_OF["quantized_fraction"] = _kinds_of_layers_in
 
 
 def _kinds(dimension: Dimension, kind_of: Callable[[Any], Any]) -> list[Any]:
@@ -357,4 +378,5 @@ def _kinds(dimension: Dimension, kind_of: Callable[[Any], Any]) -> list[Any]:
     if values is None:
         assert isinstance(dimension, FloatRange), "only a range of numbers has no list of values"
         values = (dimension.low, dimension.at(0.5), dimension.high)
-    return list({repr(kind_of(value)): value for value in values}.values())
+    last_of_kind = {repr(kind_of(value)): value for value in values}
+    return list(last_of_kind.values())

@@ -38,11 +38,19 @@ from qlora_sweep.sweep.predict.memory.shipped import (
 
 _LIBRARIES = ("torch", "transformers", "peft", "bitsandbytes")
 TRACED_BY = (
-    *(f"search_spaces/{name}.py" for name in ("config", "documents", "linears", "models")),
+    "search_spaces/config.py",
+    "search_spaces/documents.py",
+    "search_spaces/linears.py",
+    "search_spaces/models.py",
     "search_spaces/kinds.py",
     "search_spaces/quantized.py",
-    *(f"sweep/predict/memory/{name}" for name in ("allocator.py", "profiles.py", "tracing")),
-    *(f"sweep/training/{name}.py" for name in ("adapters", "eight_bit", "model", "preference")),
+    "sweep/predict/memory/allocator.py",
+    "sweep/predict/memory/profiles.py",
+    "sweep/predict/memory/tracing",
+    "sweep/training/adapters.py",
+    "sweep/training/eight_bit.py",
+    "sweep/training/model.py",
+    "sweep/training/preference.py",
 )
 """Modules and directories whose code the tracing child runs; a profile is of no use once any of it
 changes."""
@@ -143,11 +151,17 @@ class ProfileStore:
         Raises:
             EnvironmentFault: the tracing process has never answered.
         """
-        asked = [*structures]
-        parts = [part for structure in asked for part in structure.parts()]
+        asked = list(structures)
+        parts: list[Structure] = []
+        in_bf16: list[Structure] = []
+        for structure in asked:
+            for part in structure.parts():
+                parts.append(part)
+                in_bf16.append(part.in_bf16() or part)
         # What tells the two 16-bit types apart has to be traced in both.
-        for wanted in ([part.in_bf16() or part for part in parts], parts):
-            is_tried, before = self._faults < _FAULTS_MAX, self._faults
+        for wanted in (in_bf16, parts):
+            is_tried = self._faults < _FAULTS_MAX
+            before = self._faults
             if is_tried:
                 self._trace(wanted, on_progress)
             dead = dict.fromkeys(self._missing(wanted), Untraceable(self._last_fault))
@@ -157,8 +171,12 @@ class ProfileStore:
                 self._faults = before + _ATTEMPTS
                 raise EnvironmentFault(self._last_fault)
             self._known |= dead
-        found = {structure: self._look(structure) for structure in asked}
-        return {structure: known for structure, known in found.items() if known is not None}
+        found: dict[Structure, Profile | InputError] = {}
+        for structure in asked:
+            known = self._look(structure)
+            if known is not None:
+                found[structure] = known
+        return found
 
     def _missing(self, structures: Iterable[Structure]) -> list[Structure]:
         return [one for one in dict.fromkeys(structures) if self._look(one) is None]
@@ -175,10 +193,14 @@ class ProfileStore:
     def _read(self, structure: Structure) -> Profile | InputError | None:
         if structure.is_mixed:
             packed, wide = map(self._look, structure.parts())
-            if isinstance(packed, Profile) and isinstance(wide, Profile):
-                quantized = structure.config.quantized_layers(len(packed.positions))
-                return mixed(packed, wide, quantized=quantized)
-            return next((why for why in (packed, wide) if isinstance(why, InputError)), None)
+            if isinstance(packed, InputError):
+                return packed
+            if isinstance(wide, InputError):
+                return wide
+            if packed is None or wide is None:
+                return None
+            quantized = structure.config.quantized_layers(len(packed.positions))
+            return mixed(packed, wide, quantized=quantized)
         in_bf16 = structure.in_bf16()
         shared = None if in_bf16 is None else self._look(in_bf16)
         if isinstance(shared, InputError) or (shared is not None and shared.is_same_in_fp16):
@@ -214,13 +236,17 @@ class ProfileStore:
     def other_versions(self) -> str:
         """The libraries of which others are installed than traced what ships, in words."""
         here = versions()
-        others = {k: v for k, v in self._shipped.versions.items() if here.get(k) != v}
-        return " and ".join(f"{k} {v} (here: {here[k] or 'none'})" for k, v in others.items())
+        others: list[str] = []
+        for library, traced in self._shipped.versions.items():
+            if here.get(library) != traced:
+                others.append(f"{library} {traced} (here: {here[library] or 'none'})")
+        return " and ".join(others)
 
     def _trace(self, wanted: Iterable[Structure], on_progress: OnProgress) -> None:
         """Trace what is missing, and again what a process died of."""
         missing = self._missing(wanted)
-        done, of = 0, len(missing)
+        done = 0
+        of = len(missing)
         if missing:
             on_progress(done, of)
         for _ in range(_ATTEMPTS):
@@ -233,7 +259,8 @@ class ProfileStore:
                         if self._faults == _FAULTS_MAX:
                             return
                         continue
-                    self._has_answered, self._faults = True, 0
+                    self._has_answered = True
+                    self._faults = 0
                     if isinstance(answer, InputError):
                         self._known[structure] = answer.with_traceback(None)
                     else:
@@ -281,8 +308,14 @@ def source_digest(*places: str) -> str:
 
 def source_files(*places: str) -> list[Path]:
     """Return modules of this program, and those in directories of it and further down."""
-    named = [ROOT / place for place in places]
-    return [path for place in named for path in sorted(place.rglob("*.py")) or [place]]
+    paths: list[Path] = []
+    for place in places:
+        path = ROOT / place
+        if path.is_dir():
+            paths += sorted(path.rglob("*.py"))
+        else:
+            paths.append(path)
+    return paths
 
 
 def _version(library: str) -> str:

@@ -28,12 +28,15 @@ parameters, so every GPU holds all of them.
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from enum import IntEnum
 from functools import cache, cached_property
-from typing import Any
+from operator import attrgetter
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -47,6 +50,8 @@ Polynomial = dict[str, int]
 Values = Mapping[str, Any]
 """A whole number for each symbol, or an array with one for each configuration."""
 
+TRACED_KEYS = tuple(key for key, knob in KNOBS.items() if knob.traced)
+"""Settings that decide which tensors exist."""
 _BLOCK_BYTES = 512
 """The caching allocator's granularity; what depends on no symbol is rounded to it here."""
 _SMALLEST_PRIME = 101
@@ -88,9 +93,11 @@ class Structure:
     ) -> Structure:
         """Return a configuration's structure, with all layers recomputed or none."""
         resolved = canonical(config)
-        shaping = {
-            key: knob.traced(getattr(resolved, key)) for key, knob in KNOBS.items() if knob.traced
-        }
+        shaping: dict[str, Any] = {}
+        for key in TRACED_KEYS:
+            traced = KNOBS[key].traced
+            assert traced is not None
+            shaping[key] = traced(getattr(resolved, key))
         shaping["checkpoint_fraction"] = float(is_checkpointed)
         return cls(TrialConfig.model_construct(**shaping), has_flash, is_long)
 
@@ -107,7 +114,7 @@ class Structure:
     def key(self) -> str:
         """What tells it apart, as JSON: the settings that shape tensors, and no others; the trainer
         where it is another one than sweep."""
-        shaping = {key: getattr(self.config, key) for key, knob in KNOBS.items() if knob.traced}
+        shaping = {key: getattr(self.config, key) for key in TRACED_KEYS}
         if self.config.trainer == "sweep":
             del shaping["trainer"]
         return json.dumps([shaping, self.is_checkpointed, self.has_flash, self.is_long])
@@ -145,21 +152,55 @@ VARYING = ("gradients", "activations", "loss")
 """What bytes that come and go are for."""
 GRADIENTS, ACTIVATIONS, LOSS = range(3)
 
-BIRTH, DEATH, LEAVE, FETCH, FETCH_ALL, RECEIVE, RELEASE = range(7)
-"""What happens in a segment: a temporary is born, or dies; something is left for a later segment;
-what an earlier one left dies, in one layer or in all; something is received in memory that serves
-nothing else, or is there no more.
-"""
-_SIGNS = (1, -1, 1, -1, -1, 1, -1)
+
+class Change(IntEnum):
+    """How a tensor comes or goes in a segment."""
+
+    BIRTH = 0
+    """A temporary tensor is born."""
+    DEATH = 1
+    """A temporary tensor dies."""
+    LEAVE = 2
+    """A tensor is born that a later segment needs."""
+    FETCH = 3
+    """What an earlier segment left dies, in one layer."""
+    FETCH_ALL = 4
+    """What an earlier segment left dies, in all layers."""
+    RECEIVE = 5
+    """Something is received, in memory that serves nothing else."""
+    RELEASE = 6
+    """That is there no more."""
+
+
+_CHANGES = tuple(Change)
+_SIGNS = np.array([1, -1, 1, -1, -1, 1, -1])
+"""Whether there is more alive after a change (1) or less, by its number."""
+
+
+class Entry(NamedTuple):
+    """One change of what is alive in a segment."""
+
+    change: Change
+    key: int | str
+    """Number of a temporary tensor, or the path of one that outlives its segment."""
+    size: int
+    """Index of its bytes in `Profile.sizes`."""
+    purpose: int
+    """Index of `VARYING`."""
+    layers: int
+    """Of a `FETCH` the layers that it lived through. Of a `FETCH_ALL` the traced layer that left
+    it, which stands for several; -1 where it was no layer."""
+
+
+_NUMBERS = attrgetter("change", "size", "purpose", "layers")
+
 
 Move = tuple[int, int, int]
 """Whether a tensor is born (1) or dies (-1), the index of its size, and its place: how many were
 born in its segment before it."""
-Entry = Sequence[Any]
-"""What happens, to what (a temporary's number or a path), the index of its size, what it is for (an
-index of `VARYING`), and the layers that what dies lived through. Where what all layers have left
-dies, instead the traced layer that left it, which stands for several; -1 where it was no layer.
-"""
+Fetched = tuple[str, int | None]
+"""Path of what dies that an earlier segment has left, and the layers it lived through; None for all
+layers'."""
 
 
 @dataclass(frozen=True)
@@ -171,35 +212,59 @@ class Segment:
     highest: Sequence[int]
     """Its births after which most is alive, at some size."""
 
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> Segment:
+        """Read a segment of what the tracing child writes."""
+        tape = [
+            Entry(_CHANGES[change], key, size, purpose, layers)
+            for change, key, size, purpose, layers in values["tape"]
+        ]
+        return cls(tape, values["highest"])
+
     @cached_property
+    def _born(self) -> Sequence[Entry]:
+        return [entry for entry in self.tape if entry.change in (Change.BIRTH, Change.LEAVE)]
+
+    @property
     def births(self) -> int:
         """How many tensors are born in it."""
-        return sum(what in (BIRTH, LEAVE) for what, *_ in self.tape)
+        return len(self._born)
 
     @cached_property
     def leaves(self) -> Sequence[tuple[str, int, int]]:
         """Those of them that outlive it: path, place, and the index of the size."""
-        born = [entry for entry in self.tape if entry[0] in (BIRTH, LEAVE)]
-        return [(e[1], place, e[2]) for place, e in enumerate(born) if e[0] == LEAVE]
+        left: list[tuple[str, int, int]] = []
+        for place, entry in enumerate(self._born):
+            if entry.change == Change.LEAVE:
+                left.append((str(entry.key), place, entry.size))
+        return left
 
     @cached_property
-    def stretches(self) -> Sequence[tuple[Sequence[Move], tuple[str, int | None] | None]]:
-        """What happens up to where something dies that an earlier segment has left: the path of
-        that, and the layers it lived through; None for all layers'. At the end nothing does."""
-        found: list[tuple[list[Move], tuple[str, int | None] | None]] = []
+    def stretches(self) -> Sequence[tuple[Sequence[Move], Fetched | None]]:
+        """The moves up to each death of what an earlier segment has left, and what that is; None
+        after the last moves."""
+        stretches: list[tuple[list[Move], Fetched | None]] = []
         moves: list[Move] = []
-        born: dict[Any, tuple[int, int]] = {}
-        for what, key, size, _, by in self.tape:
-            if what in (BIRTH, LEAVE):
-                place = len(born)
-                born[key if what == BIRTH else (key, place)] = size, place
-                moves.append((1, size, place))
-            elif what == DEATH:
-                moves.append((-1, *born[key]))
-            elif what in (FETCH, FETCH_ALL):
-                found.append((moves, (key, by if what == FETCH else None)))
-                moves = []
-        return [*found, (moves, None)]
+        born: dict[int | str, tuple[int, int]] = {}
+        place = 0
+        for change, key, size, _, layers in self.tape:
+            match change:
+                case Change.BIRTH | Change.LEAVE:
+                    if change == Change.BIRTH:
+                        born[key] = (size, place)
+                    moves.append((1, size, place))
+                    place += 1
+                case Change.DEATH:
+                    born_size, born_place = born[key]
+                    moves.append((-1, born_size, born_place))
+                case Change.FETCH:
+                    stretches.append((moves, (str(key), layers)))
+                    moves = []
+                case Change.FETCH_ALL:
+                    stretches.append((moves, (str(key), None)))
+                    moves = []
+        stretches.append((moves, None))
+        return stretches
 
 
 def alive(tape: Sequence[Entry], coefficients: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -213,13 +278,16 @@ def alive(tape: Sequence[Entry], coefficients: NDArray[np.int64]) -> NDArray[np.
         Coefficients by entry, `VARYING`, layer and monomial. What stands at a traced layer is there
         once for each that this one stands for; what stands before the first of them, once.
     """
+    monomials = coefficients.shape[1]
     if not tape:
-        return np.zeros((0, len(VARYING), 1, coefficients.shape[1]), np.int64)
-    whats, _, sizes, parts, bys = zip(*tape, strict=True)
-    layers = [by + 1 if what == FETCH_ALL else 0 for what, by in zip(whats, bys, strict=True)]
-    change = np.zeros((len(tape), len(VARYING), max(layers) + 1, coefficients.shape[1]), np.int64)
-    signs = np.array([_SIGNS[what] for what in whats])
-    change[range(len(tape)), parts, layers] = signs[:, None] * coefficients[list(sizes)]
+        return np.zeros((0, len(VARYING), 1, monomials), np.int64)
+    rows = list(map(_NUMBERS, tape))
+    changes, sizes, purposes, left_by = np.array(rows).T  # (entries,) each
+    layers = np.where(changes == Change.FETCH_ALL, left_by + 1, 0)  # (entries,)
+    shape = (len(tape), len(VARYING), layers.max() + 1, monomials)
+    change = np.zeros(shape, np.int64)
+    signs = _SIGNS[changes]  # (entries,)
+    change[np.arange(len(tape)), purposes, layers] = signs[:, None] * coefficients[sizes]
     return change.cumsum(axis=0)
 
 
@@ -260,21 +328,19 @@ class Profile:
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Profile:
         """Read what the tracing child writes."""
-        base = values["base"]
-        return cls(
-            **{
-                **values,
-                "positions": tuple(values["positions"]),
-                "base": Base(**{**base, "holes": tuple(base["holes"])}),
-                "adapters": tuple(map(tuple, values["adapters"])),
-                "segments": {n: Segment(**part) for n, part in values["segments"].items()},
-            }
-        )
+        known = dict(values)
+        base = Base(**values["base"])
+        known["base"] = replace(base, holes=tuple(base.holes))
+        known["positions"] = tuple(values["positions"])
+        known["adapters"] = tuple(map(tuple, values["adapters"]))
+        segments = values["segments"].items()
+        known["segments"] = {name: Segment.from_json(segment) for name, segment in segments}
+        return cls(**known)
 
     @cached_property
     def monomials(self) -> Sequence[str]:
         """Those in the sizes."""
-        return sorted({monomial for size in self.sizes for monomial in size})
+        return sorted(set().union(*self.sizes))
 
     @cached_property
     def coefficients(self) -> NDArray[np.int64]:
@@ -284,27 +350,30 @@ class Profile:
     @cached_property
     def places(self) -> Mapping[str, int]:
         """The place of each segment among those of `ends`."""
-        return {name: place for place, name in enumerate(self.levels)}
+        return dict(zip(self.levels, itertools.count()))
 
     @cached_property
     def ends(self) -> NDArray[np.int64]:
-        """How much more is alive at the end of each segment than at its beginning (`levels`)."""
+        """How much more is alive at the end of each segment than at its beginning (`levels`).
+        (segments, varying, layers, monomials)"""
         return np.stack([levels[-1] for levels in self.levels.values()])
 
     @cached_property
     def births(self) -> NDArray[np.int64]:
-        """How much more is alive after the highest births of all segments, one after another."""
+        """How much more is alive after the highest births of all segments, one after another.
+        (births, varying, layers, monomials)"""
         return np.concatenate([levels[:-1] for levels in self.levels.values()])
 
     @cached_property
     def births_of(self) -> Mapping[str, slice]:
         """Which of those are each segment's."""
-        counts = [len(levels) - 1 for levels in self.levels.values()]
-        ends = np.cumsum(counts).tolist()
-        return {
-            name: slice(end - count, end)
-            for name, count, end in zip(self.levels, counts, ends, strict=True)
-        }
+        births_of: dict[str, slice] = {}
+        start = 0
+        for name, levels in self.levels.items():
+            end = start + len(levels) - 1
+            births_of[name] = slice(start, end)
+            start = end
+        return births_of
 
     @cached_property
     def worked_out(self) -> dict[Hashable, Any]:
@@ -313,27 +382,33 @@ class Profile:
 
     def scale(self, values: Values, *, one: Any = 1) -> list[Any]:
         """Return each monomial's value; ``one`` is as long as those of ``values`` are."""
-        return [math.prod((values[s] for s in m), start=one) for m in self.monomials]
+        return [math.prod(map(values.__getitem__, m), start=one) for m in self.monomials]
 
     @cached_property
     def levels(self) -> Mapping[str, NDArray[np.int64]]:
         """How much more is alive after the highest births of each segment than at its beginning
         (`alive`), and last how much it leaves; of all traced layers."""
-        monomials = len(self.monomials)
-        found = {}
+        levels: dict[str, NDArray[np.int64]] = {}
+        of_birth = (len(VARYING), len(self.adapters) + 1, len(self.monomials))
         for name, segment in self.segments.items():
-            shape = len(segment.highest) + 1, len(VARYING), len(self.adapters) + 1, monomials
-            found[name] = np.zeros(shape, np.int64)
+            of_segment = np.zeros((len(segment.highest) + 1,) + of_birth, np.int64)
             if segment.tape:
-                after = alive(segment.tape, self.coefficients)
-                found[name][:, :, : after.shape[2]] = after[[*segment.highest, -1]]
-        return found
+                after = alive(segment.tape, self.coefficients)  # (entries, varying, layers, ...)
+                layers = after.shape[2]
+                of_segment[:-1, :, :layers] = after[list(segment.highest)]
+                of_segment[-1, :, :layers] = after[-1]
+            levels[name] = of_segment
+        return levels
 
 
 def coefficients(sizes: Sequence[Polynomial], monomials: Sequence[str]) -> NDArray[np.int64]:
     """Return the coefficients of polynomials as a matrix, by monomial."""
-    rows = [[size.get(monomial, 0) for monomial in monomials] for size in sizes]
-    return np.array(rows, np.int64).reshape(len(sizes), len(monomials))
+    matrix = np.zeros((len(sizes), len(monomials)), np.int64)
+    columns = dict(zip(monomials, itertools.count()))
+    for row, size in enumerate(sizes):
+        for monomial, coefficient in size.items():
+            matrix[row, columns[monomial]] = coefficient
+    return matrix
 
 
 class Symbols:
@@ -348,20 +423,22 @@ class Symbols:
     def __init__(
         self, dimensions: Iterable[int], *, longest: int | None = None, longer_than: int = 0
     ) -> None:
-        sizes = {abs(size) for size in dimensions if size}
-        usable = [p for p in _primes() if not any(size % p == 0 for size in sizes)]
+        sizes = set(map(abs, dimensions)) - {0}
+        usable = [p for p in _primes() if all(size % p for size in sizes)]
         top = min(longest or _LARGEST_PRIME, _LARGEST_PRIME)
         lengths = [p for p in usable if longer_than < p <= top]
         if not lengths:
             raise ValueError(f"no traceable length above {longer_than} and up to {top}")
         # Any prime does for batch and rank. A length has to stay on its side of the attention
         # window and within the positions that the model knows: beyond, its code goes another way.
-        near = lengths[:_LENGTH_CHOICES] if longer_than else lengths[-_LENGTH_CHOICES:]
+        near = lengths[-_LENGTH_CHOICES:]
+        if longer_than:
+            near = lengths[:_LENGTH_CHOICES]
         # Large prime factors tell a sequence with one token more or less.
         self.s = max(near, key=lambda p: min(_largest_factor(p + step) for step in _NEIGHBOURS))
         # The largest ones: a product of dimensions is the less likely to have one as its factor.
-        others = [p for p in reversed(usable) if p != self.s]
-        self.b, self.r, self.c, self.p = others[:4]
+        usable.remove(self.s)
+        self.p, self.c, self.r, self.b = usable[-4:]
         self._primes = {"b": self.b, "c": self.c, "p": self.p, "r": self.r, "s": self.s}
         self._known: dict[int, Polynomial] = {}
 
@@ -380,7 +457,7 @@ class Symbols:
         """
         if size % self.b or size // self.b < _ROW_BYTES * self.s:
             return False
-        lengths = (self.s, *(self.s + step for step in _NEIGHBOURS), self.c, self.p)
+        lengths = (self.s, self.s + 1, self.s - 1, self.c, self.p)
         return all(size % length for length in lengths)
 
     def _factor(self, size: int) -> Polynomial:
@@ -407,10 +484,12 @@ class Symbols:
 
 @cache
 def _largest_factor(number: int) -> int:
-    largest, factor = 1, 2
+    largest = 1
+    factor = 2
     while factor * factor <= number:
         while number % factor == 0:
-            number, largest = number // factor, factor
+            number //= factor
+            largest = factor
         factor += 1
     return max(largest, number)
 
@@ -418,7 +497,7 @@ def _largest_factor(number: int) -> int:
 @cache
 def _primes() -> tuple[int, ...]:
     numbers = range(_SMALLEST_PRIME, _LARGEST_PRIME + 1)
-    return tuple(number for number in numbers if _largest_factor(number) == number)
+    return tuple(filter(lambda number: _largest_factor(number) == number, numbers))
 
 
 def mixed(packed: Profile, wide: Profile, *, quantized: Collection[int]) -> Profile:
@@ -429,48 +508,53 @@ def mixed(packed: Profile, wide: Profile, *, quantized: Collection[int]) -> Prof
         wide: of the model with none.
         quantized: the layers that are.
     """
-    shift, share = len(packed.adapters), len(quantized) / len(packed.positions)
+    shift = len(packed.adapters)
+    share = len(quantized) / len(packed.positions)
 
     def between(low: int, high: int) -> int:
         """Return a size of the base in between: layers are alike, and all else is in both."""
         return round(share * low + (1 - share) * high)
 
-    pairs = enumerate(zip(packed.positions, wide.positions, strict=True))
     segments = dict(packed.segments)
     for name, segment in wide.segments.items():
+        tape = [_behind(entry, layers=shift, sizes=len(packed.sizes)) for entry in segment.tape]
         kind, _, position = name.partition(" ")
-        tape = [
-            (
-                what,
-                key,
-                size + len(packed.sizes),
-                part,
-                by + shift * (what == FETCH_ALL and by >= 0),
-            )
-            for what, key, size, part, by in segment.tape
-        ]
         if position:
             segments[f"{kind} {int(position) + shift}"] = replace(segment, tape=tape)
         else:
             # What happens once: beside the packed model's, what each layer of the other kind adds.
-            further = [entry for entry in tape if entry[0] == FETCH_ALL and entry[-1] >= 0]
-            segments[name] = replace(segments[name], tape=[*segments[name].tape, *further])
+            once = list(segments[name].tape)
+            once += filter(_is_of_each_layer, tape)
+            segments[name] = replace(segments[name], tape=once)
+    positions = list(packed.positions)
+    for layer, position_in_wide in enumerate(wide.positions):
+        if layer not in quantized:
+            positions[layer] = position_in_wide + shift
     return replace(
         packed,
-        positions=tuple(
-            in_packed if layer in quantized else in_wide + shift
-            for layer, (in_packed, in_wide) in pairs
-        ),
+        positions=tuple(positions),
         base=Base(
             allocated_bytes=between(packed.base.allocated_bytes, wide.base.allocated_bytes),
             requested_bytes=between(packed.base.requested_bytes, wide.base.requested_bytes),
             reserved_bytes=between(packed.base.reserved_bytes, wide.base.reserved_bytes),
             holes=packed.base.holes,
         ),
-        adapters=(*packed.adapters, *wide.adapters),
+        adapters=packed.adapters + wide.adapters,
         segments=segments,
-        sizes=(*packed.sizes, *wide.sizes),
+        sizes=tuple(packed.sizes) + tuple(wide.sizes),
     )
+
+
+def _behind(entry: Entry, *, layers: int, sizes: int) -> Entry:
+    """Return an entry of a profile whose traced layers and sizes come behind so many others."""
+    if not _is_of_each_layer(entry):
+        layers = 0
+    return entry._replace(size=entry.size + sizes, layers=entry.layers + layers)
+
+
+def _is_of_each_layer(entry: Entry) -> bool:
+    """Whether something dies that each layer has left."""
+    return entry.change == Change.FETCH_ALL and entry.layers >= 0
 
 
 _WIDE_BYTES = 2
@@ -501,13 +585,14 @@ def sharded(profile: Profile, config: TrialConfig, model: ModelSpec) -> Profile:
     Raises:
         InputError: the model's layers are not known.
     """
-    whole, shapes = parameters(model), linear_shapes(model)
+    whole = parameters(model)
+    shapes = linear_shapes(model)
     if whole is None or shapes is None:
         raise InputError(
             f"model '{model.name}': the layers of model type '{model.model_type}' are not known, "
             "so what each GPU holds of them is not predicted"
         )
-    linears = sum(rows * columns for rows, columns in shapes.values())
+    linears = sum(map(math.prod, shapes.values()))
     width = config.weight_bits / 8
     # What a decoder layer takes when it is whole, its adapters included; and what the head does.
     adapters = (lora_parameters(config, model) or 0) / model.hidden_layers
@@ -518,13 +603,18 @@ def sharded(profile: Profile, config: TrialConfig, model: ModelSpec) -> Profile:
     movable = in_layers * width + (whole - in_layers) * _WIDE_BYTES
     constants = max(0.0, profile.base.requested_bytes - movable)
     has_own_head = not is_tied(model)
-    held = round(movable / config.data_parallel + constants) + head * (not has_own_head)
+    held = round(movable / config.data_parallel + constants)
     # What is received is of a stream of its own, whose memory serves nothing else. Where the
     # embedding was received lies a layer when the head is, which takes as much anew.
-    received = max(head, LAYERS_GATHERED * layer) + head * has_own_head
+    received = max(head, LAYERS_GATHERED * layer)
+    if has_own_head:
+        received += head
+    else:
+        held += head
     base = Base(held, held, held + received, holes=())
     gathered = _at_the_ends(config, layer, head, has_own_head=has_own_head)
-    sizes, segments = list(profile.sizes), {}
+    sizes = list(profile.sizes)
+    segments: dict[str, Segment] = {}
     for name, segment in profile.segments.items():
         each = gathered.get(name, _Gathered(LAYERS_GATHERED * layer, 0, layer))
         segments[name] = _gathering(segment, each, size=len(sizes))
@@ -536,30 +626,41 @@ def _at_the_ends(
     config: TrialConfig, layer: int, head: int, *, has_own_head: bool
 ) -> dict[str, _Gathered]:
     """Return what is gathered for the embedding and for the loss, of so many bytes each."""
+    nothing = _Gathered(0, 0, 0)
     if not has_own_head:
         # The head is the embedding: it is whole from there on, which counts as held throughout.
-        gathered = _Gathered(head, 0, 0), _Gathered(layer, 0, 0), _Gathered(0, 0, 0)
-    elif not config.kernels_kind.fuses_loss:
-        # What it was received in is kept until something else is.
-        loss, back = _Gathered(2 * head, 0, head), _Gathered(head, 0, head)
-        gathered = _Gathered(head, 2 * head, head), loss, back
-    else:
+        return {
+            "embed": _Gathered(head, 0, 0),
+            "head": _Gathered(layer, 0, 0),
+            "head_backward": nothing,
+        }
+    embed = _Gathered(head, 2 * head, head)
+    if config.kernels_kind.fuses_loss:
         # What the last layer was received in is still there. A fused loss has its gradient by the
         # backward pass, and the head is given up with it.
         loss = _Gathered(layer + head, layer + 2 * head, head)
-        gathered = _Gathered(head, 2 * head, head), loss, _Gathered(0, 0, 0)
-    return dict(zip(("embed", "head", "head_backward"), gathered, strict=True))
+        return {"embed": embed, "head": loss, "head_backward": nothing}
+    # What it was received in is kept until something else is.
+    return {
+        "embed": embed,
+        "head": _Gathered(2 * head, 0, head),
+        "head_backward": _Gathered(head, 0, head),
+    }
 
 
 def _gathering(segment: Segment, gathered: _Gathered, *, size: int) -> Segment:
     """Return a segment that gathers; ``size`` is the index of what is there at first."""
     first, beside, copied = range(size, size + 3)
-    before = [
-        (RECEIVE, "", first, ACTIVATIONS, 0),
-        (RELEASE, "", first, ACTIVATIONS, 0),
-        (RECEIVE, "", beside, ACTIVATIONS, 0),
-        (BIRTH, "gathered", copied, ACTIVATIONS, 0),
+    tape = [
+        Entry(Change.RECEIVE, "", first, ACTIVATIONS, 0),
+        Entry(Change.RELEASE, "", first, ACTIVATIONS, 0),
+        Entry(Change.RECEIVE, "", beside, ACTIVATIONS, 0),
+        Entry(Change.BIRTH, "gathered", copied, ACTIVATIONS, 0),
     ]
-    after = [(DEATH, "gathered", copied, ACTIVATIONS, 0), (RELEASE, "", beside, ACTIVATIONS, 0)]
-    highest = [at + len(before) for at in segment.highest or (-1,)]
-    return Segment([*before, *segment.tape, *after], highest=[*highest, 0])
+    before = len(tape)
+    tape += segment.tape
+    tape.append(Entry(Change.DEATH, "gathered", copied, ACTIVATIONS, 0))
+    tape.append(Entry(Change.RELEASE, "", beside, ACTIVATIONS, 0))
+    highest = [before + birth for birth in segment.highest or (-1,)]
+    highest.append(0)
+    return Segment(tape, highest)

@@ -13,11 +13,11 @@ import itertools
 import math
 import os
 from collections import defaultdict
-from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import NamedTuple, get_args
+from typing import Any, NamedTuple, get_args
 
 import numpy as np
 
@@ -33,6 +33,7 @@ from qlora_sweep.sweep.predict.memory.allocator import (
 )
 from qlora_sweep.sweep.predict.memory.profile_store import OnProgress, tell_nobody
 from qlora_sweep.sweep.predict.memory.profiles import (
+    Fetched,
     Profile,
     Segment,
     Values,
@@ -108,17 +109,21 @@ class Step:
     @property
     def _shares(self) -> int:
         """Into how many parts every trained tensor is cut."""
-        return self.config.data_parallel if self.config.is_sharded else 1
+        if not self.config.is_sharded:
+            return 1
+        return self.config.data_parallel
 
     def visits(self) -> Iterator[Visit]:
         """Yield the step's segments in order."""
         last = self.flags[-1]
         layers = list(enumerate(zip(self.profile.positions, self.flags, strict=True)))
         yield Visit("embed", self.flags[0])
-        yield from (Visit(f"forward {at}", flag, layer) for layer, (at, flag) in layers)
+        for layer, (at, flag) in layers:
+            yield Visit(f"forward {at}", flag, layer)
         yield Visit("head", last)
         yield Visit("head_backward", last)
-        yield from (Visit(f"backward {at}", flag, layer) for layer, (at, flag) in reversed(layers))
+        for layer, (at, flag) in reversed(layers):
+            yield Visit(f"backward {at}", flag, layer)
 
     def segment(self, visit: Visit) -> Segment:
         """Return the traced segment of a visit."""
@@ -136,9 +141,12 @@ class Step:
     @property
     def most_wasted_bytes(self) -> int:
         """No more than this do unsplit remainders take: one for each block that may be alive."""
-        segments = [self.segment(visit) for visit in self.visits()]
-        left = sum(len(segment.leaves) for segment in segments)
-        return SMALL_BYTES * (left + max(segment.births for segment in segments))
+        left = 0
+        born = 0
+        for segment in map(self.segment, self.visits()):
+            left += len(segment.leaves)
+            born = max(born, segment.births)
+        return SMALL_BYTES * (left + born)
 
     @property
     def adapters(self) -> Sequence[int]:
@@ -153,10 +161,12 @@ class Step:
 
     @cached_property
     def _held(self) -> tuple[Sequence[int], Sequence[int]]:
-        config, profile = self.config, self.profile
-        of_layers = tuple(profile.adapters[position] for position in profile.positions)
-        trained = config.lora_rank, config.adapter_dtype, config.optimizer, self._shares
-        return _held_sizes(of_layers, *trained)
+        config = self.config
+        profile = self.profile
+        of_layers = tuple(map(profile.adapters.__getitem__, profile.positions))
+        return _held_sizes(
+            of_layers, config.lora_rank, config.adapter_dtype, config.optimizer, self._shares
+        )
 
 
 @lru_cache(maxsize=1024)
@@ -168,29 +178,34 @@ def _held_sizes(
     shares: int,
 ) -> tuple[Sequence[int], Sequence[int]]:
     """Return the bytes of each adapter's tensor, and of each of the optimizer's on the GPU."""
-    trained = [-(-elements * rank // shares) for layer in of_layers for elements in layer]
-    states = {elements: state_bytes(optimizer, dtype, elements) for elements in set(trained)}
-    adapters = tuple(elements * _ADAPTER_BYTES[dtype] for elements in trained)
-    return adapters, tuple(itertools.chain.from_iterable(map(states.__getitem__, trained)))
+    adapters: list[int] = []
+    states: list[int] = []
+    states_of: dict[int, tuple[int, ...]] = {}
+    for elements_per_rank in itertools.chain.from_iterable(of_layers):
+        elements = -(-elements_per_rank * rank // shares)
+        adapters.append(elements * _ADAPTER_BYTES[dtype])
+        if elements not in states_of:
+            states_of[elements] = state_bytes(optimizer, dtype, elements)
+        states += states_of[elements]
+    return tuple(adapters), tuple(states)
 
 
 def state_bytes(optimizer: OptimizerName, dtype: AdapterDtype, elements: int) -> tuple[int, ...]:
     """Return the bytes of each tensor that is kept on the GPU for a trained one."""
     kind = OPTIMIZERS[optimizer]
     moment = elements * _ADAPTER_BYTES[dtype]
-    counts: list[int] = []
+    tensors: list[int] = []
     scales: list[int] = []
     if kind.counts_on_gpu:
-        counts = [_FP32_BYTES]
+        tensors.append(_FP32_BYTES)
     if kind.has_8_bit_moments:
         moment = elements * _FP32_BYTES
         if elements >= _MIN_8BIT_ELEMENTS:
             moment = elements
             scales = [math.ceil(elements / _BLOCK_ELEMENTS) * _FP32_BYTES] * kind.moments
-    moments = [moment] * kind.moments
-    if kind.unpaged is not None and elements >= _MIN_PAGED_ELEMENTS:
-        moments = []
-    return (*counts, *moments, *scales)
+    if kind.unpaged is None or elements < _MIN_PAGED_ELEMENTS:
+        tensors += [moment] * kind.moments
+    return tuple(tensors + scales)
 
 
 @dataclass(frozen=True)
@@ -201,7 +216,7 @@ class _SizedTape:
     that pool grows. Every tensor that is born in a tape has a place, counted from zero.
     """
 
-    stretches: list[tuple[list[Event], tuple[str, int | None] | None]]
+    stretches: list[tuple[list[Event], Fetched | None]]
     """As in `Segment.stretches`."""
     leaves: list[tuple[str, int, int, int]]
     """Path, place, the grains of what is large, and the bytes of what is small."""
@@ -230,7 +245,7 @@ class _Replay:
 
     def hold(self, sizes: Collection[int]) -> None:
         """Allocate what stays."""
-        large = [size for size in sizes if size > SMALL_BYTES]
+        large = _large(sizes)
         if self._is_large:
             self.allocator.run([(grains(size), 0) for size in large], [0])
         self._small_bytes += sum(sizes) - sum(large)
@@ -266,8 +281,11 @@ class _Replay:
     ) -> None:
         """Add that it is freed what was left so many layers back, or in all."""
         left = self._left[path]
-        layers = list(left) if back is None else [layer - back]
-        for address, size in [left.pop(layer, (0, 0)) for layer in layers]:
+        layers = list(left)
+        if back is not None:
+            layers = [layer - back]
+        for of in layers:
+            address, size = left.pop(of, (0, 0))
             if address:
                 events.append((-size, len(addresses)))
                 addresses.append(address)
@@ -351,12 +369,14 @@ class _SizedStep:
 
     def alike(self) -> Hashable:
         """Return what decides over what the large pool comes to."""
-        large = (
-            tuple(size for size in sizes if size > SMALL_BYTES)
-            for sizes in (self.step.adapters, self.step.states)
+        return (
+            _structure(self.step),
+            len(self.visits),
+            self.is_heavy,
+            tuple(_large(self.step.adapters)),
+            tuple(_large(self.step.states)),
+            tuple(tuple(requests) for requests, _ in self.sizes.values()),
         )
-        requests = tuple(tuple(requests) for requests, _ in self.sizes.values())
-        return _structure(self.step), len(self.visits), self.is_heavy, *large, requests
 
 
 def _played(step: Step) -> Iterator[Visit]:
@@ -429,7 +449,7 @@ class _Large:
     def play_twice(self, sized: _SizedStep) -> int:
         """Return the most that is held over a first step and a second one."""
         if self._twice_bytes is None:
-            if any(size > SMALL_BYTES for size in sized.step.states):
+            if _large(sized.step.states):
                 self._replay = sized.replayed(is_twice=True)
             else:
                 # What there is was a first step: nothing that is large would come before it.
@@ -449,7 +469,8 @@ def replay_uncapped(
         is_near: whether limits are going to be asked about, so that `Uncapped.twice_bytes` pays.
         known: what large pools came to; what is new is added.
     """
-    known, sized = {} if known is None else known, _SizedStep(step)
+    known = {} if known is None else known
+    sized = _SizedStep(step)
     key = sized.alike()
     large = known.get(key)
     if large is None:
@@ -457,13 +478,18 @@ def replay_uncapped(
         own_bytes = large.small_room_bytes
     else:
         own_bytes = sized.replayed(is_twice=sized.is_heavy, is_large=False).small_room_bytes
-    twice_bytes = large.reserved_bytes + own_bytes if sized.is_heavy else None
-    if is_near and twice_bytes is None:
-        # Gradients that are held beside others stay, so that a first step leaves less room.
-        twice = sized.replayed(is_twice=True, is_large=False) if step.held_gradients else None
-        room_bytes = own_bytes if twice is None else twice.small_room_bytes
+    twice_bytes = None
+    if sized.is_heavy:
+        twice_bytes = large.reserved_bytes + own_bytes
+    elif is_near:
+        room_bytes = own_bytes
+        if step.held_gradients:
+            # Gradients that are held beside others stay, so that a first step leaves less room.
+            room_bytes = sized.replayed(is_twice=True, is_large=False).small_room_bytes
         twice_bytes = large.play_twice(sized) + room_bytes
-    held_bytes = sum(size for size in (*step.adapters, *step.states) if size <= SMALL_BYTES)
+    held_bytes = 0
+    for sizes in (step.adapters, step.states):
+        held_bytes += sum(sizes) - sum(_large(sizes))
     return Uncapped(
         large.reserved_bytes + own_bytes,
         large.wasted_bytes,
@@ -475,25 +501,34 @@ def replay_uncapped(
 def _sizes(profile: Profile, values: Values) -> tuple[list[int], list[int]]:
     """Return the grains of large requests and the bytes of small ones, by the tapes' index."""
     sizes = (profile.coefficients @ np.array(profile.scale(values), object)).tolist()
-    requests = [grains(size) if size > SMALL_BYTES else 0 for size in sizes]
-    return requests, [size if size <= SMALL_BYTES else 0 for size in sizes]
+    requests: list[int] = []
+    small: list[int] = []
+    for size in sizes:
+        is_large = size > SMALL_BYTES
+        requests.append(grains(size) if is_large else 0)
+        small.append(0 if is_large else size)
+    return requests, small
+
+
+def _large(sizes: Iterable[int]) -> list[int]:
+    """Return the sizes that are asked of the pool for large ones."""
+    return [size for size in sizes if size > SMALL_BYTES]
 
 
 def _sized(segment: Segment, requests: Sequence[int], small: Sequence[int]) -> _SizedTape:
-    moves = [move for moves, _ in segment.stretches for move in moves]
-    return _SizedTape(
-        [
-            ([(sign * requests[size], at) for sign, size, at in moves if requests[size]], fetched)
-            for moves, fetched in segment.stretches
-        ],
-        [(path, place, requests[size], small[size]) for path, place, size in segment.leaves],
-        segment.births,
-        max(
-            itertools.accumulate(
-                (sign * small[size] for sign, size, _ in moves if small[size]), initial=0
-            )
-        ),
-    )
+    stretches: list[tuple[list[Event], Fetched | None]] = []
+    small_bytes = 0
+    small_peak_bytes = 0
+    for moves, fetched in segment.stretches:
+        events: list[Event] = []
+        for sign, size, place in moves:
+            if requests[size]:
+                events.append((sign * requests[size], place))
+            small_bytes += sign * small[size]
+            small_peak_bytes = max(small_peak_bytes, small_bytes)
+        stretches.append((events, fetched))
+    leaves = [(path, place, requests[size], small[size]) for path, place, size in segment.leaves]
+    return _SizedTape(stretches, leaves, segment.births, small_peak_bytes)
 
 
 def replay_all(
@@ -513,12 +548,16 @@ def replay_all(
     alike: dict[tuple[tuple[int, ...], Hashable], list[int]] = defaultdict(list)
     for row, step in enumerate(steps):
         alike[_alike(step)].append(row)
+
     # Neighbours are of one structure, so that a process is sent few profiles at a time, and of as
     # many tokens, so that it finds what they ask for alike.
-    ordered = sorted(
-        alike.items(), key=lambda one: (one[0][0], steps[one[1][0]].config.tokens_per_micro_batch)
-    )
-    rows, is_near, done = [rows for _, rows in ordered], set(near), 0
+    def order(group: tuple[tuple[tuple[int, ...], Hashable], list[int]]) -> tuple[Any, int]:
+        (profiles, _), of = group
+        return profiles, steps[of[0]].config.tokens_per_micro_batch
+
+    rows = [of for _, of in sorted(alike.items(), key=order)]
+    is_near = set(near)
+    done = 0
     on_progress(done, len(rows))
     for found in _in_parts([(steps[of[0]], not is_near.isdisjoint(of)) for of in rows]):
         yield from zip(rows[done : done + len(found)], found, strict=True)
@@ -526,7 +565,7 @@ def replay_all(
         on_progress(done, len(rows))
 
 
-def _structure(step: Step) -> tuple[tuple[int, ...], *tuple[Hashable, ...]]:
+def _structure(step: Step) -> tuple[tuple[int, ...], tuple[bool, ...], int, int]:
     """Return what decides over a replay beside sizes; its profiles come first."""
     ids = tuple(map(id, step.profiles.values()))
     return ids, step.flags, step.workspace_bytes, step.held_gradients
@@ -534,10 +573,11 @@ def _structure(step: Step) -> tuple[tuple[int, ...], *tuple[Hashable, ...]]:
 
 def _alike(step: Step) -> tuple[tuple[int, ...], Hashable]:
     """Return what decides over a replay."""
-    config, structure = step.config, _structure(step)
+    config = step.config
+    structure = _structure(step)
     gpus = config.is_sharded and config.data_parallel
-    states = config.adapter_dtype, config.optimizer, gpus
-    return structure[0], (*structure, *step.values.items(), *states)
+    sizes = tuple(step.values.items())
+    return structure[0], (structure, sizes, config.adapter_dtype, config.optimizer, gpus)
 
 
 def _in_parts(steps: Sequence[tuple[Step, bool]]) -> Iterator[list[Uncapped]]:

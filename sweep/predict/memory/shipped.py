@@ -20,7 +20,7 @@ from zipfile import BadZipFile, ZipFile
 
 from qlora_sweep.search_spaces.errors import InputError
 from qlora_sweep.search_spaces.models import ModelSpec
-from qlora_sweep.sweep.predict.memory.profiles import BIRTH, DEATH, Profile, Structure, Untraceable
+from qlora_sweep.sweep.predict.memory.profiles import Change, Profile, Structure, Untraceable
 
 ROOT = Path(__file__).resolve().parents[3]
 """Where the code lies: the package, or the root of a checkout, to which a package's links lead."""
@@ -30,9 +30,8 @@ NOTHING = Path(os.devnull)
 """In place of that file, where nothing that ships is to be used."""
 VERSIONS = "versions"
 _UNREADABLE = (
-    *(OSError, EOFError, LookupError, TypeError, ValueError, RuntimeError),
-    *(BadZipFile, lzma.LZMAError),
-)
+    OSError, EOFError, LookupError, TypeError, ValueError, RuntimeError, BadZipFile, lzma.LZMAError
+)  # fmt: skip
 
 
 def read(archive: Path, name: str) -> Any:
@@ -77,7 +76,8 @@ class ShippedProfiles:
     """
 
     def __init__(self, model: ModelSpec, archive: Path) -> None:
-        self._model, self._archive = model, archive
+        self._model = model
+        self._archive = archive
 
     @cached_property
     def versions(self) -> Mapping[str, str]:
@@ -109,19 +109,20 @@ class ShippedProfiles:
         What dies that was born in the same segment is named by how many of those still alive were
         born after it, so that segments alike have the same codes.
         """
-        happenings, codes = self._packed["happenings"], self._packed["codes"]
+        happenings = self._packed["happenings"]
+        codes = self._packed["codes"]
         sizes: dict[int, int] = {}
         segments = {}
         for name, (number, highest) in packed["segments"].items():
             tape: list[Any] = []
             alive: list[Any] = []
-            for what, key, size, purpose, by in map(happenings.__getitem__, codes[number]):
-                if what == DEATH:
-                    key, size, purpose, by = alive.pop(-1 - key)
-                elif what == BIRTH:
+            for change, key, size, purpose, layers in map(happenings.__getitem__, codes[number]):
+                if change == Change.DEATH:
+                    key, size, purpose, layers = alive.pop(-1 - key)
+                elif change == Change.BIRTH:
                     key = len(tape)
-                    alive.append((key, size, purpose, by))
-                tape.append((what, key, sizes.setdefault(size, len(sizes)), purpose, by))
+                    alive.append((key, size, purpose, layers))
+                tape.append((change, key, sizes.setdefault(size, len(sizes)), purpose, layers))
             segments[name] = {"tape": tape, "highest": highest}
         known = [self._packed["sizes"][size] for size in sizes]
         return Profile.from_json({**packed, "segments": segments, "sizes": known})

@@ -227,7 +227,8 @@ class Layout:
 
     def of(self, configs: Sequence[TrialConfig]) -> Layout:
         """Return other configurations on the same layers."""
-        kinds, at = self.kinds, self.at
+        kinds = self.kinds
+        at = self.at
         return Layout(configs, self.model, kinds=kinds, at=at, is_grouped=self.is_grouped)
 
     def input_bytes(self, name: str) -> Sizes:
@@ -245,7 +246,9 @@ class Layout:
 def asked(layout: Layout, flops: Any = 0.0, *, moved: Any = 0.0, launches: Any = 0.0) -> Work:
     """Return work, from numbers for all configurations or arrays with one for each."""
     work = np.empty((3, len(layout.configs)))
-    work[FLOPS], work[BYTES], work[LAUNCHES] = flops, moved, launches
+    work[FLOPS] = flops
+    work[BYTES] = moved
+    work[LAUNCHES] = launches
     return work
 
 
@@ -299,7 +302,9 @@ def eight_bit_product(layout: Layout, rows: int, columns: int) -> Work:
 
     What is kept of a gated MLP in 8 bits is written a byte more and read a byte less.
     """
-    tokens, is_int8, is_fused = layout.tokens, layout.is_int8_compute, layout.is_compiled
+    tokens = layout.tokens
+    is_int8 = layout.is_int8_compute
+    is_fused = layout.is_compiled
     read = layout.compute * np.where(is_fused, FUSED_READ, 1.0)
     made = layout.compute + np.where(is_fused, SUM_BYTES, EAGER_SUM_BYTES) * is_int8
     moved = tokens * (rows * (read + 2 * BYTE) + columns * made) + rows * columns * BYTE
@@ -313,7 +318,8 @@ def dequantization(layout: Layout, rows: int, columns: int) -> Work:
 
     8-bit weights multiply as they are; going back a copy of them is transposed.
     """
-    is_packed, is_rounded = layout.is_4bit, layout.is_8bit_compute
+    is_packed = layout.is_4bit
+    is_rounded = layout.is_8bit_compute
     is_double = layout.is_doubly_quantized & is_packed
     scales = np.where(is_double, DOUBLE_SCALE_BYTES, SCALE_BYTES)
     stored = np.where(is_packed, PACKED_BYTES + scales, BYTE)
@@ -336,7 +342,8 @@ def linear_casts(layout: Layout, name: str) -> Work:
 def adapter_products(layout: Layout, name: str) -> Work:
     """An adapter's two thin products forward; their inputs' and their own gradients backward."""
     rows, columns = layout.linears[name]
-    rank, tokens = layout.rank, layout.tokens
+    rank = layout.rank
+    tokens = layout.tokens
     flops = 2.0 * tokens * rank * (rows + columns)
     moved = layout.compute * tokens * (rows + columns + 2 * rank)
     forward = asked(layout, flops, moved=moved, launches=2)
@@ -346,8 +353,11 @@ def adapter_products(layout: Layout, name: str) -> Work:
 def adapter_elementwise(layout: Layout, name: str) -> Work:
     """What PEFT does around those products: copy, cast, dropout, scale, add."""
     rows, columns = layout.linears[name]
-    tokens, c, is_compiled = layout.tokens, layout.compute, layout.is_compiled
-    given, returned = layout.input_bytes(name), layout.output_bytes(name)
+    tokens = layout.tokens
+    c = layout.compute
+    is_compiled = layout.is_compiled
+    given = layout.input_bytes(name)
+    returned = layout.output_bytes(name)
     scale = asked(layout, moved=tokens * 2 * c * columns, launches=1)
     add = asked(layout, moved=tokens * (2 * returned + c) * columns, launches=1)
     merge = asked(layout, moved=tokens * 3 * given * rows, launches=1)
@@ -403,7 +413,8 @@ def _cast(layout: Layout, width: int, element: Sizes) -> Work:
 
 def norm(layout: Layout, width: int) -> Work:
     """A root-mean-square norm; transformers' own is a chain of fp32 operations."""
-    s, c = layout.stream, layout.compute
+    s = layout.stream
+    c = layout.compute
     elements = layout.tokens * width
     casts = 2.0 * (s != FP32_BYTES)
     cast_bytes = casts * (s + FP32_BYTES)
@@ -440,7 +451,8 @@ def attention(layout: Layout) -> Work:
         asked(layout, products / 2, moved=moved, launches=1),
         asked(layout, products / 2 * 2.5, moved=2 * moved, launches=3),
     )
-    score_bytes, score_launches = (32 * scores, 36 * scores), (9.0, 12.0)
+    score_bytes = (32 * scores, 36 * scores)
+    score_launches = (9.0, 12.0)
     walked = layout.kind.walked
     if walked is not None and walked.score_bytes and walked.score_launches:
         score_bytes = rows * walked.score_bytes[0], rows * walked.score_bytes[1]
@@ -452,14 +464,17 @@ def attention(layout: Layout) -> Work:
     # sdpa under the mask that keeps packed examples apart: the memory-efficient kernel over all
     # scores, which reads the mask for each head; keys and values repeated for grouped heads; truth
     # values become what is added to the scores.
-    c, flops = layout.compute, products * MASKED_SLOWNESS
+    c = layout.compute
+    flops = products * MASKED_SLOWNESS
     more = 2 * c * layout.tokens * (layout.queries + layout.keys)
-    mask, added = c * scores, rows * (1 + c)
+    mask = c * scores
+    added = rows * (1 + c)
     masked = (
         asked(layout, flops, moved=moved + more + mask + added, launches=6),
         asked(layout, flops * 2.5, moved=2 * moved + more + mask, launches=5),
     )
-    is_eager, is_masked = layout.is_eager_attention, layout.is_masked
+    is_eager = layout.is_eager_attention
+    is_masked = layout.is_masked
     return np.asarray(
         np.stack(written) * is_eager
         + np.stack(masked) * is_masked
@@ -477,7 +492,8 @@ def attention_casts(layout: Layout) -> Work:
 def activation(layout: Layout) -> Work:
     """The gate of the feed-forward part."""
     elements = layout.tokens * layout.inner
-    y, c = elements * layout.projected, elements * layout.compute
+    y = elements * layout.projected
+    c = elements * layout.compute
     return _fused(
         layout,
         eager=((5 * y, 2), (9 * y, 3)),

@@ -99,14 +99,17 @@ class Layers:
     @property
     def weights(self) -> float:
         """Of one layer's matrices."""
-        of_linears = sum(rows * columns for rows, columns in self.linears.values())
-        return of_linears + sum(p.groups * p.rows * p.columns for p in self.products)
+        return self._linear_weights + sum(p.groups * p.rows * p.columns for p in self.products)
 
     @property
     def frozen_weights(self) -> float:
         """Of one layer, those that a token is multiplied with."""
-        of_linears = sum(rows * columns for rows, columns in self.linears.values())
-        return of_linears + sum(p.rows_per_token * p.rows * p.columns for p in self.products)
+        routed = sum(p.rows_per_token * p.rows * p.columns for p in self.products)
+        return self._linear_weights + routed
+
+    @property
+    def _linear_weights(self) -> int:
+        return sum(rows * columns for rows, columns in self.linears.values())
 
 
 def layers_of(model: ModelSpec) -> tuple[Layers, ...] | InputError:
@@ -127,8 +130,18 @@ def _known(model: ModelSpec) -> tuple[Layers, ...] | None:
         return None
     kind = model.model_type
     queries = linears["o_proj"][0]
-    together = linears.get("qkv_proj", (0, 0))[1]
-    keys = (together - queries) // 2 if together else linears["k_proj"][1]
+    if "qkv_proj" in linears:
+        keys = (linears["qkv_proj"][1] - queries) // 2
+    else:
+        keys = linears["k_proj"][1]
+    norms = [model.hidden_size] * 2
+    if kind in FOUR_NORM_TYPES:
+        norms *= 2
+    if kind in HEAD_NORM_TYPES:
+        norms.append(queries + keys)
+    last = None
+    if kind not in LAST_NORM_TYPES:
+        last = "down_proj"
     layers = Layers(
         count=model.hidden_layers,
         linears=linears,
@@ -136,16 +149,17 @@ def _known(model: ModelSpec) -> tuple[Layers, ...] | None:
         queries=queries,
         keys=keys,
         inner=linears["down_proj"][0],
-        norms=(model.hidden_size,) * (4 if kind in FOUR_NORM_TYPES else 2)
-        + (queries + keys,) * (kind in HEAD_NORM_TYPES),
-        last=None if kind in LAST_NORM_TYPES else "down_proj",
+        norms=tuple(norms),
+        last=last,
     )
     return (layers,)
 
 
 @cache
 def _shipped() -> Mapping[str, Any]:
-    return dict(json.loads(SHIPPED.read_text(encoding="utf-8"))) if SHIPPED.is_file() else {}
+    if not SHIPPED.is_file():
+        return {}
+    return dict(json.loads(SHIPPED.read_text(encoding="utf-8")))
 
 
 def _path(model: ModelSpec) -> Path:
@@ -178,25 +192,33 @@ def from_json(kinds: Sequence[Mapping[str, Any]]) -> tuple[Layers, ...]:
 
 
 def _kind(values: Mapping[str, Any]) -> Layers:
-    products = tuple(Product(*each) for each in values["products"])
-    linears = {name: (rows, columns) for name, (rows, columns) in values["linears"].items()}
+    products = tuple(Product(*product) for product in values["products"])
     hidden = values["hidden"]
+    linears: dict[str, tuple[int, int]] = {}
     # What brings a token back to the stream, but attention, is the second half of a gated block.
-    inner = sum(
-        rows
-        for name, (rows, columns) in linears.items()
-        if columns == hidden and name.partition(".")[0] not in values["attention"]
-    )
-    inner += sum(int(p.rows_per_token * p.rows) for p in products if p.columns == hidden)
-    scores, launches = values["score_bytes"], values["score_launches"]
+    inner = 0
+    for name, (rows, columns) in values["linears"].items():
+        linears[name] = (rows, columns)
+        if columns == hidden and name.partition(".")[0] not in values["attention"]:
+            inner += rows
+    for product in products:
+        if product.columns == hidden:
+            inner += int(product.rows_per_token * product.rows)
     queries = round(values["queries"])
+    keys = values["keys"]
+    score_bytes: tuple[float, float] | None = None
+    score_launches: tuple[float, float] | None = None
+    if values["score_bytes"]:
+        score_bytes = tuple(values["score_bytes"])
+        score_launches = tuple(values["score_launches"])
+        # Scores are written out, and the keys repeated for each head before.
+        keys = queries
     return Layers(
         count=values["layers"],
         linears=linears,
         heads=values["heads"],
         queries=queries,
-        # Written out, they are repeated for each head before.
-        keys=queries if scores else values["keys"],
+        keys=keys,
         inner=inner,
         norms=tuple(values["norms"]),
         products=products,
@@ -205,7 +227,7 @@ def _kind(values: Mapping[str, Any]) -> Layers:
         walked=Walked(
             bytes_per_token=tuple(values["bytes"]),
             launches=tuple(values["launches"]),
-            score_bytes=tuple(scores) if scores else None,
-            score_launches=tuple(launches) if launches else None,
+            score_bytes=score_bytes,
+            score_launches=score_launches,
         ),
     )

@@ -8,10 +8,12 @@ catalogue says. In logarithms the model is nearly straight and its uncertainty i
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from operator import itemgetter
 from typing import Literal
 
 import numpy as np
@@ -19,6 +21,7 @@ from numpy.typing import NDArray
 
 from qlora_sweep.search_spaces.config import TrialConfig
 from qlora_sweep.search_spaces.errors import InputError
+from qlora_sweep.search_spaces.estimates import Estimate
 from qlora_sweep.search_spaces.gpus import GpuSpec
 from qlora_sweep.search_spaces.models import ModelSpec
 from qlora_sweep.sweep.predict.on_texts import ShapesOnTexts, full_rows, tokens_per_step
@@ -113,7 +116,7 @@ def in_order(calibration: Calibration | None) -> Array:
     """Return factors in the order of `FACTORS`; the catalogue's rates where there are none."""
     if calibration is None:
         return np.ones(len(FACTORS))
-    return np.array([calibration.factors[factor] for factor in FACTORS])
+    return np.array(list(map(calibration.factors.__getitem__, FACTORS)))
 
 
 def calibrate(
@@ -127,8 +130,8 @@ def calibrate(
         gpu: the GPU they were measured on.
     """
     assert observations, "calibrating needs trials"
-    configs = [config for config, _ in observations]
-    measured = np.array([seconds for _, seconds in observations])
+    configs = list(map(itemgetter(0), observations))
+    measured = np.array(list(map(itemgetter(1), observations)))  # (trials,)
     steps = StepPhases.of(configs, model=model, gpu=gpu)
     means, spread = prior_of(gpu)
     of_type = type_spreads(configs, model=model, gpu=gpu).max()
@@ -183,7 +186,7 @@ def factor_covariance(gpu: GpuSpec) -> Array:
     known = {**FACTOR_SPREAD, "launch": gpu.speed.host}
     if gpu.measured_8bit:
         known["eight_bit"] = known["matmul"]
-    spreads = np.array([known[factor] for factor in FACTORS])
+    spreads = np.array(list(map(known.__getitem__, FACTORS)))
     return np.diag(spreads**2) + _of_gpu(gpu)
 
 
@@ -194,7 +197,7 @@ def _of_gpu(gpu: GpuSpec) -> Array:
 
 def _of_all_terms(variance: float) -> Array:
     """Return the covariance that all of the GPU's terms have by what they are off by together."""
-    on_gpu = np.array([float(factor in TERMS) for factor in FACTORS])
+    on_gpu = np.isin(FACTORS, TERMS).astype(float)  # (factors,)
     return np.asarray(variance * np.outer(on_gpu, on_gpu))
 
 
@@ -204,7 +207,8 @@ def type_spreads(configs: Sequence[TrialConfig], *, model: ModelSpec, gpu: GpuSp
     kinds = layers_of(model)
     if isinstance(kinds, InputError) or kinds[0].walked is None:
         return np.zeros(len(configs))
-    if not any(product.is_routed for kind in kinds for product in kind.products):
+    products = itertools.chain.from_iterable(kind.products for kind in kinds)
+    if not any(product.is_routed for product in products):
         return np.full(len(configs), TYPE_SPREAD)
     is_grouped = [has_grouped_kernel(config, gpu) for config in configs]
     return np.where(is_grouped, EXPERTS_SPREAD, LOOPED_SPREAD)
@@ -246,20 +250,20 @@ class SpeedPrediction:
     """Files of others that it goes by as well, and their trials."""
 
     @property
-    def step_seconds_range(self) -> tuple[float, float]:
-        """Between what nine in ten of such steps take."""
+    def step_estimate(self) -> Estimate:
+        """The step's seconds, between what nine in ten of such steps take."""
         return within(self.step_seconds, self.log_spread)
 
     @property
-    def tokens_per_second_range(self) -> tuple[float, float]:
-        """Between what nine in ten of such speeds are."""
+    def speed_estimate(self) -> Estimate:
+        """Tokens per second, between what nine in ten of such speeds are."""
         return within(self.tokens_per_second, self.log_spread)
 
 
-def within(value: float, log_spread: float) -> tuple[float, float]:
-    """Return the ends of what nine in ten are between, of a log-normal number around ``value``."""
+def within(value: float, log_spread: float) -> Estimate:
+    """Return a log-normal number around ``value``, with what nine in ten are between."""
     factor = math.exp(NINE_IN_TEN * log_spread)
-    return value / factor, value * factor
+    return Estimate(value, value / factor, value * factor)
 
 
 class StepTimes:
@@ -289,19 +293,30 @@ class StepTimes:
         calibration: Calibration | None = None,
         evidence: Contributed | Literal["kept"] | None = "kept",
     ) -> None:
-        self._model, self._gpu, self._calibration = model, gpu, calibration
+        self._model = model
+        self._gpu = gpu
+        self._calibration = calibration
         self.evidence = contributed_speed(gpu.name) if evidence == "kept" else evidence
         # What is predicted is full rows; a step on texts takes some part of their seconds.
         self._full = full_rows(configs, shapes)
         self.phases = StepPhases.of(self._full, model=model, gpu=gpu)
-        self._means = np.zeros(len(FACTORS)) if self.evidence is None else self.evidence.mean
-        self._factors = np.exp(self._means) if calibration is None else in_order(calibration)
-        self._full_seconds = self.phases.seconds(self._factors)
+        self._means = np.zeros(len(FACTORS))
+        if self.evidence is not None:
+            self._means = self.evidence.mean
+        self._factors = np.exp(self._means)
+        if calibration is not None:
+            self._factors = in_order(calibration)
+        self._full_seconds = self.phases.seconds(self._factors)  # (configurations,)
         self.is_known = ~np.isnan(self._full_seconds)
-        parts = (1.0 if shapes is None else shapes.of(config).seconds for config in configs)
-        self._in_trainer = [factors_of(config) for config in configs]
-        longer = [1.0 if of is None else of.seconds for of in self._in_trainer]
-        self._part: Array = np.fromiter(parts, float, len(configs)) * longer
+        self._part = np.ones(len(configs))  # (configurations,)
+        self._trainer_spread = np.zeros(len(configs))  # (configurations,)
+        for row, config in enumerate(configs):
+            if shapes is not None:
+                self._part[row] = shapes.of(config).seconds
+            factors = factors_of(config)
+            if factors is not None:
+                self._part[row] *= factors.seconds
+                self._trainer_spread[row] = factors.log_spread
         self.seconds = self._full_seconds * self._part
         """Of each step, accumulation included."""
         self.tokens_per_second = tokens_per_step(configs, shapes) / self.seconds
@@ -316,29 +331,37 @@ class StepTimes:
         Of packed rows attention's share is unsure beside that, so are 8-bit products where no
         training in such was measured, and a step of several GPUs.
         """
-        known, slopes = self._gpu.speed, self.phases.log_slopes(self._factors)
-        attention, eight_bit = (slopes[:, FACTORS.index(f)] for f in ("attention", "eight_bit"))
-        masks = np.array([_attention_doubt(config) for config in self._full], np.float64)
+        # Arrays are (configurations,), but for the slopes: (configurations, factors).
+        slopes = self.phases.log_slopes(self._factors)
         is_shared = np.array([config.data_parallel > 1 for config in self._full])
         if self._calibration is not None and self._calibration.covariance is not None:
             within_it = _spread_by(slopes, self._calibration.covariance) + self.own_spread**2
         else:
-            unseen = 0.0 if self._gpu.measured_8bit else EIGHT_BIT_SPREAD
             within_it = _spread_by(slopes, _of_gpu(self._gpu)) + self.own_spread**2
-            within_it = within_it + (eight_bit * unseen) ** 2
+            if not self._gpu.measured_8bit:
+                eight_bit = slopes[:, FACTORS.index("eight_bit")]
+                within_it = within_it + (eight_bit * EIGHT_BIT_SPREAD) ** 2
             if self.evidence is not None:
                 contributed = _spread_by(slopes, self.evidence.spread) + self.own_spread**2
                 within_it = np.minimum(within_it, contributed)
         if self._calibration is None:
             within_it = within_it + self.type_spread**2
-        own = np.array([0.0 if of is None else of.log_spread for of in self._in_trainer])
-        beside = (attention * masks / NINE_IN_TEN) ** 2 + (known.shared * is_shared) ** 2
-        return np.asarray(np.sqrt(within_it + beside + own**2))
+        beside = self._attention_spread**2 + (self._gpu.speed.shared * is_shared) ** 2
+        return np.asarray(np.sqrt(within_it + beside + self._trainer_spread**2))
+
+    @cached_property
+    def _attention_spread(self) -> Array:
+        """How far each step may be off because rows are packed, one standard deviation.
+        (configurations,)"""
+        slopes = self.phases.log_slopes(self._factors)
+        doubts = np.array(list(map(_attention_doubt, self._full)), float)
+        return np.asarray(slopes[:, FACTORS.index("attention")] * doubts / NINE_IN_TEN)
 
     @cached_property
     def own_spread(self) -> Array:
         """Standard deviation of what in that is each step's own; a ratio of two has both."""
-        known, host = self._gpu.speed, self.host_shares
+        known = self._gpu.speed
+        host = self.host_shares
         if self._calibration is not None and self._calibration.covariance is not None:
             return np.full(len(host), STEP_NOISE)
         pairs = np.array([known.pairs * config.is_on_pairs for config in self._full])
@@ -361,12 +384,12 @@ class StepTimes:
         """
         slopes = self.phases.log_slopes(self._factors)
         of_factors = slopes @ np.linalg.cholesky(prior_of(self._gpu)[1])
-        doubts = np.array([_attention_doubt(config) for config in self._full])
-        attention = slopes[:, FACTORS.index("attention")] * doubts / NINE_IN_TEN
-        apart = [(config.data_parallel, config.sharding) for config in self._full]
-        ways = sorted({way for way in apart if way[0] > 1})
-        together = [[self._gpu.speed.shared * (way == own) for way in ways] for own in apart]
-        columns = [of_factors, attention[:, None], np.reshape(together, (len(apart), len(ways)))]
+        columns = [of_factors, self._attention_spread[:, None]]
+        ways = [(config.data_parallel, config.sharding) for config in self._full]
+        for way in sorted(set(ways)):
+            if way[0] > 1:
+                is_way = np.array([own == way for own in ways])
+                columns.append(self._gpu.speed.shared * is_way[:, None])
         return np.hstack(columns)
 
     @cached_property
@@ -379,7 +402,8 @@ class StepTimes:
     def host_shares(self) -> Array:
         """By how much the log seconds of each step rise with the host's, between a fast host and a
         slow one: what hardly waits for a usual host may wait for a slow one."""
-        slow, fast = np.array(self._factors), np.array(self._factors)
+        slow = np.array(self._factors)
+        fast = np.array(self._factors)
         slow[_LAUNCH] *= math.exp(HOSTS_APART)
         fast[_LAUNCH] *= math.exp(-HOSTS_APART)
         ratio = self.phases.seconds(slow) / self.phases.seconds(fast)
@@ -400,11 +424,21 @@ class StepTimes:
         if not self.is_known[row]:
             return InputError(str(refusal(self._full[row], model=self._model, gpu=self._gpu)))
         *of_gpu, launch, _ = self._factors
-        parts = self.phases.compute[row], self.phases.memory[row]
-        compute, memory = ((part * of_gpu).sum() for part in parts)
-        bottleneck: Bottleneck = "bandwidth" if memory > compute else "compute"
+        compute = (self.phases.compute[row] * of_gpu).sum()
+        memory = (self.phases.memory[row] * of_gpu).sum()
+        bottleneck: Bottleneck = "compute"
         if self.phases.launch[row].sum() * launch > compute + memory:
             bottleneck = "launch"
+        elif memory > compute:
+            bottleneck = "bandwidth"
+        basis: Literal["predicted", "calibrated"] = "predicted"
+        trials = 0
+        if self._calibration is not None:
+            basis = "calibrated"
+            trials = self._calibration.trials
+        contributed = (0, 0)
+        if self.evidence is not None:
+            contributed = (self.evidence.files, self.evidence.trials)
         flops = self.phases.model_flops[row] / self._full_seconds[row]
         return SpeedPrediction(
             step_seconds=float(self.seconds[row]),
@@ -412,10 +446,10 @@ class StepTimes:
             bottleneck=bottleneck,
             flops_utilization=float(flops / self.phases.peak_flops[row]),
             terms=dict(zip(FACTORS, self.terms[row].tolist(), strict=True)),
-            basis="predicted" if self._calibration is None else "calibrated",
+            basis=basis,
             log_spread=float(self.log_spread[row]),
-            trials=0 if self._calibration is None else self._calibration.trials,
-            contributed=(self.evidence.files, self.evidence.trials) if self.evidence else (0, 0),
+            trials=trials,
+            contributed=contributed,
         )
 
     @cached_property
@@ -428,7 +462,9 @@ class StepTimes:
     @cached_property
     def spread(self) -> Array:
         """Covariance of the factors' logarithms before anything was measured here."""
-        known = factor_covariance(self._gpu) if self.evidence is None else self.evidence.spread
+        known = factor_covariance(self._gpu)
+        if self.evidence is not None:
+            known = self.evidence.spread
         return known + _of_all_terms(self.type_spread.max(initial=0.0) ** 2)
 
     @cached_property
@@ -452,4 +488,6 @@ def _attention_doubt(config: TrialConfig) -> float:
     if config.packing != "packed" or config.attention == "eager":
         return 0.0
     # Flash attention is told where examples begin; what that saves was never measured.
-    return MASKED_DOUBT if config.attention == "sdpa" else 1.0
+    if config.attention == "sdpa":
+        return MASKED_DOUBT
+    return 1.0

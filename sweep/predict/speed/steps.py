@@ -92,7 +92,8 @@ GROUPED_KERNEL = (9, 10)
 """Major compute capabilities that have a kernel for grouped products (`_grouped_mm_cuda` of torch
 2.13); others multiply by one expert's matrix after another."""
 Rows = NDArray[np.intp] | slice
-_LAUNCH, _OVERHEAD = len(TERMS), len(TERMS) + 1
+_LAUNCH = len(TERMS)
+_OVERHEAD = len(TERMS) + 1
 """Where the host's part and the fixed part are in what has a column for each factor."""
 _STRETCHES = 2
 
@@ -180,7 +181,8 @@ class StepPhases:
 
         A step's time is homogeneous in the factors, so these times the factors are the step itself.
         """
-        card, host = self.device @ factors[:_LAUNCH], self.launch * factors[_LAUNCH]
+        card = self.device @ factors[:_LAUNCH]
+        host = self.launch * factors[_LAUNCH]
         whole = overlapped(card, host)
         card, host = (
             np.divide(part, whole, out=np.zeros_like(whole), where=whole != 0.0)
@@ -303,7 +305,8 @@ def _gathering_seconds(layout: Layout, rate: float, *, backward: Sizes) -> Sizes
     While a layer computes the next one is on its way, so that a pass takes as long as the slower of
     the two; the first layer's way, and the head's and the embedding's, hide behind nothing.
     """
-    gpus, layers = layout.gpus, layout.layers
+    gpus = layout.gpus
+    layers = layout.layers
     missing = (gpus - 1.0) / gpus / rate
     weights = sum(kind.count * kind.weights for kind in layout.kinds) / layers
     layer = weights * np.where(layout.is_4bit, 0.5, layout.compute) * missing
@@ -338,7 +341,8 @@ def micro_batches(layouts: Sequence[Layout]) -> Work:
 
 def _layers(layout: Layout) -> Work:
     """Return what all decoder layers of a kind ask."""
-    count, last = layout.kind.count, layout.kind.last
+    count = layout.kind.count
+    last = layout.kind.last
     (reference, _), (forward, backward) = _layer(layout)
     # Recomputation stops at the last tensor that backward needs. Without an adapter on it the last
     # linear layer keeps nothing, so it is not done again, unless the layer is one compiled graph.
@@ -449,7 +453,8 @@ def _written_loss(layout: Layout) -> Work:
 
 def _fused_loss(layout: Layout) -> Work:
     """Logits by chunks of about the hidden states' size; the gradient takes the logits' place."""
-    tokens, vocabulary = layout.tokens, layout.model.vocab_size
+    tokens = layout.tokens
+    vocabulary = layout.model.vocab_size
     chunks = np.minimum(tokens, math.ceil(vocabulary / layout.hidden))
     # The frozen head is cast for each of a chunk's two products.
     casts: Work = _head_cast(layout) * (2 * chunks)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from qlora_sweep.search_spaces.gpus import GIB, find_gpu
+from qlora_sweep.search_spaces.gpus import GIB
 from qlora_sweep.search_spaces.models import ModelSpec
 from qlora_sweep.search_spaces.prices import Offer
 from qlora_sweep.sweep.predict.forecast import NO_EVIDENCE, Evidence, Forecaster
 from tests.sweep.imagined_memory import ImaginedPredictor
 from tests.sweep.imagined_study import MISTRAL
+from tests.sweep.predict.forecasters import forecaster_on
 
 
 def a_forecaster(
@@ -20,11 +21,10 @@ def a_forecaster(
     predictor: ImaginedPredictor | None = None,
     evidence: Evidence = NO_EVIDENCE,
 ) -> Forecaster:
-    card = find_gpu(gpu)
-    return Forecaster(
-        model=model,
-        gpu=card,
-        budget_bytes=card.budget_bytes if budget_gib is None else int(budget_gib * GIB),
+    return forecaster_on(
+        gpu,
+        model,
+        budget_bytes=None if budget_gib is None else int(budget_gib * GIB),
         predictor=predictor or ImaginedPredictor(),
         evidence=evidence,
     )

@@ -34,6 +34,7 @@ from qlora_sweep.sweep.predict.memory.prediction import Fit
 from qlora_sweep.sweep.predict.memory.predictor import MemoryPredictor, TracingPredictor
 from qlora_sweep.sweep.predict.memory.profile_store import Tracer, TracingChildren
 from qlora_sweep.sweep.predict.on_texts import ShapesOnTexts
+from tests.sweep.predict.forecasters import forecaster_on
 
 BASES = ("nf4", "none", "int8", "fp8")
 SHARES = tuple(eighth / 8 for eighth in range(9))
@@ -119,9 +120,7 @@ def forecaster_of(
     predictor: MemoryPredictor = TracingPredictor(
         model, cache_dir=cache, compute_capability=gpu.compute_capability, tracer=tracer
     )
-    return Forecaster(
-        model=model, gpu=gpu, budget_bytes=gpu.budget_bytes, predictor=predictor, shapes=shapes
-    )
+    return forecaster_on(gpu.name, model, predictor=predictor, shapes=shapes)
 
 
 def typed(answer: TrialConfig, batches: Sequence[int]) -> Iterator[list[TrialConfig]]:

@@ -268,7 +268,7 @@ def test_each_change_turns_one_knob_and_every_knob_that_matters_is_turned() -> N
     changes = what_ifs(a_forecaster().expect(RECIPE))
     for change in changes:
         assert set(change.forecast.config.changes_from(RECIPE)) == {change.key}
-        assert change.forecast.broken is None
+        assert change.forecast.violation is None
     assert {change.key for change in changes} == set(KNOBS) - UNTURNED
     assert len({change.forecast.config for change in changes}) == len(changes)
 

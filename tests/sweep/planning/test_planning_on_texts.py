@@ -43,6 +43,7 @@ from tests.reports.synthetic import definition, fits, snapshot
 from tests.sweep.imagined_memory import ImaginedPredictor
 from tests.sweep.imagined_study import MISTRAL, a_snapshot
 from tests.sweep.planning.imagined import an_offer
+from tests.sweep.predict.forecasters import forecaster_on
 from tests.sweep.predict.predicted_steps import predict_step
 from tests.sweep.prepared_texts import a_summary
 
@@ -59,12 +60,10 @@ def shapes(rows: Any = ROWS) -> ShapesOnTexts:
 def a_forecaster(rows: Any = ROWS, **changes: Any) -> Forecaster:
     values: dict[str, Any] = {
         "model": MISTRAL,
-        "gpu": A10,
-        "budget_bytes": A10.budget_bytes,
         "predictor": ImaginedPredictor(),
         "shapes": shapes(rows),
     }
-    return Forecaster(**(values | changes))
+    return forecaster_on("a10", **(values | changes))
 
 
 def test_a_cell_is_the_fastest_of_its_size_though_larger_batches_may_be_slower() -> None:
@@ -159,7 +158,7 @@ def test_the_speed_is_what_is_predicted_of_the_configuration_on_that_card() -> N
     speed = study(record).target_speed(record)
     assert speed.basis == "predicted"
     assert speed.tokens_per_second == pytest.approx(expected.tokens_per_second)
-    assert (speed.low, speed.high) == pytest.approx(expected.tokens_per_second_range)
+    assert (speed.low, speed.high) == pytest.approx(expected.speed_estimate.ends)
 
 
 def test_a_configuration_has_one_interval_wherever_it_is_shown() -> None:

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from qlora_sweep.search_spaces.config import TrialConfig
-from qlora_sweep.search_spaces.gpus import find_gpu
 from qlora_sweep.search_spaces.models import load_model_spec
 from qlora_sweep.sweep.planning.survey import survey
 from qlora_sweep.sweep.predict.forecast import Forecaster
@@ -27,6 +26,7 @@ from tests.sweep.planning.questions import (
     space_of,
 )
 from tests.sweep.planning.test_planning_on_texts import shapes
+from tests.sweep.predict.forecasters import forecaster_on
 
 LEAN = {"upcast_fp32": False, "kernels": "fused-loss", "expandable_segments": True}
 
@@ -34,9 +34,9 @@ LEAN = {"upcast_fp32": False, "kernels": "fused-loss", "expandable_segments": Tr
 def imagining(
     asked: Asked, *, budget_gib: float, on_texts: ShapesOnTexts | None = None
 ) -> Forecaster:
-    return Forecaster(
-        model=load_model_spec(asked.model),
-        gpu=find_gpu(asked.gpu),
+    return forecaster_on(
+        asked.gpu,
+        load_model_spec(asked.model),
         budget_bytes=int(budget_gib * 2**30),
         predictor=ImaginedPredictor(),
         shapes=on_texts,

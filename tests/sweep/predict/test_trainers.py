@@ -8,13 +8,14 @@ import statistics
 import pytest
 
 from qlora_sweep.search_spaces.config import TrialConfig, parse_config
-from qlora_sweep.search_spaces.gpus import GIB, find_gpu
+from qlora_sweep.search_spaces.gpus import GIB
 from qlora_sweep.sweep.predict.forecast import Forecaster
 from qlora_sweep.sweep.predict.memory.peaks import KNOWN_PARTS
 from qlora_sweep.sweep.predict.memory.predictor import TracingPredictor
 from qlora_sweep.sweep.predict.speed.predictor import NINE_IN_TEN
 from qlora_sweep.sweep.predict.trainers import UNSLOTH, Factors, for_memory
 from tests.sweep.imagined_study import MISTRAL
+from tests.sweep.predict.forecasters import forecaster_on
 from tests.sweep.predict.rows import Row, read_rows
 
 ROWS: list[Row] = read_rows("unsloth_h200.jsonl")
@@ -25,8 +26,7 @@ def forecaster(profile_cache, tracing_child) -> Forecaster:  # type: ignore[no-u
     predictor = TracingPredictor(
         MISTRAL, cache_dir=profile_cache, compute_capability=(9, 0), tracer=tracing_child
     )
-    gpu = find_gpu("h200")
-    return Forecaster(model=MISTRAL, budget_bytes=gpu.budget_bytes, gpu=gpu, predictor=predictor)
+    return forecaster_on("h200", MISTRAL, predictor=predictor)
 
 
 def _config(row: Row) -> TrialConfig:
@@ -71,7 +71,7 @@ def test_a_measured_step_of_unsloth_is_predicted_with_its_interval(
     assert found.memory is not None
     peak = found.memory.peak_allocated_bytes
     assert row["peak_allocated_gib"] * GIB == pytest.approx(peak, rel=found.memory.uncertainty)
-    low, high = found.tokens_per_second_range or (0.0, 0.0)
+    low, high = found.speed_estimate.ends
     assert low <= row["tokens_per_second"] <= high
 
 

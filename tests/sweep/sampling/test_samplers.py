@@ -240,6 +240,7 @@ class Foresight:
         seconds *= [self.speed_off(config) for config in configs]
         log_seconds = -np.log(seconds) if self.is_reversed else np.log(seconds)
         return forecasts(
+            configs,
             physics=OneFactor(log_seconds),
             peak_bytes=np.array([float(peak_bytes(c)) for c in configs]) * self.memory_off,
             uncertainty=np.full(len(configs), 0.015),

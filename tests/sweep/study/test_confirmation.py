@@ -330,7 +330,7 @@ def test_what_runs_out_in_its_soak_loses_and_what_is_larger_is_not_tried(tmp_pat
         with a_grid(tmp_path, **(SPACE | {"fixed": LARGER["fixed"] | {"lora_rank": 8}})) as study:
             drive(study, runner, forecaster=forecaster)
             ranking = ranking_of(study)
-        assert forecaster.ruled_out(larger) is not None
+        assert forecaster.verdict_unpredicted(larger) is not None
     assert soaked(runner) == [10, 8]
     assert ranking.winner.config.micro_batch_size == 8
     assert ranking.is_confirmed

@@ -73,7 +73,7 @@ def measured_at(share: float, *, compile: bool = False) -> TrialRecord:
 
 def test_memory_that_nothing_predicts_is_left_to_the_device() -> None:
     forecast = a_forecaster().expect(batch(1000))
-    assert (forecast.broken, forecast.memory, forecast.record) == (None, None, None)
+    assert (forecast.violation, forecast.memory, forecast.record) == (None, None, None)
     assert forecast.refusal is None
 
 

@@ -95,7 +95,8 @@ class _GatedProduct(torch.autograd.Function):
     def forward(
         ctx: Any, gate: torch.Tensor, up: torch.Tensor, products: str | None = None
     ) -> torch.Tensor:
-        gate, up = gate.contiguous(), up.contiguous()
+        gate = gate.contiguous()
+        up = up.contiguous()
         ctx.products = products
         if products is None:
             ctx.save_for_backward(gate, up)
@@ -184,7 +185,8 @@ def _patch_layers(model: Any) -> None:
         if products is None:
             return self.down_proj(_GatedProduct.apply(self.gate_proj(x), self.up_proj(x)))
         # The compiled program holds both until the last layer is done (H200, within 0.4 %).
-        gate, up = self.gate_proj(x), self.up_proj(x)
+        gate = self.gate_proj(x)
+        up = self.up_proj(x)
         return self.down_proj(_GatedProduct.apply(gate, up, products))
 
     def fused_gated(self: Any, x: torch.Tensor) -> torch.Tensor:
@@ -237,7 +239,8 @@ def _multiplied_when_compiled(
     left: torch.Tensor, _: object, right: torch.Tensor, __: object
 ) -> torch.Tensor:
     """What reads a product of `torch._int_mm` scales it too, so that its 32 bits live till then."""
-    rows, columns = len(left), len(right)
+    rows = len(left)
+    columns = len(right)
     held = 2 * columns if left.dtype == torch.int8 else columns
     return torch.empty(rows, held, dtype=torch.bfloat16, device="meta")[:, :columns]
 

@@ -8,10 +8,11 @@ weights and other types add is known by the shapes of the linear layers (`sweep.
 from __future__ import annotations
 
 import contextlib
-import math
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -63,8 +64,8 @@ _PICKING = frozenset(
     {_aten.index, _aten.index_select, _aten.gather, _aten.embedding, _aten.take_along_dim}
 )
 """Operators that read as much of their first argument as they return."""
-_TOKEN, _SCORE = "bs", "bss"
-_PASSES = ("forward", "backward")
+_TOKEN = "bs"
+_SCORE = "bss"
 
 
 @dataclass
@@ -100,7 +101,7 @@ class Recorder(Ledger):
 
     def __init__(self, symbols: Symbols, base: torch.nn.Module, *, layers: int) -> None:
         super().__init__(
-            ignored=[*base.parameters(), *base.buffers()],
+            ignored=list(itertools.chain(base.parameters(), base.buffers())),
             layers=layers,
             is_odd=symbols.is_unexplained,
         )
@@ -130,10 +131,13 @@ class Recorder(Ledger):
             yield
 
     def _enter(self, name: str, module: Any, args: tuple[torch.Tensor, ...]) -> None:
-        columns = module.nf if isinstance(module, Conv1D) else module.out_features
+        if isinstance(module, Conv1D):
+            columns = module.nf
+        else:
+            columns = module.out_features
         inputs = args[0].shape[-1]
         rows = self._per_token(args[0].numel() // inputs)
-        is_new = name not in {known for known, *_ in self._now.linears}
+        is_new = name not in map(itemgetter(0), self._now.linears)
         if rows == 1.0 and is_new:
             self._now.linears.append((name, inputs, columns))
             self._linear = name
@@ -148,7 +152,8 @@ class Recorder(Ledger):
     @contextlib.contextmanager
     def attending(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Iterator[None]:
         """Note one call of a fused attention; its own operators are not."""
-        heads, groups = q.shape[1], k.shape[1]
+        heads = q.shape[1]
+        groups = k.shape[1]
         width = (q.shape[-1] + v.shape[-1]) // 2
         self._begin_scores()
         self._now.attention.append((heads, heads * width, groups * width))
@@ -168,10 +173,10 @@ class Recorder(Ledger):
         returned = [t for t in _tensors(result) if t.is_meta]
         if func.overloadpacket in _NO_KERNEL or not returned or _is_view(func, args, returned):
             return
-        read = [*_tensors(args)]
+        read = list(_tensors(args))
         if func.overloadpacket in _PICKING:
-            read = [returned[0], *read[1:]]
-        moved = [self._symbols.polynomial(_size(tensor)) for tensor in (*read, *returned)]
+            read[0] = returned[0]
+        moved = [self._symbols.polynomial(_size(tensor)) for tensor in read + returned]
         self._now.since_linear.append(str(func.overloadpacket))
         per_score = sum(size.get(_SCORE, 0) for size in moved)
         if per_score:
@@ -182,18 +187,24 @@ class Recorder(Ledger):
         self._now.launches += 1
 
     def _note_product(self, func: Any, args: tuple[Any, ...]) -> None:
-        left, right = args[0], args[1]
-        rows, inner, columns = left.shape[-2], left.shape[-1], right.shape[-1]
-        groups = 1 if right.ndim == 2 else right.shape[0]
+        left = args[0]
+        right = args[1]
+        rows, inner = left.shape[-2:]
+        columns = right.shape[-1]
+        groups = 1
+        if right.ndim != 2:
+            groups = right.shape[0]
         # Each row of a grouped product goes by one of the matrices, of a batched one by its own.
-        all_rows = rows if left.ndim == 2 else rows * groups
+        all_rows = rows
+        if left.ndim != 2:
+            all_rows *= groups
         flops = self._symbols.polynomial(2 * all_rows * inner * columns)
         if _SCORE in flops:
             self._begin_scores()
             self._now.score_flops += flops[_SCORE]
-            sizes = map(self._symbols.polynomial, map(_size, (left, right)))
-            written = self._symbols.polynomial(all_rows * columns * left.element_size())
-            self._now.score_bytes += sum(size.get(_SCORE, 0) for size in (*sizes, written))
+            written = all_rows * columns * left.element_size()
+            for size in (_size(left), _size(right), written):
+                self._now.score_bytes += self._symbols.polynomial(size).get(_SCORE, 0)
             self._now.score_launches += 1
         elif self._linear is None:
             self._now.since_linear.append(str(func.overloadpacket))
@@ -215,8 +226,11 @@ def _of_token(size: Polynomial) -> float:
 
 def _size(tensor: torch.Tensor) -> int:
     """Return the bytes of a tensor; what is repeated by its strides is read once."""
-    repeated = [n for n, step in zip(tensor.shape, tensor.stride(), strict=True) if step == 0]
-    return tensor.numel() * tensor.element_size() // math.prod(n for n in repeated if n)
+    size = tensor.numel() * tensor.element_size()
+    for length, stride in zip(tensor.shape, tensor.stride(), strict=True):
+        if stride == 0 and length:
+            size //= length
+    return size
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:
@@ -272,19 +286,19 @@ def trace_layers(spec: ModelSpec, *, attention: Attention) -> list[dict[str, Any
         raise Untraceable(f"{module_at_fault(error, base)}: {line_of(error)}") from error
     has_all_linear = _has_all_linear(base, spec)
     kinds: list[dict[str, Any]] = []
+    counts: list[int] = []
     for position in part.positions:
-        forward, backward = (recorder.passes[f"{name} {position}"] for name in _PASSES)
-        kind = {
-            "layers": 1,
-            "hidden": spec.hidden_size,
-            "has_all_linear": has_all_linear,
-            **_kind(forward, backward),
-        }
-        same = next((k for k in kinds if {**k, "layers": 1} == kind), None)
-        if same is None:
+        forward = recorder.passes[f"forward {position}"]
+        backward = recorder.passes[f"backward {position}"]
+        kind = _kind(forward, backward)
+        kind["hidden"] = spec.hidden_size
+        kind["has_all_linear"] = has_all_linear
+        if kind not in kinds:
             kinds.append(kind)
-        else:
-            same["layers"] += 1
+            counts.append(0)
+        counts[kinds.index(kind)] += 1
+    for kind, count in zip(kinds, counts, strict=True):
+        kind["layers"] = count
     return kinds
 
 
@@ -320,25 +334,38 @@ def _has_all_linear(base: PreTrainedModel, spec: ModelSpec) -> bool:
 
 def _kind(forward: _Pass, backward: _Pass) -> dict[str, Any]:
     """Return what both passes through a layer come to."""
-    is_fused = bool(forward.attention)
-    heads, queries, keys = (
-        sum(each) for each in zip(*(forward.attention or [(0, 0, 0)]), strict=True)
-    )
-    names = [name for name, *_ in forward.linears]
+    heads = 0
+    queries: float = 0
+    keys = 0
+    for call_heads, call_queries, call_keys in forward.attention:
+        heads += call_heads
+        queries += call_queries
+        keys += call_keys
+    score_bytes = None
+    score_launches = None
+    if not forward.attention:
+        # Attention is written out.
+        queries = forward.score_flops / 4.0
+        score_bytes = [forward.score_bytes, backward.score_bytes]
+        score_launches = [forward.score_launches, backward.score_launches]
+    linears = {name: [rows, columns] for name, rows, columns in forward.linears}
+    names = list(linears)
     attending = {name.partition(".")[0] for name in names[: forward.linears_before_scores]}
     # What only is added to the stream is not kept for the backward pass.
-    adds = all("add" in name for name in forward.since_linear)
+    last = None
+    if names and all("add" in name for name in forward.since_linear):
+        last = names[-1]
     return {
-        "linears": {name: of for name, *of in forward.linears},
+        "linears": linears,
         "attention": sorted(attending),
         "norms": forward.norms,
         "products": forward.products,
         "heads": heads,
-        "queries": queries if is_fused else forward.score_flops / 4.0,
+        "queries": queries,
         "keys": keys,
-        "score_bytes": None if is_fused else [forward.score_bytes, backward.score_bytes],
-        "score_launches": None if is_fused else [forward.score_launches, backward.score_launches],
+        "score_bytes": score_bytes,
+        "score_launches": score_launches,
         "bytes": [forward.bytes, backward.bytes],
         "launches": [forward.launches, backward.launches],
-        "last": names[-1] if names and adds else None,
+        "last": last,
     }

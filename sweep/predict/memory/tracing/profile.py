@@ -28,6 +28,7 @@ import weakref
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -127,18 +128,19 @@ def _traced(spec: ModelSpec, structure: Structure) -> dict[str, Any]:
             _share_input_copies(target.base)
         walked = _walk(target, symbols, structure)
     sizes, tape_of = tapes(walked.ledger, symbols, gradients=walked.gradients)
-    matrix = coefficients(sizes, sorted({monomial for size in sizes for monomial in size}))
+    matrix = coefficients(sizes, sorted(set().union(*sizes)))
+    segments: dict[str, Any] = {}
+    for name, tape in tape_of.items():
+        segments[name] = {"tape": tape, "highest": highest(tape, alive(tape, matrix))}
+    adapters: list[list[int]] = []
+    for layer in target.layers:
+        trained = filter(attrgetter("requires_grad"), layer.parameters())
+        adapters.append([parameter.numel() // symbols.r for parameter in trained])
     return {
         "positions": part.positions,
         "base": _known_bases[key],
-        "adapters": [
-            [p.numel() // symbols.r for p in layer.parameters() if p.requires_grad]
-            for layer in target.layers
-        ],
-        "segments": {
-            name: {"tape": tape, "highest": highest(tape, alive(tape, matrix))}
-            for name, tape in tape_of.items()
-        },
+        "adapters": adapters,
+        "segments": segments,
         "sizes": sizes,
         "window": part.window,
         "quantized_share": base.quantized_share,
@@ -259,32 +261,42 @@ def excerpt(spec: ModelSpec) -> Excerpt:
         ValueError, KeyError, TypeError: it cannot read the config.
     """
     config = architecture_of(spec)
-    values, count = config.to_dict(), int(config.num_hidden_layers)
+    values = config.to_dict()
+    count = int(config.num_hidden_layers)
     lists = {k: v for k, v in values.items() if isinstance(v, list) and len(v) == count}
-    left = spec.stored.left if spec.stored is not None else None
-    kinds = [
-        repr([[column[i] for column in lists.values()], unquantized_of_layer(left or (), i)])
-        for i in range(count)
-    ]
-    if any(_means_a_layer(values.get(key), least) for key, least in _BY_INDEX.items()):
-        kinds = [str(i) for i in range(count)]
-    first_of = {kind: i for i, kind in reversed(list(enumerate(kinds[1:-1], 1)))}
-    chosen = sorted({0, count - 1, *first_of.values()})
-    stands_for = [chosen.index(first_of[kind]) for kind in kinds[1:-1]]
-    ends = [0, len(chosen) - 1] if count > 1 else [0]
+    left: Sequence[str] = ()
+    if spec.stored is not None:
+        left = spec.stored.left or ()
+    is_each_its_own = False
+    for key, least in _BY_INDEX.items():
+        is_each_its_own = is_each_its_own or _means_a_layer(values.get(key), least)
+    # The first layer and the last one are walked, and of those between the first of each kind.
+    first_of: dict[str, int] = {}
+    stands_for = [0] * count
+    for layer in range(count):
+        kind = str(layer)
+        if not is_each_its_own:
+            own = [column[layer] for column in lists.values()]
+            kind = repr([own, unquantized_of_layer(left, layer)])
+        stands_for[layer] = layer
+        if 0 < layer < count - 1:
+            stands_for[layer] = first_of.setdefault(kind, layer)
+    chosen = sorted(set(stands_for))
     name = type(config).attribute_map.get("num_hidden_layers", "num_hidden_layers")
-    columns = {key: [column[i] for i in chosen] for key, column in lists.items()}
-    # A config may say it in transformers' word and in its own.
-    counts = {key: len(chosen) for key in (name, "num_hidden_layers") if key in spec.config}
-    stored = of_chosen_layers(spec.config, chosen)
-    reduced: dict[str, Any] = {name: len(chosen), **counts, **columns, **stored}
+    reduced: dict[str, Any] = {name: len(chosen)}
+    if "num_hidden_layers" in spec.config:
+        # A config may say it in transformers' word and in its own.
+        reduced["num_hidden_layers"] = len(chosen)
+    for key, column in lists.items():
+        reduced[key] = [column[layer] for layer in chosen]
+    reduced |= of_chosen_layers(spec.config, chosen)
     rope = values.get("rope_parameters")
     if isinstance(rope, dict) and (static := _static(rope)) != rope:
         reduced |= {"rope_parameters": static, "rope_scaling": None}
     windows = [values.get("sliding_window"), values.get("attention_chunk_size")]
     return Excerpt(
         spec=dataclasses.replace(spec, config={**spec.config, **reduced}),
-        positions=(*ends[:1], *stands_for, *ends[1:]),
+        positions=tuple(map(chosen.index, stands_for)),
         dimensions=tuple(_whole_numbers(values)),
         longest=getattr(config, "max_position_embeddings", None),
         window=min((w for w in windows if isinstance(w, int) and w > 0), default=None),
@@ -352,7 +364,12 @@ def _share_input_copies(model: torch.nn.Module) -> None:
         needs no cast."""
         if x.dtype == dtype:
             return x
-        same, copy = (look() for look in known.get(id(x), (lambda: None, lambda: None)))
+        same = None
+        copy = None
+        if id(x) in known:
+            look_same, look_copy = known[id(x)]
+            same = look_same()
+            copy = look_copy()
         if same is not x or copy is None:
             copy = x.clone()
             known[id(x)] = weakref.ref(x), weakref.ref(copy)
@@ -417,7 +434,8 @@ def _building(modules: Sequence[_LayerModule], width: int) -> Iterator[tuple[Has
         if isinstance(module, EightBitLinear):
             yield "wide", 0
     # Tied weights are built apart and then tied.
-    yield from ((key, 0) for key in twice)
+    for key in twice:
+        yield key, 0
     # What is wanted in fp32 becomes that, one tensor after another, narrow and wide at once.
     for layer, module in modules:
         for tensor in _plain_tensors(module):
@@ -431,26 +449,34 @@ def _building(modules: Sequence[_LayerModule], width: int) -> Iterator[tuple[Has
 def _in_order(base: torch.nn.Module, positions: tuple[int, ...]) -> Iterator[_LayerModule]:
     """Yield the whole model's modules in the order in which they are built."""
     layers = decoder_layers(base)
-    layer_of = {id(m): index for index, layer in enumerate(layers) for m in layer.modules()}
+    layer_of: dict[int, int] = {}
+    for index, layer in enumerate(layers):
+        for module in layer.modules():
+            layer_of[id(module)] = index
     grouped = itertools.groupby(base.modules(), key=lambda m: id(m) in layer_of)
     for is_layers, modules in grouped:
         if not is_layers:
-            yield from ((-1, module) for module in modules)
+            for module in modules:
+                yield -1, module
             continue
         members = list(modules)
         for index, position in enumerate(positions):
-            yield from ((index, m) for m in members if layer_of[id(m)] == position)
+            for module in members:
+                if layer_of[id(module)] == position:
+                    yield index, module
 
 
 def _plain_tensors(module: torch.nn.Module) -> list[torch.Tensor]:
-    tensors = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+    tensors = itertools.chain(module.parameters(recurse=False), module.buffers(recurse=False))
     return [tensor for tensor in tensors if not isinstance(tensor, Params4bit)]
 
 
 def _built_width(tensor: torch.Tensor, width: int) -> int:
     """Return the bytes an element had before fp32 was asked for."""
     is_widened = isinstance(tensor, torch.nn.Parameter) and tensor.dtype == torch.float32
-    return width if is_widened else tensor.element_size()
+    if is_widened:
+        return width
+    return tensor.element_size()
 
 
 def _packing(layer: Linear4bit, width: int) -> Iterator[tuple[Hashable, int]]:
@@ -466,9 +492,11 @@ def _packing(layer: Linear4bit, width: int) -> Iterator[tuple[Hashable, int]]:
     kept = layer.constant_bytes()
     if layer.is_nested:
         yield "centred", scales
-        yield from (("kept", size) for size in kept)
+        for size in kept:
+            yield "kept", size
         yield "centred", 0
         yield "scales", 0
     else:
-        yield from (("kept", size) for size in kept[1:])
+        for size in kept[1:]:
+            yield "kept", size
     yield "wide", 0

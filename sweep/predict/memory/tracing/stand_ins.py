@@ -195,7 +195,9 @@ class Cuda(TorchFunctionMode):
 def _to_fp32(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return type(value)(_to_fp32(item) for item in value)
-    return value.float() if _is_float(value) else value
+    if _is_float(value):
+        return value.float()
+    return value
 
 
 def _is_float(value: Any) -> bool:
@@ -210,7 +212,9 @@ def _dropout(
     tensor: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
 ) -> torch.Tensor:
     """CUDA's fused dropout keeps a mask of one byte an element."""
-    return torch.native_dropout(tensor, p, True)[0] if training and p else tensor
+    if not training or not p:
+        return tensor
+    return torch.native_dropout(tensor, p, True)[0]
 
 
 _FLASH_HEAD_MAX = 256
@@ -249,7 +253,9 @@ class FlashAttention(torch.autograd.Function):
         keep = grads[0].contiguous()
         row_sums = q.new_empty(batch, heads, rows, dtype=torch.float32)
         dq_sum = q.new_empty(batch, heads, rows, size, dtype=torch.float32)
-        dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+        dq = torch.empty_like(q)
+        dk = torch.empty_like(k)
+        dv = torch.empty_like(v)
         if k.shape[1] != heads:
             # Grouped heads: the kernel writes dk and dv for each query head, then sums each group.
             wide = [q.new_empty(batch, k.shape[2], heads, size) for _ in range(2)]
@@ -281,7 +287,9 @@ class EfficientAttention(torch.autograd.Function):
         batch, heads, length, size = q.shape
         row_sums = q.new_empty(batch, heads, length, dtype=torch.float32)
         sums = q.new_empty(batch, heads, length, size, dtype=torch.float32)
-        dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+        dq = torch.empty_like(q)
+        dk = torch.empty_like(k)
+        dv = torch.empty_like(v)
         del row_sums, sums
         return dq, dk, dv, None
 
@@ -300,7 +308,8 @@ def scaled_dot_product_attention(
     has_flash: bool,
 ) -> torch.Tensor:
     """Return the output of the kernel that CUDA would pick: flash, memory-efficient, or none."""
-    (_, heads, _, size), groups = query.shape, key.shape[1]
+    _, heads, _, size = query.shape
+    groups = key.shape[1]
     if heads % groups or key.shape[:3] != value.shape[:3] or size != key.shape[-1]:
         raise RuntimeError(
             f"attention cannot combine shapes {tuple(query.shape)}, {tuple(key.shape)} and "
@@ -360,7 +369,8 @@ class Linear4bit(torch.nn.Linear):
     ) -> None:
         torch.nn.Module.__init__(self)
         del quant_storage
-        self.in_features, self.out_features = input_features, output_features
+        self.in_features = input_features
+        self.out_features = output_features
         self.compute_dtype = compute_dtype
         self.is_compiled = False
         self.is_nested = compress_statistics
@@ -369,8 +379,10 @@ class Linear4bit(torch.nn.Linear):
             compress_statistics=compress_statistics,
             quant_type=quant_type,
         )
-        empty = torch.empty(output_features, device="meta") if bias else None
-        self.register_parameter("bias", None if empty is None else torch.nn.Parameter(empty))
+        added: torch.nn.Parameter | None = None
+        if bias:
+            added = torch.nn.Parameter(torch.empty(output_features, device="meta"))
+        self.register_parameter("bias", added)
 
     @property
     def scales(self) -> int:
@@ -419,7 +431,8 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        grad, layer = grads[0], ctx.layer
+        grad = grads[0]
+        layer = ctx.layer
         scales = layer.take_scales()
         weight = layer.take_weight(grad.dtype)
         del scales
@@ -428,7 +441,8 @@ class _Product(torch.autograd.Function):
 
 def install() -> None:
     """Put the stand-in where ``import bitsandbytes`` finds it, before transformers and PEFT do."""
-    package, layers = types.ModuleType("bitsandbytes"), types.ModuleType("bitsandbytes.nn")
+    package = types.ModuleType("bitsandbytes")
+    layers = types.ModuleType("bitsandbytes.nn")
     package.__spec__ = importlib.machinery.ModuleSpec("bitsandbytes", None, is_package=True)
     package.__path__ = []
     vars(package).update(nn=layers)

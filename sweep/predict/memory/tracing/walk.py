@@ -46,13 +46,9 @@ from transformers import PreTrainedModel, masking_utils
 from qlora_sweep.search_spaces.config import TRL_TILE
 from qlora_sweep.sweep.predict.memory.profiles import (
     ACTIVATIONS,
-    BIRTH,
-    DEATH,
-    FETCH,
-    FETCH_ALL,
     GRADIENTS,
-    LEAVE,
     LOSS,
+    Change,
     Entry,
     Polynomial,
     Structure,
@@ -139,9 +135,13 @@ class Ledger(TorchDispatchMode):
 
     def segments(self) -> list[tuple[str, list[Event]]]:
         """Return each boundary's name and the events from there to the next one."""
-        bounds = [*(start for _, start in self.marks), len(self.events)]
-        pairs = zip(self.marks, itertools.pairwise(bounds), strict=True)
-        return [(name, self.events[start:end]) for (name, _), (start, end) in pairs]
+        segments: list[tuple[str, list[Event]]] = []
+        end = len(self.events)
+        for name, start in reversed(self.marks):
+            segments.append((name, self.events[start:end]))
+            end = start
+        segments.reverse()
+        return segments
 
     def __torch_dispatch__(
         self,
@@ -212,17 +212,21 @@ def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         # An operator may return a view all the same, or a part of what it took.
         is_new = not any(isinstance(a, torch.Tensor) and _key(a) == _key(result) for a in args)
         is_whole = result.untyped_storage().nbytes() == _made(*layout).untyped_storage().nbytes()
-        _known[key] = layout if result.is_meta and is_new and is_whole else None
+        _known[key] = None
+        if result.is_meta and is_new and is_whole:
+            _known[key] = layout
         return result
     known = _known[key]
-    return func(*args, **kwargs) if known is None else _made(*known)
+    if known is None:
+        return func(*args, **kwargs)
+    return _made(*known)
 
 
 @cache
 def _makes_new(func: Any) -> bool:
     """Whether an operator returns a tensor that shares nothing with those it was given."""
     schema = func._schema
-    values = [*schema.arguments, *schema.returns]
+    values = itertools.chain(schema.arguments, schema.returns)
     takes_tensors = any("Tensor" in str(value.type) for value in schema.arguments)
     is_one = [str(value.type) for value in schema.returns] == ["Tensor"]
     return takes_tensors and is_one and not any(value.alias_info for value in values)
@@ -231,8 +235,10 @@ def _makes_new(func: Any) -> bool:
 def _kind(value: Any) -> Any:
     """Return what of an argument decides how a result is laid out."""
     if isinstance(value, torch.Tensor):
-        # On the values of one elsewhere a result may depend in any way: it is like no other.
-        return (value.shape, value.stride(), value.dtype) if value.is_meta else object()
+        if not value.is_meta:
+            # A result may depend on its values in any way: it is like no other.
+            return object()
+        return value.shape, value.stride(), value.dtype
     if isinstance(value, list | tuple):
         return tuple(map(_kind, value))
     # 1, 1.0 and True are equal, and make results of other types.
@@ -269,7 +275,8 @@ def walk(target: Traceable, symbols: Symbols, structure: Structure) -> Walk:
 
     Marks in order: ``embed``, ``forward 0..n-1``, ``head``, ``head_backward``, ``backward n-1..0``.
     """
-    config, computed_in = structure.config, compute_type(structure.config)
+    config = structure.config
+    computed_in = compute_type(config)
     is_autocast = computed_in != torch.float32
     cuda = Cuda(
         computed_in if is_autocast else None,
@@ -281,7 +288,7 @@ def walk(target: Traceable, symbols: Symbols, structure: Structure) -> Walk:
     if structure.is_checkpointed:
         _checkpoint(target, cuda)
     ledger = Ledger(
-        ignored=[*target.model.parameters(), *target.model.buffers()],
+        ignored=list(itertools.chain(target.model.parameters(), target.model.buffers())),
         layers=len(target.layers),
         is_odd=symbols.is_unexplained,
     )
@@ -289,8 +296,9 @@ def walk(target: Traceable, symbols: Symbols, structure: Structure) -> Walk:
     found: list[tuple[Any, str, Any]] = []
     if is_packed:
         found = [(masking_utils, "find_packed_sequence_indices", _texts_of_tokens)]
-    # One chunk stands for all of them.
-    found += [(preference, "chunks", lambda *_: [slice(0, symbols.c)])] * config.is_on_pairs
+    if config.is_on_pairs:
+        # One chunk stands for all of them.
+        found.append((preference, "chunks", lambda *_: [slice(0, symbols.c)]))
     with ledger, boundaries(target.layers, ledger), changed(found):
         ledger.mark("embed")
         rows = symbols.b * config.rows_per_sample
@@ -378,7 +386,9 @@ class _Tiled(torch.autograd.Function):
 
 def _widened(value: Any) -> Any:
     is_half = isinstance(value, torch.Tensor) and value.dtype in (torch.bfloat16, torch.float16)
-    return value.float() if is_half else value
+    if is_half:
+        return value.float()
+    return value
 
 
 def _checkpoint(target: Traceable, cuda: Cuda) -> None:
@@ -456,18 +466,25 @@ def tapes(
         for storage, is_birth in events:
             birth = births.setdefault(storage, name)
             path, layers = paths.get(storage, (storage, None))
-            by = 0
-            if birth == name and path == storage:
-                what = BIRTH if is_birth else DEATH
-            elif is_birth:
-                what = LEAVE
+            is_temporary = birth == name and path == storage
+            lived = 0
+            if is_birth:
+                change = Change.BIRTH if is_temporary else Change.LEAVE
+            elif is_temporary:
+                change = Change.DEATH
             elif layers is not None:
-                what, by = FETCH, layers
+                change = Change.FETCH
+                lived = layers
             else:
-                what, by = FETCH_ALL, _left_by(birth, name)
+                change = Change.FETCH_ALL
+                lived = _left_by(birth, name)
+            purpose = ACTIVATIONS
+            if storage in gradients:
+                purpose = GRADIENTS
+            elif birth in _LOSS:
+                purpose = LOSS
             size = indices.setdefault(ledger.sizes[storage], len(indices))
-            purpose = LOSS if birth in _LOSS else ACTIVATIONS
-            tape.append((what, path, size, GRADIENTS if storage in gradients else purpose, by))
+            tape.append(Entry(change, path, size, purpose, lived))
         result[name] = tape
     return [symbols.polynomial(size) for size in indices], result
 
@@ -479,16 +496,19 @@ def _left_by(birth: str, name: str) -> int:
     layer's.
     """
     is_of_layers = " " not in name and birth not in _LOSS
-    return int(birth.partition(" ")[2] or 0) if is_of_layers else -1
+    if not is_of_layers:
+        return -1
+    return int(birth.partition(" ")[2] or 0)
 
 
 def highest(tape: Sequence[Entry], after: NDArray[np.int64]) -> list[int]:
     """Return the births after which no other has more alive at every batch, length, rank and number
     of layers; ``after`` is `profiles.alive`."""
     totals = after.sum(axis=1).reshape(len(tape), -1)
-    is_birth = [entry[0] in (BIRTH, LEAVE) for entry in tape]
-    left = np.flatnonzero(np.array(is_birth) > np.array([*is_birth[1:], False]))
-    kept = []
+    is_birth = np.array([entry.change in (Change.BIRTH, Change.LEAVE) for entry in tape], bool)
+    is_followed = np.append(is_birth[1:], False)
+    left = np.flatnonzero(is_birth & ~is_followed)
+    kept: list[int] = []
     while len(left):
         kept.append(int(left[totals[left].sum(axis=1).argmax()]))
         left = left[(totals[left] > totals[kept[-1]]).any(axis=1)]
@@ -501,7 +521,10 @@ def _paths(ledger: Ledger) -> dict[int, tuple[str, int | None]]:
     deaths: dict[int, str] = {}
     for name, events in ledger.segments():
         for storage, is_birth in events:
-            (births if is_birth else deaths)[storage] = name
+            if is_birth:
+                births[storage] = name
+            else:
+                deaths[storage] = name
     ranks: Counter[tuple[str, str]] = Counter()
     paths = {}
     for storage, birth in births.items():
@@ -509,7 +532,9 @@ def _paths(ledger: Ledger) -> dict[int, tuple[str, int | None]]:
         if birth == death:
             continue
         layers = _layers_between(birth, death)
-        path = f"{birth.split()[0]}>{death.split()[0]}{'' if layers is None else layers}"
+        path = f"{birth.split()[0]}>{death.split()[0]}"
+        if layers is not None:
+            path += str(layers)
         paths[storage] = (f"{path}#{ranks[birth, path]}", layers)
         ranks[birth, path] += 1
     return paths
@@ -517,5 +542,8 @@ def _paths(ledger: Ledger) -> dict[int, tuple[str, int | None]]:
 
 def _layers_between(birth: str, death: str) -> int | None:
     """Return how many layers further a storage dies; None where it is not from layer to layer."""
-    (born, _, first), (dies, _, last) = birth.partition(" "), death.partition(" ")
-    return int(last) - int(first) if born in _LAYERED and dies in _LAYERED else None
+    born, _, first = birth.partition(" ")
+    dies, _, last = death.partition(" ")
+    if born not in _LAYERED or dies not in _LAYERED:
+        return None
+    return int(last) - int(first)

@@ -10,13 +10,9 @@ from qlora_sweep.search_spaces.models import ModelSpec
 from qlora_sweep.sweep.predict.memory.allocator import MIB
 from qlora_sweep.sweep.predict.memory.profiles import (
     ACTIVATIONS,
-    BIRTH,
-    DEATH,
-    FETCH,
-    FETCH_ALL,
     GRADIENTS,
-    LEAVE,
     LOSS,
+    Change,
     Structure,
 )
 
@@ -77,22 +73,22 @@ class ImaginedTracer:
         kept = (1 if structure.is_checkpointed else 4) * KIB
         forward = {
             "tape": [
-                (LEAVE, "forward>backward0#0", 0, ACTIVATIONS, 0),
-                (BIRTH, 0, 2, ACTIVATIONS, 0),
-                (DEATH, 0, 2, ACTIVATIONS, 0),
+                (Change.LEAVE, "forward>backward0#0", 0, ACTIVATIONS, 0),
+                (Change.BIRTH, 0, 2, ACTIVATIONS, 0),
+                (Change.DEATH, 0, 2, ACTIVATIONS, 0),
             ],
             "highest": [1],
         }
         backward = {
             "tape": [
-                (BIRTH, 0, 1, ACTIVATIONS, 0),
-                (FETCH, "forward>backward0#0", 0, ACTIVATIONS, 0),
-                (DEATH, 0, 1, ACTIVATIONS, 0),
-                (LEAVE, "backward>end#0", 4, GRADIENTS, 0),
+                (Change.BIRTH, 0, 1, ACTIVATIONS, 0),
+                (Change.FETCH, "forward>backward0#0", 0, ACTIVATIONS, 0),
+                (Change.DEATH, 0, 1, ACTIVATIONS, 0),
+                (Change.LEAVE, "backward>end#0", 4, GRADIENTS, 0),
             ],
             "highest": [0],
         }
-        mask = [(LEAVE, "embed>backward#0", 5, ACTIVATIONS, 0)]
+        mask = [(Change.LEAVE, "embed>backward#0", 5, ACTIVATIONS, 0)]
         loss = self._loss_bytes
         return {
             "positions": [0, 1, 1, 2],
@@ -108,14 +104,14 @@ class ImaginedTracer:
                 **{f"forward {i}": forward for i in range(3)},
                 "head": {
                     "tape": [
-                        (BIRTH, 0, 3, LOSS, 0),
-                        (LEAVE, "head>head_backward#0", 3, LOSS, 0),
-                        (DEATH, 0, 3, LOSS, 0),
+                        (Change.BIRTH, 0, 3, LOSS, 0),
+                        (Change.LEAVE, "head>head_backward#0", 3, LOSS, 0),
+                        (Change.DEATH, 0, 3, LOSS, 0),
                     ],
                     "highest": [1],
                 },
                 "head_backward": {
-                    "tape": [(FETCH_ALL, "head>head_backward#0", 3, LOSS, -1)],
+                    "tape": [(Change.FETCH_ALL, "head>head_backward#0", 3, LOSS, -1)],
                     "highest": [],
                 },
                 **{f"backward {i}": backward for i in range(3)},

@@ -37,9 +37,10 @@ from qlora_sweep.sweep.predict.memory.profile_store import (
     trace_layers,
     versions,
 )
-from qlora_sweep.sweep.predict.memory.profiles import BIRTH, DEATH, Profile, Structure
+from qlora_sweep.sweep.predict.memory.profiles import Change, Profile, Structure
 from qlora_sweep.sweep.predict.memory.shipped import PROFILES, VERSIONS, ShippedProfiles, read
 from qlora_sweep.sweep.predict.speed.layers import SHIPPED as LAYERS
+from tests.sweep.predict.forecasters import forecaster_on
 
 _DATE = (1980, 1, 1, 0, 0, 0)
 
@@ -49,8 +50,7 @@ def preset_spaces() -> list[SearchSpace]:
 
 
 def forecaster_of(space: SearchSpace, model: ModelSpec, predictor: Any = None) -> Forecaster:
-    gpu = find_gpu(space.gpu)
-    return Forecaster(model=model, gpu=gpu, budget_bytes=gpu.budget_bytes, predictor=predictor)
+    return forecaster_on(space.gpu, model, predictor=predictor)
 
 
 def predictor_of(space: SearchSpace, model: ModelSpec, **about: Any) -> TracingPredictor:
@@ -128,10 +128,10 @@ def packed(model: ModelSpec, answers: Mapping[Structure, Traced]) -> dict[str, A
             code, alive = [], list[int]()
             for what, key, size, purpose, by in segment["tape"]:
                 happening = (what, key, own[size], purpose, by)
-                if what == BIRTH:
+                if what == Change.BIRTH:
                     alive.append(key)
                     happening = (what, None, own[size], purpose, by)
-                elif what == DEATH:
+                elif what == Change.DEATH:
                     later = alive[::-1].index(key)
                     alive.remove(key)
                     happening = (what, later, None, None, None)

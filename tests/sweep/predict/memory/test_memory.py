@@ -31,10 +31,8 @@ from qlora_sweep.sweep.predict.memory.predictor import (
 )
 from qlora_sweep.sweep.predict.memory.profile_store import TracingChildren
 from qlora_sweep.sweep.predict.memory.profiles import (
-    BIRTH,
-    FETCH_ALL,
-    LEAVE,
     VARYING,
+    Change,
     Entry,
     Profile,
     Structure,
@@ -379,17 +377,17 @@ def walked(step: Step) -> tuple[str, dict[str, int]]:
             value * math.prod(step.values[symbol] for symbol in monomial)
             for monomial, value in polynomial.items()
         )
-        sign = 1 if what in (BIRTH, LEAVE) else -1
+        sign = 1 if what in (Change.BIRTH, Change.LEAVE) else -1
         alive[VARYING[part]] += sign * times * size_bytes
 
     for visit in step.visits():
         gradients = alive["gradients"]
         for own, profile in step.profiles.items():
             for entry in profile.segments[visit.name].tape:
-                is_repeated = entry[0] == FETCH_ALL and entry[-1] >= 0
+                is_repeated = entry[0] == Change.FETCH_ALL and entry[-1] >= 0
                 if is_repeated or own == visit.is_checkpointed:
                     count(entry, profile, repeats[entry[-1], own] if is_repeated else 1)
-                if entry[0] in (BIRTH, LEAVE) and alive.total() > most:
+                if entry[0] in (Change.BIRTH, Change.LEAVE) and alive.total() > most:
                     kind = visit.name.partition(" ")[0]
                     best, most, moment = dict(alive), alive.total(), MOMENTS.get(kind, kind)
         if step.held_gradients:
@@ -460,7 +458,7 @@ def test_what_cannot_be_traced_has_no_peak_and_others_have(tmp_path: Path) -> No
         predictor.predict(configs[1]).peak_allocated_bytes,
     ]
     assert memory.quick_fits(10**15) == [Fit.UNCERTAIN, Fit.YES]
-    assert [str(error) for error in memory.refused.values()] == ["no such modules"]
+    assert [str(error) for error in memory.unpredicted.values()] == ["no such modules"]
 
 
 def test_the_largest_sizes_that_can_be_typed_are_exact(tmp_path: Path) -> None:

@@ -325,7 +325,7 @@ def test_a_step_takes_what_is_predicted_within_what_is_stated() -> None:
     off = []
     for row, step in zip(ROWS, steps, strict=True):
         assert not isinstance(step, Exception)
-        low, high = step.step_seconds_range
+        low, high = step.step_estimate.ends
         off.append(
             (row["step_seconds"] / step.step_seconds - 1.0, low < row["step_seconds"] < high)
         )

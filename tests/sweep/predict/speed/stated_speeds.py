@@ -144,7 +144,7 @@ def evidence(is_known: Callable[[Step], bool] = lambda step: True) -> SpeedSprea
 def outcome(step: Step, spread: SpeedSpread) -> Outcome:
     found = step.times(spread).prediction(0)
     assert not isinstance(found, Exception), found
-    low, high = found.step_seconds_range
+    low, high = found.step_estimate.ends
     ratio = step.seconds / found.step_seconds
     return Outcome(step, found.bottleneck, ratio, low <= step.seconds <= high, high / low)
 

@@ -148,7 +148,7 @@ def test_measured_steps_of_mixtures_are_in_their_intervals() -> None:
         times = StepTimes([config_of(row)], model=model_of(row), gpu=H200, evidence=None)
         found = times.prediction(0)
         assert not isinstance(found, InputError)
-        low, high = found.step_seconds_range
+        low, high = found.step_estimate.ends
         assert low < row["step_seconds"] < high
         logs.append(math.log(row["step_seconds"] / found.step_seconds))
     # Other work ran on the host: all of them are flagged.

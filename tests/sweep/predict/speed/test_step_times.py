@@ -170,7 +170,7 @@ def test_what_two_cards_took_is_within_what_is_stated_of_them() -> None:
     for row in (row for row in SEVERAL_CARDS if row["cards"] > 1):
         config, gpu = config_of(row), find_gpu("h200")
         found = predict_step(config, model=model_of(row), gpu=gpu)
-        low, high = found.step_seconds_range
+        low, high = found.step_estimate.ends
         assert low < row["step_seconds"] < high, describe(row)
 
 
