@@ -16,7 +16,16 @@ import numpy as np
 
 from qlora_sweep.search_spaces.config import TrialConfig
 from qlora_sweep.search_spaces.errors import InputError
-from qlora_sweep.sweep.data import rows as encoding
+from qlora_sweep.sweep.data import collation
+from qlora_sweep.sweep.data.collation import (
+    IGNORED,
+    INPUT,
+    MASK,
+    SEQ_LENGTHS,
+    Collator,
+    by_member,
+    split,
+)
 from qlora_sweep.sweep.data.epoch import (
     Epoch,
     Integers,
@@ -25,15 +34,6 @@ from qlora_sweep.sweep.data.epoch import (
     packed,
     representative,
     too_few,
-)
-from qlora_sweep.sweep.data.rows import (
-    IGNORED,
-    INPUT,
-    MASK,
-    SEQ_LENGTHS,
-    Collator,
-    by_member,
-    split,
 )
 from qlora_sweep.sweep.data.texts import LENGTHS, LOSS_LENGTHS, TOKENS
 
@@ -240,7 +240,7 @@ def training_rows(
     whole = epoch_of(directory, config, indices=numbers, seed=seed)
     kept = np.sort(numbers[whole.rows.documents])
     lengths = np.load(directory / LENGTHS, mmap_mode="r")
-    return encoding.training_rows(open_tokens(directory), lengths, kept, config)
+    return collation.training_rows(open_tokens(directory), lengths, kept, config)
 
 
 def row_of(rows: Dataset, numbers: Integers, config: TrialConfig) -> dict[str, Any]:

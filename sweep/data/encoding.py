@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from qlora_sweep.sweep.data.collation import INPUT, MASK
 from qlora_sweep.sweep.data.files import Broken, Place, Read, RowsError, Source, is_nothing
 from qlora_sweep.sweep.data.kinds import (
     CHATS,
@@ -37,7 +38,6 @@ from qlora_sweep.sweep.data.kinds import (
     shown,
     turns_in,
 )
-from qlora_sweep.sweep.data.rows import INPUT, MASK
 
 CHARACTERS_MAX = 8_000_000
 """Of a row, for which a tokenizer takes a gigabyte and more."""

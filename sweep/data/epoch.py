@@ -29,7 +29,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from qlora_sweep.search_spaces.config import TrialConfig
 from qlora_sweep.search_spaces.errors import InputError
-from qlora_sweep.sweep.data.rows import MASK, is_flattened, padded_widths, rows_of_samples
+from qlora_sweep.sweep.data.collation import MASK, is_flattened, padded_widths, rows_of_samples
 
 Integers = NDArray[np.int64]
 Mask = NDArray[np.bool_]

@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 from qlora_sweep.search_spaces.config import TrialConfig
 from qlora_sweep.search_spaces.kinds import Method
 from qlora_sweep.search_spaces.texts import CUT_MAX
+from qlora_sweep.sweep.data.collation import Truncation
 from qlora_sweep.sweep.data.epoch import Integers, cut, epoch, packed
-from qlora_sweep.sweep.data.rows import Truncation
 
 Lengths = NDArray[np.int32]
 CutAt = Callable[[int], tuple[Integers, Integers]]

@@ -28,12 +28,12 @@ from qlora_sweep.search_spaces.redaction import redact
 from qlora_sweep.search_spaces.texts import LengthQuantiles, TextsKind, TextsSummary
 from qlora_sweep.storage import files
 from qlora_sweep.sweep.data import texts
+from qlora_sweep.sweep.data.collation import INPUT, MASK
 from qlora_sweep.sweep.data.encoding import Encoder, Tokens, encoded
 from qlora_sweep.sweep.data.epoch import DIFFERENCES
 from qlora_sweep.sweep.data.files import Broken, Place, Read, Source
 from qlora_sweep.sweep.data.kinds import Asked, all_broken, first_rows, on_completions
 from qlora_sweep.sweep.data.marking import marked
-from qlora_sweep.sweep.data.rows import INPUT, MASK
 from qlora_sweep.sweep.data.texts import (
     BROKEN_KEPT,
     BrokenRow,

@@ -17,8 +17,8 @@ from qlora_sweep.search_spaces.errors import InputError
 from qlora_sweep.search_spaces.space import SearchSpace
 from qlora_sweep.search_spaces.texts import CUT_MAX, TextsChoice
 from qlora_sweep.storage.records import EpochRecord
+from qlora_sweep.sweep.data.collation import Truncation, percent, split
 from qlora_sweep.sweep.data.epoch import Epoch, cut, cut_exactly, epoch, packed, too_few
-from qlora_sweep.sweep.data.rows import Truncation, percent, split
 from qlora_sweep.sweep.data.texts import PreparedTexts
 
 Lengths = NDArray[np.int64]

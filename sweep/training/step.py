@@ -38,7 +38,7 @@ from qlora_sweep.search_spaces.config import MAX_GRAD_NORM, TrialConfig
 from qlora_sweep.search_spaces.learning_rates import MODEL_KEYS, learning_rate_of
 from qlora_sweep.storage.records import EightBitProducts, Stage
 from qlora_sweep.sweep.data.batches import WEIGHT, Batch
-from qlora_sweep.sweep.data.rows import IGNORED
+from qlora_sweep.sweep.data.collation import IGNORED
 from qlora_sweep.sweep.training.adapters import Attached, local
 from qlora_sweep.sweep.training.faithfulness import products_of
 from qlora_sweep.sweep.training.fitting import fit
