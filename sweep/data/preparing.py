@@ -32,7 +32,7 @@ from qlora_sweep.sweep.data.collation import INPUT, MASK
 from qlora_sweep.sweep.data.encoding import Encoder, Tokens, encoded
 from qlora_sweep.sweep.data.epoch import DIFFERENCES
 from qlora_sweep.sweep.data.files import Broken, Place, Read, Source
-from qlora_sweep.sweep.data.kinds import Asked, all_broken, first_rows, on_completions
+from qlora_sweep.sweep.data.kinds import all_broken, first_rows, on_completions
 from qlora_sweep.sweep.data.marking import marked
 from qlora_sweep.sweep.data.texts import (
     BROKEN_KEPT,
@@ -62,9 +62,11 @@ def prepare(question: Question, *, on_progress: Progress) -> Path:
     with translated(question.source):
         source = Source(question.source)
     content = question.content or str(source.data._fingerprint)
-    home, note = Path(question.home), question.note(content)
-    if is_whole(known := texts.noted(note)):
-        return known
+    home = Path(question.home)
+    note = question.note(content)
+    noted = texts.noted(note)
+    if is_whole(noted):
+        return noted
     files.make_directory(home)
     for left in home.glob(f"*{_UNFINISHED}"):
         # Of a preparation that was killed; what is still written to is younger.
@@ -121,7 +123,7 @@ def _write(
     there; return its fingerprint."""
     on_progress(source.unit, source.done, source.total)
     with translated(asked.source):
-        first, columns, layout = first_rows(source, asked.source, Asked(**asked.asked))
+        first, columns, layout = first_rows(source, asked.source, asked.asked)
         only = on_completions(layout.kind, asked.completions_only)
         tokenizer = load_tokenizer(Path(asked.tokenizer_directory), name=asked.tokenizer)
         tokenizer.name_or_path = asked.tokenizer
@@ -129,10 +131,12 @@ def _write(
     lengths: list[int] = []
     loss_lengths: list[int] = []
     differences: list[int] = []
-    largest, broken, broken_count = 0, list[BrokenRow](), 0
+    broken: list[BrokenRow] = []
+    broken_count = 0
+    largest = 0
     digest = hashlib.sha256()
 
-    def noted() -> Iterator[Tokens]:
+    def good() -> Iterator[Tokens]:
         """Yield the rows that can be trained on, and note the others."""
         nonlocal broken_count
         for place, row in encoded(_translated(chain(first, source), asked.source), encoder):
@@ -145,20 +149,23 @@ def _write(
 
     path = directory / _WRITING
     with ArrowWriter(features=_FEATURES, path=str(path)) as writer:
-        good = noted()
-        while kept := list(islice(good, _ROWS_AT_ONCE)):
-            differences += [pair.differs_from for pair in kept if pair.rejected is not None]
-            kept = [row for sample in kept for row in sample.members]
+        samples = good()
+        while batch := list(islice(samples, _ROWS_AT_ONCE)):
+            kept: list[Tokens] = []
+            for sample in batch:
+                kept += sample.members
+                if sample.rejected is not None:
+                    differences.append(sample.differs_from)
             writer.write_table(_table(kept))
-            lengths += [len(row.ids) for row in kept]
-            for one in kept:
-                digest.update(one.ids.tobytes() + one.mask.tobytes())
-            loss_lengths += [row.loss_count for row in kept]
-            largest = max(largest, *(int(row.ids.max()) for row in kept))
+            for row in kept:
+                lengths.append(len(row.ids))
+                loss_lengths.append(row.loss_count)
+                largest = max(largest, int(row.ids.max()))
+                digest.update(row.ids.tobytes() + row.mask.tobytes())
             on_progress(source.unit, source.done, source.total)
         if not lengths:
-            row = broken[0]
-            place, why = Place(row.file, row.line), Broken(row.reason)
+            place = Place(broken[0].file, broken[0].line)
+            why = Broken(broken[0].reason)
             raise InputError(all_broken(place, why, broken_count, asked.source))
         writer.finalize()
     Dataset.from_file(str(path)).save_to_disk(str(directory / texts.TOKENS))
@@ -172,12 +179,15 @@ def _write(
         np.save(directory / DIFFERENCES, np.array(differences, np.int32))
     lines = "".join(f"{json.dumps(asdict(row))}\n" for row in broken)
     (directory / texts.BROKEN).write_text(lines, encoding="utf-8")
-    unmarked = encoder.unmarked_template
-    shares = {"p50": 0.50, "p90": 0.90, "p95": 0.95, "p99": 0.99, "max": 1.0}
+    marked_template = encoder.unmarked_template
+    if marked_template is not None:
+        marked_template = marked(marked_template)
+    shares = (0.50, 0.90, 0.95, 0.99, 1.0)
+    p50, p90, p95, p99, longest = np.quantile(counts, shares, method="inverted_cdf").tolist()
     summary = TextsSummary(
         source=asked.source,
         kind=cast(TextsKind, layout.kind),
-        **asked.asked,
+        **asdict(asked.asked),
         columns_read={name: _text_of(column) for name, column in layout.columns.items()},
         columns=tuple(map(_text_of, columns)),
         fingerprint=fingerprint,
@@ -190,15 +200,10 @@ def _write(
         silenced=encoder.silenced,
         tokens=int(counts.sum(dtype=np.int64)),
         loss_tokens=sum(loss_lengths),
-        longest=int(counts.max()),
-        quantiles=LengthQuantiles(
-            **{
-                name: int(np.quantile(counts, share, method="inverted_cdf"))
-                for name, share in shares.items()
-            }
-        ),
-        notes=tuple(map(_text_of, (*source.notes, *layout.notes, *encoder.notes))),
-        marked_template=None if unmarked is None else marked(unmarked),
+        longest=longest,
+        quantiles=LengthQuantiles(p50=p50, p90=p90, p95=p95, p99=p99, max=longest),
+        notes=tuple(map(_text_of, source.notes + layout.notes + encoder.notes)),
+        marked_template=marked_template,
     )
     text = summary.model_dump_json(indent=1)
     (directory / texts.SUMMARY).write_text(text, encoding="utf-8")
@@ -218,10 +223,11 @@ def _translated(found: Iterable[Read], name: str) -> Iterator[Read]:
 
 def _table(kept: list[Tokens]) -> pa.Table:
     """Return rows as a table that is copied nowhere."""
-    ends = pa.array(np.cumsum([0, *(len(row.ids) for row in kept)], dtype=np.int32))
-    ids, masks = np.concatenate([r.ids for r in kept]), np.concatenate([r.mask for r in kept])
-    columns = {INPUT: ids, MASK: masks}
-    return pa.table(
-        {name: pa.ListArray.from_arrays(ends, pa.array(all)) for name, all in columns.items()},
-        schema=_FEATURES.arrow_schema,
-    )
+    ids = [row.ids for row in kept]
+    masks = [row.mask for row in kept]
+    offsets = pa.array(np.cumsum([0] + list(map(len, ids)), dtype=np.int32))
+    columns = [
+        pa.ListArray.from_arrays(offsets, pa.array(np.concatenate(values)))
+        for values in (ids, masks)
+    ]
+    return pa.table(columns, schema=_FEATURES.arrow_schema)
