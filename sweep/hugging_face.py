@@ -24,7 +24,7 @@ from qlora_sweep.search_spaces.linears import parameters
 from qlora_sweep.search_spaces.models import load_model_spec
 from qlora_sweep.search_spaces.space import Weights
 from qlora_sweep.storage.files import replace
-from qlora_sweep.sweep.data.rows import IGNORED
+from qlora_sweep.sweep.data.collation import IGNORED
 from qlora_sweep.sweep.export.formats import lora_options
 from qlora_sweep.sweep.export.record import Record
 from qlora_sweep.sweep.export.trainers import options, unsupported

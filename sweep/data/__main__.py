@@ -1,7 +1,7 @@
 """The dataset's child: it prepares what it is asked for, and is gone.
 
 Run as ``python -P -m qlora_sweep.sweep.data PARENT``. torch takes seconds to import and is not
-needed, so it is not there for anybody.
+needed, so no package finds it here.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+from qlora_sweep.sweep.data.kinds import Asked
 from qlora_sweep.sweep.data.texts import Question
 from qlora_sweep.sweep.json_child import Say
 from qlora_sweep.sweep.subprocess_jobs import serve_subprocess
@@ -41,7 +42,8 @@ def _prepare(request: Mapping[str, Any], say: Say) -> Mapping[str, Any]:
             told_seconds = time.monotonic()
             say({"what": what, "done": done, "of": of})
 
-    return {"prepared": str(prepare(Question(**request), on_progress=tell))}
+    question = Question(**{**request, "asked": Asked(**request["asked"])})
+    return {"prepared": str(prepare(question, on_progress=tell))}
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +15,16 @@ import numpy as np
 
 from qlora_sweep.search_spaces.config import TrialConfig
 from qlora_sweep.search_spaces.errors import InputError
-from qlora_sweep.sweep.data import rows as encoding
+from qlora_sweep.sweep.data import collation
+from qlora_sweep.sweep.data.collation import (
+    IGNORED,
+    INPUT,
+    MASK,
+    SEQ_LENGTHS,
+    Collator,
+    by_member,
+    split,
+)
 from qlora_sweep.sweep.data.epoch import (
     Epoch,
     Integers,
@@ -25,15 +33,6 @@ from qlora_sweep.sweep.data.epoch import (
     packed,
     representative,
     too_few,
-)
-from qlora_sweep.sweep.data.rows import (
-    IGNORED,
-    INPUT,
-    MASK,
-    SEQ_LENGTHS,
-    Collator,
-    by_member,
-    split,
 )
 from qlora_sweep.sweep.data.texts import LENGTHS, LOSS_LENGTHS, TOKENS
 
@@ -128,10 +127,10 @@ class TrialBatches:
     def loss_tokens_per_step(self) -> float:
         """Tokens that carry loss in a whole optimizer step: a mean of the round, or where that is
         not as its epoch, of the epoch."""
-        whole, config = self.epoch, self.epoch.config
+        config = self.epoch.config
         each = self.loss_tokens / (len(self.round) * config.data_parallel)
         if not self.is_as_its_epoch:
-            each = whole.loss_tokens / whole.micro_batches
+            each = self.epoch.loss_tokens / self.epoch.micro_batches
         return each * config.micro_batches_per_step
 
 
@@ -157,31 +156,39 @@ def trial_batches(
     indices, _ = split(len(rows), texts.eval_fraction, texts.seed, config.rows_per_sample)
     whole = trained_epoch(texts, config)
     micro_steps = micro_steps or config.accumulation_steps
-    chosen, ranks = representative(whole, micro_steps=micro_steps), config.data_parallel
+    chosen = representative(whole, micro_steps=micro_steps)
+    ranks = config.data_parallel
     if ranks > 1 and config.packing != "grouped":
-        # Ranks wait for one another, and only where rows are grouped for what is of their size.
+        # Ranks wait for one another; only where rows are grouped are their micro-batches alike.
         chosen.sort()
     weights = _weights(whole.loss[chosen], of_step=micro_steps * ranks)
     collate = Collator(config)
 
-    def made(places: Iterable[int]) -> list[list[dict[str, Any]]]:
-        samples = (indices[whole.rows.of(place)] for place in places)
-        each = config.rows_per_sample
-        return [[row_of(rows, row, config) for row in np.split(one, each)] for one in samples]
+    def sample(place: int) -> list[dict[str, Any]]:
+        """Return a packed row's texts in one row, or a pair's two rows."""
+        members = np.split(indices[whole.rows.of(place)], config.rows_per_sample)
+        return [row_of(rows, numbers, config) for numbers in members]
 
-    def weighed(index: int, weight: float) -> Batch:
-        batch = collate(by_member(made(whole.rows_of(index))))
-        return batch if config.is_on_pairs else {**batch, WEIGHT: weight}
-
-    longest = made(map(int, whole.largest_rows))
+    round = []
+    for index, weight in zip(chosen[rank::ranks], weights[rank::ranks], strict=True):
+        batch = collate(by_member(map(sample, whole.rows_of(index))))
+        round.append(_weighted(batch, weight, config))
+    longest = [sample(int(place)) for place in whole.largest_rows]
     return TrialBatches(
         texts=texts,
         epoch=whole,
         largest=[collate(by_member(longest[at:] + longest[:at])) for at in range(_ALIKE)],
-        round=list(map(weighed, chosen[rank::ranks], weights[rank::ranks])),
+        round=round,
         loss_tokens=int(whole.loss[chosen].sum()),
         padded_tokens=int(whole.padded[chosen].sum()),
     )
+
+
+def _weighted(batch: Batch, weight: float, config: TrialConfig) -> Batch:
+    """Return a micro-batch with how much its mean loss counts; pairs count alike."""
+    if config.is_on_pairs:
+        return batch
+    return {**batch, WEIGHT: weight}
 
 
 def _weights(tokens: Integers, *, of_step: int) -> list[float]:
@@ -204,8 +211,10 @@ def trained_epoch(texts: Texts, config: TrialConfig) -> Epoch:
 
 def loss_left(directory: Path, seq_len: int) -> tuple[Integers, Integers]:
     """Return each text's tokens, and how many that carry loss are left of it once it is cut."""
-    lengths, loss = (np.load(directory / name, mmap_mode="r") for name in (LENGTHS, LOSS_LENGTHS))
-    return lengths, cut_exactly(directory, lengths, loss, seq_len)[1]
+    lengths = np.load(directory / LENGTHS, mmap_mode="r")
+    loss = np.load(directory / LOSS_LENGTHS, mmap_mode="r")
+    _, left = cut_exactly(directory, lengths, loss, seq_len)
+    return lengths, left
 
 
 def epoch_of(directory: Path, config: TrialConfig, *, indices: Integers, seed: int) -> Epoch:
@@ -240,19 +249,21 @@ def training_rows(
     whole = epoch_of(directory, config, indices=numbers, seed=seed)
     kept = np.sort(numbers[whole.rows.documents])
     lengths = np.load(directory / LENGTHS, mmap_mode="r")
-    return encoding.training_rows(open_tokens(directory), lengths, kept, config)
+    return collation.training_rows(open_tokens(directory), lengths, kept, config)
 
 
 def row_of(rows: Dataset, numbers: Integers, config: TrialConfig) -> dict[str, Any]:
     """Return one row of the texts of these numbers, each cut, put behind one another; `Collator`
     takes it."""
-    texts = [rows[int(number)] for number in numbers]
-    row: dict[str, Any] = {
-        name: np.concatenate([text[name][: config.seq_len] for text in texts])
-        for name in (INPUT, MASK)
-    }
+    ids = []
+    masks = []
+    for number in numbers:
+        text = rows[int(number)]
+        ids.append(text[INPUT][: config.seq_len])
+        masks.append(text[MASK][: config.seq_len])
+    row: dict[str, Any] = {INPUT: np.concatenate(ids), MASK: np.concatenate(masks)}
     if config.packing == "packed":
-        row[SEQ_LENGTHS] = [min(len(text[INPUT]), config.seq_len) for text in texts]
+        row[SEQ_LENGTHS] = list(map(len, ids))
     return row
 
 
@@ -268,11 +279,15 @@ def in_parts(batch: Batch, count: int, rows_per_sample: int = 1) -> list[Batch]:
     if samples == 1:
         return [batch]
     size = -(-samples // count)
-    of_kinds = {key: v.reshape(rows_per_sample, samples, *v.shape[1:]) for key, v in batch.items()}
-    return [
-        {key: v[:, at : at + size].flatten(0, 1) for key, v in of_kinds.items()}
-        for at in range(0, samples, size)
-    ]
+    parts: list[Batch] = []
+    for first in range(0, samples, size):
+        part: Batch = {}
+        for key, values in batch.items():
+            # (members, samples, ...)
+            by_kind = values.unflatten(0, (rows_per_sample, samples))
+            part[key] = by_kind[:, first : first + size].flatten(0, 1)
+        parts.append(part)
+    return parts
 
 
 class Lesson:
@@ -306,20 +321,23 @@ class Lesson:
 
     def __getitem__(self, index: int) -> Batch:
         """Return a micro-batch."""
-        place, size = self._places[index], self.config.micro_batch_size
+        place = self._places[index]
+        size = self.config.micro_batch_size
         samples = self.rows[place * size : (place + 1) * size]
         batch = _collated(self._tokenized, samples, self.config, self._collate)
-        return batch if self.config.is_on_pairs else {**batch, WEIGHT: self._weights[place]}
+        return _weighted(batch, self._weights[place], self.config)
 
 
 def _of_samples(texts: Texts, config: TrialConfig) -> tuple[Integers, Integers]:
     """Return the tokens of each text and those left that carry loss; of a pair the longer row's,
     and both rows' together, or none where one has none."""
     lengths, loss = loss_left(texts.directory, config.seq_len)
-    if (each := config.rows_per_sample) == 1:
+    each = config.rows_per_sample
+    if each == 1:
         return lengths, loss
-    lengths, loss = (counts.reshape(-1, each) for counts in (lengths, loss))
-    return lengths.max(1), np.where((loss == 0).any(1), 0, loss.sum(1))
+    # (pairs, members)
+    loss = loss.reshape(-1, each)
+    return lengths.reshape(-1, each).max(1), np.where((loss == 0).any(1), 0, loss.sum(1))
 
 
 def _collated(
@@ -327,28 +345,30 @@ def _collated(
 ) -> Batch:
     """Return a micro-batch of the texts of these numbers, each sample's in a row, or of pairs."""
     each = config.rows_per_sample
-    return collate(
-        by_member(
-            [row_of(rows, np.atleast_1d(sample) * each + i, config) for i in range(each)]
-            for sample in samples
-        )
-    )
+    made = []
+    for sample in samples:
+        numbers = np.atleast_1d(sample) * each
+        made.append([row_of(rows, numbers + member, config) for member in range(each)])
+    return collate(by_member(made))
 
 
 def _rows(
     texts: Texts, config: TrialConfig, lengths: Integers, loss: Integers, *, tokens: int, seed: int
 ) -> list[Integers]:
     """Return the rows of so many optimizer steps as have the budget's tokens."""
-    size, is_packed = config.samples_per_step, config.packing == "packed"
-    # The last step is a whole one: of packed rows, whose texts are not known before, one more.
-    wanted = tokens + (size * config.seq_len if is_packed else 0)
+    size = config.samples_per_step
+    wanted = tokens
+    if config.packing == "packed":
+        # The last step is a whole one: of packed rows, whose texts are not known before, one more.
+        wanted += size * config.seq_len
     train, _ = split(len(loss), texts.eval_fraction, texts.seed)
     if not np.any(loss[train] > 0):
         raise InputError(str(too_few(0, config)))
     # The first texts that have so many, a multiple of `size`: in one order for all configurations,
     # one epoch after another.
     random = np.random.default_rng(seed)
-    numbers, have = list[int](), 0
+    numbers: list[int] = []
+    have = 0
     while have < wanted or len(numbers) % size:
         for number in random.permutation(train):
             if have >= wanted and len(numbers) % size == 0:
@@ -361,14 +381,14 @@ def _rows(
         of_texts = config.changed(method="sft")
         whole = epoch(lengths[chosen], loss[chosen], of_texts, seed=seed)
         return [chosen[whole.rows.of(row)] for row in range(len(chosen))]
-    if not is_packed:
+    if config.packing != "packed":
         return list(chosen[:, None])
     rows = packed(lengths[chosen], config.seq_len)
-    found = [chosen[rows[row]] for row in np.random.default_rng(seed).permutation(len(rows))]
+    shuffled = [chosen[rows[row]] for row in np.random.default_rng(seed).permutation(len(rows))]
     # The fewest rows of whole optimizer steps that have the tokens, or all of them.
-    sums = np.cumsum([int(loss[row].sum()) for row in found])
+    sums = np.cumsum([int(loss[row].sum()) for row in shuffled])
     reached = int(np.searchsorted(sums, tokens)) + 1
-    return found[: min(-(-reached // size), len(found) // size) * size]
+    return shuffled[: min(-(-reached // size), len(shuffled) // size) * size]
 
 
 def held_out_batches(
@@ -396,10 +416,12 @@ def held_out_batches(
         )
     chosen = order[: np.searchsorted(np.cumsum(loss[order]), tokens) + 1]
     kept = np.minimum(lengths, config.seq_len).astype(np.int64)
-    rows, collate = open_tokens(texts.directory).with_format("numpy"), Collator(config)
+    rows = open_tokens(texts.directory).with_format("numpy")
+    collate = Collator(config)
     tokens_at_once //= config.rows_per_sample
     for number, block in enumerate(np.array_split(chosen, min(BLOCKS_MAX, len(chosen)))):
-        left = iter(block[np.lexsort((block, -kept[block]))].tolist())
-        while (first := next(left, None)) is not None:
-            numbers = [first, *islice(left, max(0, tokens_at_once // int(kept[first]) - 1))]
-            yield number, _collated(rows, numbers, config, collate)
+        left = block[np.lexsort((block, -kept[block]))].tolist()
+        while left:
+            count = max(1, tokens_at_once // int(kept[left[0]]))
+            yield number, _collated(rows, left[:count], config, collate)
+            del left[:count]

@@ -33,14 +33,14 @@ _OF_THE_FILE = ("text_column", "prompt_column", "completion_column", "format")
 
 
 def typed_texts(known: TextsChoice | None, typed: Mapping[str, Any]) -> TextsChoice | None:
-    """Return the choice of texts with what was typed in place of what was known.
+    """Return the choice of a dataset with what was typed in place of what was known.
 
     Args:
         known: of the space or the study; None where it has no texts.
         typed: keys of the choice; None leaves what is known.
 
     Raises:
-        InputError: a value that cannot be, or something said of texts that nobody named.
+        InputError: a value that cannot be, or an option of a dataset, and none is named.
     """
     given = {key: value for key, value in typed.items() if value is not None}
     if not given:
@@ -48,9 +48,12 @@ def typed_texts(known: TextsChoice | None, typed: Mapping[str, Any]) -> TextsCho
     if known is None and "texts" not in given:
         key = next(iter(given))
         raise InputError(f"data.{key} is about a dataset, and none is named: {HOW_TO_NAME_TEXTS}")
-    before = {} if known is None else known.model_dump()
+    before: dict[str, Any] = {}
+    if known is not None:
+        before = known.model_dump()
     if "texts" in given:
-        before = {key: value for key, value in before.items() if key not in _OF_THE_FILE}
+        for key in _OF_THE_FILE:
+            before.pop(key, None)
     choice = validate(TextsChoice, {**before, **given}, Document("options"))
     return located_texts(choice, beside=Path.cwd())
 
@@ -63,13 +66,15 @@ def is_same_choice(known: TextsChoice | None, given: TextsChoice) -> bool:
     """
     if known is None or known == given:
         return known is not None
-    old, new = Path(known.texts), Path(given.texts)
-    is_its_name = bool(new.parts) and old.parts[-len(new.parts) :] == new.parts
-    return (
-        is_its_name
-        and known.model_copy(update={"texts": given.texts}) == given
-        and not any(exists(home_expanded(c.texts), label=c.texts) for c in (known, given))
-    )
+    name = Path(given.texts).parts
+    is_its_name = bool(name) and Path(known.texts).parts[-len(name) :] == name
+    if not is_its_name or known.model_copy(update={"texts": given.texts}) != given:
+        return False
+    return not (_is_here(known) or _is_here(given))
+
+
+def _is_here(choice: TextsChoice) -> bool:
+    return exists(home_expanded(choice.texts), label=choice.texts)
 
 
 def texts_of_study(
@@ -82,12 +87,12 @@ def texts_of_study(
 
     Raises what ``read`` raises.
     """
-    choice, known = stored.space.data, stored.texts
+    choice = stored.space.data
     if choice is None:
         return None
-    if known is not None and not exists(home_expanded(choice.texts), label=choice.texts):
+    if stored.texts is not None and not _is_here(choice):
         with suppress(EnvironmentFault):
-            return open_prepared(texts_directory() / known.fingerprint)
+            return open_prepared(texts_directory() / stored.texts.fingerprint)
     return read(TextsRequest.of(choice, model))
 
 
@@ -105,15 +110,17 @@ def space_with_texts(
         space: as it was named.
         texts: what its trials would train on.
         model: what would be trained.
-        is_preset: whether nobody wrote it for these texts.
+        is_preset: whether it was not written for this dataset.
         held: settings that were typed.
 
     Raises:
         InputError: what is left makes no space.
     """
     refuse_other_kind(held.get("method", space.values_of("method")[0]), texts)
-    is_own = not is_preset and "seq_len" in {*space.dimensions, *space.fixed}
-    epochs, are_pairs = StudyEpochs.of_all(texts), texts.summary.are_pairs
+    has_length = "seq_len" in space.dimensions or "seq_len" in space.fixed
+    is_own = has_length and not is_preset
+    epochs = StudyEpochs.of_all(texts)
+    are_pairs = texts.summary.are_pairs
     lengths = worthwhile_lengths(
         texts.lengths(), max_positions=model.max_positions, truncation_at=epochs.truncation
     )
@@ -126,8 +133,12 @@ def space_with_texts(
     )
     if not is_own and "seq_len" not in held:
         return offered
-    noun = "pair" if are_pairs else "example"
-    named = [held["seq_len"]] if "seq_len" in held else offered.space.values_of("seq_len")
+    noun = "example"
+    if are_pairs:
+        noun = "pair"
+    named = offered.space.values_of("seq_len")
+    if "seq_len" in held:
+        named = (held["seq_len"],)
     notes = list(offered.notes)
     for length in named:
         truncation = epochs.truncation(length)
@@ -143,11 +154,13 @@ def refuse_other_kind(method: str, texts: PreparedTexts) -> None:
         InputError: says which method the dataset is for.
     """
     refuse_planned_alone(method)
-    are_pairs, source = texts.summary.are_pairs, texts.summary.source
+    are_pairs = texts.summary.are_pairs
+    source = texts.summary.source
     needs_pairs = METHODS[method].is_on_pairs
     if are_pairs and not needs_pairs:
         alone = "--set data.text_column=chosen"
-        if prompt := texts.summary.columns_read.get("prompt"):
+        prompt = texts.summary.columns_read.get("prompt")
+        if prompt is not None:
             # Of an answer alone nothing is learned.
             alone = f"--set data.prompt_column={prompt} --set data.completion_column=chosen"
         raise InputError(
@@ -157,9 +170,10 @@ def refuse_other_kind(method: str, texts: PreparedTexts) -> None:
         )
     if needs_pairs and not are_pairs:
         read = f"{source}: its rows are read as {texts.summary.kind}, and method dpo needs pairs"
-        has_pairs = {"chosen", "rejected"} <= set(texts.summary.columns)
         cure = "columns chosen and rejected, as texts or as turns, with or without prompt"
-        raise InputError(f"{read}: {'--set data.format=preference' if has_pairs else cure}")
+        if {"chosen", "rejected"} <= set(texts.summary.columns):
+            cure = "--set data.format=preference"
+        raise InputError(f"{read}: {cure}")
 
 
 def refuse_planned_alone(method: str) -> None:

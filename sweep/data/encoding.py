@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from qlora_sweep.sweep.data.collation import INPUT, MASK
 from qlora_sweep.sweep.data.files import Broken, Place, Read, RowsError, Source, is_nothing
 from qlora_sweep.sweep.data.kinds import (
     CHATS,
@@ -32,12 +33,11 @@ from qlora_sweep.sweep.data.kinds import (
     common_length,
     example_of,
     first_rows,
+    names_shown,
     on_completions,
     pair_of,
-    shown,
     turns_in,
 )
-from qlora_sweep.sweep.data.rows import INPUT, MASK
 
 CHARACTERS_MAX = 8_000_000
 """Of a row, for which a tokenizer takes a gigabyte and more."""
@@ -51,6 +51,8 @@ class Rendered:
     """A row as text, and where its loss is: everywhere, behind a prompt, or in some spans."""
 
     text: str
+    example: Example
+    """What the row was read as."""
     prompt: str | None = None
     """The tokens that the whole text has in common with it carry no loss."""
     spans: list[tuple[int, int]] | None = None
@@ -80,7 +82,9 @@ class Tokens:
     @property
     def members(self) -> tuple[Tokens, ...]:
         """The row, and of a pair both."""
-        return (self,) if self.rejected is None else (self, self.rejected)
+        if self.rejected is None:
+            return (self,)
+        return (self, self.rejected)
 
     @property
     def differs_from(self) -> int:
@@ -90,7 +94,7 @@ class Tokens:
 
     @property
     def loss_count(self) -> int:
-        """Tokens that carry loss: never the first, which nothing comes before to predict it."""
+        """Tokens that carry loss: never the first, which no token predicts."""
         return int(self.mask[1:].sum())
 
 
@@ -116,13 +120,14 @@ class Encoder:
         self._tokenizer = tokenizer
         self._layout = layout
         self._completions_only = completions_only
-        are_chats = any(name in CHATS for name in layout.columns)
+        are_chats = not layout.columns.keys().isdisjoint(CHATS)
         self._is_marking = completions_only and are_chats
         self._templates: dict[bool, str] = {}
         self._end: int | None = tokenizer.eos_token_id
         self._special = dict(tokenizer.special_tokens_map)
-        self._fast = tokenizer.backend_tokenizer if tokenizer.is_fast else None
-        if self._fast is not None:
+        self._fast: Any = None
+        if tokenizer.is_fast:
+            self._fast = tokenizer.backend_tokenizer
             self._fast.no_truncation()
             self._fast.no_padding()
         if are_chats:
@@ -146,24 +151,26 @@ class Encoder:
         if not self._is_marking:
             return None
         template = self._template(has_tools=False)
-        return None if _MARKS.search(template) else template
+        if _MARKS.search(template):
+            return None
+        return template
 
     def rendered(self, fields: Mapping[str, Any]) -> Rendered:
         """Return a row as text. Raises Broken."""
         if self._layout.kind == PREFERENCE:
-            chosen, rejected = pair_of(fields, self._layout)
-            examples = [chosen, rejected]
+            chosen, rejected = map(self._rendered, pair_of(fields, self._layout))
+            row = replace(chosen, rejected=rejected)
         else:
-            examples = [example_of(fields, self._layout)]
-        found = [self._rendered(example) for example in examples]
-        self._unread.see(fields, examples, found)
-        return found[0] if len(found) == 1 else replace(found[0], rejected=found[1])
+            row = self._rendered(example_of(fields, self._layout))
+        self._unread.see(fields, row)
+        return row
 
     def _rendered(self, example: Example) -> Rendered:
         if isinstance(example.completion, str):
             assert isinstance(example.prompt, str)
-            prompt = example.prompt if self._completions_only else None
-            rendered = Rendered(example.prompt + example.completion, prompt)
+            rendered = Rendered(example.prompt + example.completion, example)
+            if self._completions_only:
+                rendered = replace(rendered, prompt=example.prompt)
         else:
             rendered = self._of_chat(example)
         text = rendered.text
@@ -182,16 +189,19 @@ class Encoder:
         if self._layout.kind == PREFERENCE:
             chosen = self._all_tokens(rows)
             rejected = self._all_tokens([row.rejected for row in rows if row.rejected])
-            return [_paired(*pair) for pair in zip(chosen, rejected, strict=True)]
+            return list(map(_paired, chosen, rejected))
         return self._all_tokens(rows)
 
     def _all_tokens(self, rows: Sequence[Rendered]) -> list[Tokens]:
-        found: dict[int, Tokens] = {}
-        for is_templated in (True, False):
-            chosen = {i: row for i, row in enumerate(rows) if row.is_templated == is_templated}
-            made = self._tokens(list(chosen.values()), adds=not is_templated)
-            found |= zip(chosen, made, strict=True)
-        return [found[index] for index in range(len(rows))]
+        templated = iter(self._tokens([row for row in rows if row.is_templated], adds=False))
+        others = iter(self._tokens([row for row in rows if not row.is_templated], adds=True))
+        in_order = []
+        for row in rows:
+            if row.is_templated:
+                in_order.append(next(templated))
+            else:
+                in_order.append(next(others))
+        return in_order
 
     # Chats
 
@@ -199,8 +209,8 @@ class Encoder:
         assert isinstance(example.prompt, list)
         assert isinstance(example.completion, list)
         prompt = example.prompt
-        said = [*prompt, *example.completion]
-        turns = [{key: turn[key] for key in turn if key not in LOSS_KEYS} for turn in said]
+        said = prompt + example.completion
+        turns = _without(said, set(LOSS_KEYS))
         silent = {index for index, turn in enumerate(said) if _is_silent(turn)}
         silent -= set(range(len(prompt)))
         if silent and (prompt or self._layout.kind == PREFERENCE):
@@ -208,26 +218,29 @@ class Encoder:
             raise Broken(f"turn {min(silent) + 1}: {key} is false, which is heeded in chats alone")
         template = self._template(has_tools=example.tools is not None)
 
-        def render(
+        settings = self._special | example.options
+
+        def render_marked(
             turns: Sequence[Any], *, tools: list[Any] | None = example.tools, **options: Any
-        ) -> Any:
+        ) -> tuple[str, list[tuple[int, int]] | None]:
             from transformers.utils.chat_template_utils import render_jinja_template
 
             texts, marked = render_jinja_template(
-                conversations=[turns],
-                tools=tools,
-                chat_template=template,
-                **options,
-                **{**self._special, **example.options},
+                conversations=[turns], tools=tools, chat_template=template, **options, **settings
             )
-            return (texts[0], marked[0]) if "return_assistant_tokens_mask" in options else texts[0]
+            if not marked:
+                return texts[0], None
+            return texts[0], marked[0]
+
+        def render(turns: Sequence[Any], **options: Any) -> str:
+            return render_marked(turns, **options)[0]
 
         spans: list[tuple[int, int]] | None = None
         before: str | None = None
         try:
             are_told = not prompt and (self._completions_only or bool(silent))
             if are_told and _MARKS.search(template):
-                text, spans = render(turns, return_assistant_tokens_mask=True)
+                text, spans = render_marked(turns, return_assistant_tokens_mask=True)
             else:
                 text = render(turns)
             _check_said(turns, text)
@@ -241,10 +254,12 @@ class Encoder:
         except Broken:
             raise
         except Exception as error:
-            # Code of somebody's, written for rows of theirs.
+            # A template is code that was written for other rows.
             from jinja2 import TemplateError
 
-            verb = "refuses it" if isinstance(error, TemplateError) else "fails"
+            verb = "fails"
+            if isinstance(error, TemplateError):
+                verb = "refuses it"
             raise Broken(f"the chat template {verb}: {error}") from error
         if spans is not None and self._completions_only:
             spans = _without_silent(spans, turns, silent)
@@ -252,14 +267,17 @@ class Encoder:
             if silent == _answers(turns):
                 raise Broken(_ALL_SILENT)
             spans = _all_but(_without_silent(spans, turns, _answers(turns) - silent), len(text))
-        return Rendered(text, before, spans, is_templated=True)
+        return Rendered(text, example, before, spans, is_templated=True)
 
     def _template(self, *, has_tools: bool) -> str:
         """Return the chat template, of chats with loss on the assistant's turns alone one that
         marks these: the tokenizer's own, or TRL's for it."""
         if has_tools not in self._templates:
+            tools: list[Any] | None = None
+            if has_tools:
+                tools = [{}]
             try:
-                own = self._tokenizer.get_chat_template(tools=[{}] if has_tools else None)
+                own = self._tokenizer.get_chat_template(tools=tools)
             except ValueError as error:
                 name = self._tokenizer.name_or_path
                 raise RowsError(
@@ -280,67 +298,83 @@ class Encoder:
     def _tokens(self, rows: Sequence[Rendered], *, adds: bool) -> list[Tokens]:
         prompts = iter(self._ids([row.prompt for row in rows if row.prompt is not None], adds))
         texts = [row.text for row in rows]
-        if self._fast is None or all(row.spans is None for row in rows):
-            whole = self._ids(texts, adds)
-            masks = [
-                np.ones(len(ids), np.int8) if row.spans is None else self._slow_mask(row, ids, adds)
-                for row, ids in zip(rows, whole, strict=True)
-            ]
-        else:
+        encodings: list[Any] = []
+        if self._fast is not None and any(row.spans is not None for row in rows):
             encodings = self._fast.encode_batch(texts, add_special_tokens=adds)
-            whole = [np.asarray(encoding.ids, np.int32) for encoding in encodings]
-            masks = [_mask_of(*pair) for pair in zip(rows, encodings, strict=True)]
-        found = []
-        for row, ids, mask in zip(rows, whole, masks, strict=True):
+            whole = _ids_of(encodings)
+        else:
+            whole = self._ids(texts, adds)
+        tokens = []
+        for index, (row, ids) in enumerate(zip(rows, whole, strict=True)):
+            if row.spans is None:
+                mask = np.ones(len(ids), np.int8)
+            elif encodings:
+                mask = _mask_of(row.text, row.spans, encodings[index])
+            else:
+                mask = self._slow_mask(row.text, row.spans, ids, adds)
             if row.prompt is not None:
                 mask[: common_length(next(prompts), ids)] = 0
             if adds and self._end is not None and (not len(ids) or ids[-1] != self._end):
-                ids, mask = np.append(ids, np.int32(self._end)), np.append(mask, np.int8(1))
-            found.append(Tokens(ids, mask))
-        return found
+                ids = np.append(ids, np.int32(self._end))
+                mask = np.append(mask, np.int8(1))
+            tokens.append(Tokens(ids, mask))
+        return tokens
 
     def _ids(self, texts: Sequence[str], adds: bool) -> list[NDArray[np.int32]]:
         if self._fast is not None:
-            encoded = self._fast.encode_batch_fast(list(texts), add_special_tokens=adds)
-            return [np.asarray(encoding.ids, np.int32) for encoding in encoded]
-        slow = [self._tokenizer(one, add_special_tokens=adds, verbose=False) for one in texts]
-        return [np.asarray(one["input_ids"], np.int32) for one in slow]
+            return _ids_of(self._fast.encode_batch_fast(list(texts), add_special_tokens=adds))
+        ids = []
+        for text in texts:
+            encoding = self._tokenizer(text, add_special_tokens=adds, verbose=False)
+            ids.append(np.asarray(encoding["input_ids"], np.int32))
+        return ids
 
-    def _slow_mask(self, row: Rendered, ids: NDArray[np.int32], adds: bool) -> NDArray[np.int8]:
-        """Return the mask of a row by a tokenizer that is Python, and knows no characters."""
+    def _slow_mask(
+        self, text: str, spans: list[tuple[int, int]], ids: NDArray[np.int32], adds: bool
+    ) -> NDArray[np.int8]:
+        """Return the mask of a row by a tokenizer in Python, which does not map characters to
+        tokens."""
         mask = np.zeros(len(ids), np.int8)
-        for begin, end in row.spans or ():
-            first, last = self._ids([row.text[:begin], row.text[:end]], adds)
-            is_last = end == len(row.text)
-            mask[common_length(first, ids) : len(ids) if is_last else common_length(last, ids)] = 1
+        for begin, end in spans:
+            ids_before, ids_through = self._ids([text[:begin], text[:end]], adds)
+            stop = len(ids)
+            if end < len(text):
+                stop = common_length(ids_through, ids)
+            mask[common_length(ids_before, ids) : stop] = 1
         return mask
+
+
+def _ids_of(encodings: Iterable[Any]) -> list[NDArray[np.int32]]:
+    return [np.asarray(encoding.ids, np.int32) for encoding in encodings]
 
 
 def _paired(chosen: Tokens, rejected: Tokens) -> Tokens:
     """Return a pair whose completions begin at the same token: the first that either has."""
-    begin = min(int(one.mask.argmax()) for one in (chosen, rejected))
-    for one in (chosen, rejected):
-        one.mask[begin:] = 1
+    begin = min(int(chosen.mask.argmax()), int(rejected.mask.argmax()))
+    chosen.mask[begin:] = 1
+    rejected.mask[begin:] = 1
     return replace(chosen, rejected=rejected)
 
 
-def _mask_of(row: Rendered, encoding: Any) -> NDArray[np.int8]:
-    """Return 1 for the tokens of a row's spans; one that lies across an edge belongs to it."""
+def _mask_of(text: str, spans: list[tuple[int, int]], encoding: Any) -> NDArray[np.int8]:
+    """Return 1 for the tokens of a text's spans; one that lies across an edge belongs to it."""
 
     def token_at(character: int) -> int:
         # Some characters belong to no token, such as blanks that a tokenizer trims.
-        for at in range(character, min(len(row.text), character + 64)):
+        for at in range(character, min(len(text), character + 64)):
             token = encoding.char_to_token(at)
             if token is not None:
                 return int(token)
         return len(encoding)
 
-    if row.spans is None:
-        return np.ones(len(encoding), np.int8)
     mask = np.zeros(len(encoding), np.int8)
-    for begin, end in row.spans:
+    for begin, end in spans:
         last = encoding.char_to_token(end - 1)
-        mask[token_at(begin) : token_at(end) if last is None else last + 1] = 1
+        if last is None:
+            stop = token_at(end)
+        else:
+            stop = last + 1
+        mask[token_at(begin) : stop] = 1
     return mask
 
 
@@ -356,9 +390,12 @@ def _answer(turn: Mapping[str, Any]) -> str:
 def _place(turn: Mapping[str, Any], text: str, first: int) -> tuple[int, int]:
     """Return where a turn's words begin and end, without thoughts that the template leaves out; -1
     and ``first`` where they are not there."""
-    found = ((text.find(words, first), words) for words in (_said(turn), _answer(turn)) if words)
+    places = []
+    for words in (_said(turn), _answer(turn)):
+        begin = text.find(words, first)
+        if words and begin >= 0:
+            places.append((begin, begin + len(words)))
     # A later turn may say the same with its thoughts.
-    places = [(begin, begin + len(words)) for begin, words in found if begin >= 0]
     return min(places, default=(-1, first))
 
 
@@ -378,14 +415,18 @@ def _prompt(
     Where a template prompts for a turn otherwise than it renders one, what both have in common is
     the prompt's; ``clips`` cuts it there.
     """
-    prompted: str = render(turns[:count], add_generation_prompt=True) if count else ""
-    if count and text.startswith(prompted):
-        return prompted
-    if count and text.startswith(render(turns[:count])):
-        return prompted[: common_length(prompted, text)] if clips else prompted
+    if count:
+        prompted: str = render(turns[:count], add_generation_prompt=True)
+        if text.startswith(prompted):
+            return prompted
+        if text.startswith(render(turns[:count])):
+            if clips:
+                return prompted[: common_length(prompted, text)]
+            return prompted
     # Some templates tell the turns before otherwise once this one follows. Its own words are looked
     # for, one turn after another, as an answer may repeat what was asked.
-    begin, end = -1, 0
+    begin = -1
+    end = 0
     for turn in turns[: count + 1]:
         begin, end = _place(turn, text, end)
     if begin < 0:
@@ -403,7 +444,9 @@ def _spans_by_comparing(
         if turn["role"] != "assistant":
             continue
         begin = len(_prompt(turns, index, text, render, clips=True))
-        through = text if index + 1 == len(turns) else render(turns[: index + 1])
+        through = text
+        if index + 1 < len(turns):
+            through = render(turns[: index + 1])
         end = len(through)
         if not text.startswith(through):
             # Some leave an earlier turn's thoughts out: then its own words are looked for.
@@ -434,8 +477,7 @@ def _without_silent(
     if silent & set(answers):
         if len(spans) != len(answers):
             raise Broken(f"{_UNTOLD}, so that none can be without loss")
-        pairs = zip(spans, answers, strict=True)
-        spans = [span for span, index in pairs if index not in silent]
+        spans = [spans[n] for n, index in enumerate(answers) if index not in silent]
         if not spans:
             raise Broken(_ALL_SILENT)
     spans = [(int(begin), int(end)) for begin, end in spans if begin < end]
@@ -446,12 +488,18 @@ def _without_silent(
 
 def _all_but(spans: list[tuple[int, int]], length: int) -> list[tuple[int, int]]:
     """Return what is between some spans of a text."""
-    ends = [0, *(end for _, end in spans)]
-    begins = [*(begin for begin, _ in spans), length]
-    return [(end, begin) for end, begin in zip(ends, begins, strict=True) if end < begin]
+    between = []
+    last_end = 0
+    for begin, end in spans:
+        if last_end < begin:
+            between.append((last_end, begin))
+        last_end = end
+    if last_end < length:
+        between.append((last_end, length))
+    return between
 
 
-# What nothing reads
+# What rows say and is not read
 
 _THOUGHTS = ("reasoning_content", "reasoning", "thinking")
 """Keys of turns in which datasets keep thoughts."""
@@ -461,11 +509,22 @@ _EMPTY_THOUGHTS = re.compile(
 )
 _TRIED_MAX = 100
 """Rows that are rendered without a key of their turns, to see whether it is read."""
-_NAMES_SHOWN = 12
+_NOTES = {
+    "thoughts": "the chat template leaves thoughts out of what is supervised, in {count}",
+    "empty thoughts": (
+        "the chat template adds an empty <think></think>, or its like, that is supervised, in "
+        "{count}: to answer without thoughts is learned"
+    ),
+    "JSON": (
+        "turns that are written as JSON are trained on as text, as in TRL, in {count}: write them "
+        "as lists"
+    ),
+}
+"""Of examples of which something is to be told."""
 
 
 class _Unread:
-    """What rows say and nothing reads, and what a chat template makes of thoughts."""
+    """What rows say and is not read, and what a chat template makes of thoughts."""
 
     def __init__(self, layout: Layout, *, completions_only: bool) -> None:
         self._layout = layout
@@ -475,37 +534,39 @@ class _Unread:
         self._tools_tried = 0
         self._reads_tools = False
         self._columns: dict[str, None] = {}
+        """Those that hold something and are not read, in the order in which they were seen."""
         self._keys: dict[str, bool] = {}
         """Of turns, and whether the template reads each."""
         self._counts: Counter[str] = Counter()
         """Rows of which something is to be told."""
 
-    def see(
-        self, fields: Mapping[str, Any], examples: Sequence[Example], rendered: Sequence[Rendered]
-    ) -> None:
+    def see(self, fields: Mapping[str, Any], row: Rendered) -> None:
         """Take a row in, with what it was read and rendered as."""
         self._rows += 1
-        are_texts = isinstance(examples[0].completion, str)
-        read = {
-            column
-            for name, column in self._layout.columns.items()
-            if not (are_texts and name in ("tools", "chat_template_kwargs"))
-        }
+        read = set(self._layout.columns.values())
+        if isinstance(row.example.completion, str):
+            for name in ("tools", "chat_template_kwargs"):
+                read.discard(self._layout.columns.get(name, name))
         for column, value in fields.items():
-            if column not in read and column not in self._columns and not is_nothing(value):
+            if column not in read and not is_nothing(value):
                 self._columns[column] = None
-        found: set[str] = set()
-        for example, text in zip(examples, rendered, strict=True):
-            if isinstance(example.completion, str):
-                if self._layout.kind != "text" and turns_in(example.completion):
-                    found.add("JSON")
-            else:
-                found |= set(self._of_chat(example.prompt, example.completion, text))
+        found = set(self._of_example(row))
+        if row.rejected is not None:
+            found.update(self._of_example(row.rejected))
         self._counts.update(found)
 
-    def _of_chat(self, prompt: Any, completion: Any, rendered: Rendered) -> Iterator[str]:
+    def _of_example(self, rendered: Rendered) -> Iterator[str]:
+        """Yield what is to be told of an example."""
+        prompt: Any = rendered.example.prompt
+        completion: Any = rendered.example.completion
+        if isinstance(completion, str):
+            if self._layout.kind != "text" and turns_in(completion):
+                yield "JSON"
+            return
         text = rendered.text
-        for turn in [*prompt, *completion]:
+        written = ""
+        for turn in prompt + completion:
+            written += f"\n{turn.get('content')}"
             for key in LOSS_KEYS:
                 is_other = turn["role"] != "assistant" and key in turn
                 if is_other and bool(turn[key]) == self._completions_only:
@@ -514,17 +575,22 @@ class _Unread:
             if _is_silent(turn):
                 yield "silent"
             elif turn["role"] == "assistant":
-                unread = [key for key in _THOUGHTS if self._keys.get(key) is False and key in turn]
-                thoughts = [turn[key] for key in _THOUGHTS if isinstance(turn.get(key), str)]
-                thoughts += _THINKING.findall(str(turn.get("content")))
-                places = [text.rfind(thought.strip()[-32:]) for thought in thoughts]
-                if unread or any(place < 0 or not rendered.carries(place) for place in places):
+                is_left_out = False
+                thoughts = _THINKING.findall(str(turn.get("content")))
+                for key in _THOUGHTS:
+                    if key in turn and self._keys.get(key) is False:
+                        is_left_out = True
+                    if isinstance(turn.get(key), str):
+                        thoughts.append(turn[key])
+                for thought in thoughts:
+                    place = text.rfind(thought.strip()[-32:])
+                    if place < 0 or not rendered.carries(place):
+                        is_left_out = True
+                if is_left_out:
                     yield "thoughts"
-        empty = [
-            each for each in _EMPTY_THOUGHTS.finditer(text) if rendered.carries(each.end() - 1)
-        ]
-        written = "\n".join(str(turn.get("content")) for turn in [*prompt, *completion])
-        # What was written so is no template's.
+        found = _EMPTY_THOUGHTS.finditer(text)
+        empty = [thoughts for thoughts in found if rendered.carries(thoughts.end() - 1)]
+        # Those that the row has itself are not the template's.
         if empty and len(empty) > len(_EMPTY_THOUGHTS.findall(written)):
             yield "empty thoughts"
 
@@ -537,13 +603,13 @@ class _Unread:
         def is_read(turns: Sequence[Any], **options: Any) -> bool:
             try:
                 return bool(render(turns, **options) != text)
-            except Exception:  # noqa: BLE001 - somebody's code, which misses what is left out
+            except Exception:  # noqa: BLE001 - a template's code, which needs what is left out
                 return True
 
         if has_tools and not self._reads_tools and self._tools_tried < _TRIED_MAX:
             self._tools_tried += 1
             self._reads_tools = is_read(turns, tools=None)
-        keys = {key for turn in turns for key in turn} - {"role", "content"}
+        keys = set[str]().union(*turns) - {"role", "content"}
         keys = {key for key in keys if not self._keys.get(key) and self._tries[key] < _TRIED_MAX}
         self._tries.update(keys)
         if not keys or not is_read(_without(turns, keys)):
@@ -563,36 +629,26 @@ class _Unread:
         columns = list(self._columns)
         if self._tools_tried and not self._reads_tools:
             columns.append("tools (by the chat template)")
-        named = (("columns", columns), ("keys of turns", keys))
-        unread = [f"{what} not read: {_listed(names)}" for what, names in named if names]
-        found = ["; ".join(unread)] if unread else []
-        of_all = {
-            key: f"{count:,} of {self._rows:,} examples" for key, count in self._counts.items()
-        }
-        if thoughts := of_all.get("thoughts"):
-            found.append(
-                f"the chat template leaves thoughts out of what is supervised, in {thoughts}"
-            )
-        if "empty thoughts" in of_all:
-            found.append(
-                "the chat template adds an empty <think></think>, or its like, that is supervised, "
-                f"in {of_all['empty thoughts']}: to answer without thoughts is learned"
-            )
-        if "JSON" in of_all:
-            found.append(
-                f"turns that are written as JSON are trained on as text, as in TRL, in "
-                f"{of_all['JSON']}: write them as lists"
-            )
-        return tuple(found)
+        unread = []
+        if columns:
+            unread.append(f"columns not read: {names_shown(columns)}")
+        if keys:
+            unread.append(f"keys of turns not read: {names_shown(keys)}")
+        notes = []
+        if unread:
+            notes.append("; ".join(unread))
+        for key, note in _NOTES.items():
+            if self._counts[key]:
+                count = f"{self._counts[key]:,} of {self._rows:,} examples"
+                notes.append(note.format(count=count))
+        return tuple(notes)
 
 
 def _without(turns: Sequence[Mapping[str, Any]], keys: set[str]) -> list[dict[str, Any]]:
-    return [{key: turn[key] for key in turn if key not in keys} for turn in turns]
-
-
-def _listed(names: Sequence[str]) -> str:
-    more = len(names) - _NAMES_SHOWN
-    return ", ".join(map(shown, names[:_NAMES_SHOWN])) + (f" and {more} more" if more > 0 else "")
+    kept = []
+    for turn in turns:
+        kept.append({key: value for key, value in turn.items() if key not in keys})
+    return kept
 
 
 # Read and encoded
@@ -621,15 +677,20 @@ def _batches(
     batch: list[tuple[Place, Rendered | Broken]] = []
     characters = 0
     for place, fields in rows:
-        try:
-            row = fields if isinstance(fields, Broken) else encoder.rendered(fields)
-        except Broken as broken:
-            row = broken
-        characters += len(row.text) if isinstance(row, Rendered) else 0
-        batch.append((place, row))
+        if isinstance(fields, Broken):
+            batch.append((place, fields))
+        else:
+            try:
+                row = encoder.rendered(fields)
+            except Broken as broken:
+                batch.append((place, broken))
+            else:
+                batch.append((place, row))
+                characters += len(row.text)
         if len(batch) >= 1000 or characters >= 2_000_000:
             yield batch
-            batch, characters = [], 0
+            batch = []
+            characters = 0
     yield batch
 
 
@@ -637,13 +698,18 @@ def _tokens_of(
     batch: list[tuple[Place, Rendered | Broken]], encoder: Encoder
 ) -> list[tuple[Place, Tokens | Broken]]:
     tokens = iter(encoder.tokens([row for _, row in batch if isinstance(row, Rendered)]))
-    made = ((place, row if isinstance(row, Broken) else next(tokens)) for place, row in batch)
-    return [(place, row if isinstance(row, Broken) else _unless_empty(row)) for place, row in made]
+    made: list[tuple[Place, Tokens | Broken]] = []
+    for place, row in batch:
+        if isinstance(row, Broken):
+            made.append((place, row))
+        else:
+            made.append((place, _unless_empty(next(tokens))))
+    return made
 
 
 def _unless_empty(row: Tokens) -> Tokens | Broken:
     """Return a row, or why there is nothing to learn from its tokens."""
-    if not all(one.loss_count for one in row.members):
+    if not all(member.loss_count for member in row.members):
         return Broken("no token of it carries loss")
     if row.rejected is not None and np.array_equal(row.ids, row.rejected.ids):
         return Broken("chosen and rejected are the same tokens")
@@ -667,14 +733,15 @@ def tokenized(
         raise RowsError(f"{name}: its rows are pairs of completions, and this trains on texts")
     only = on_completions(layout.kind, completions_only)
     encoder = Encoder(tokenizer, layout, completions_only=only)
-    kept: list[Tokens] = []
+    columns: dict[str, list[Any]] = {INPUT: [], MASK: []}
     broken: list[tuple[Place, Broken]] = []
     for place, row in encoded(chain(first, source), encoder):
-        if isinstance(row, Tokens):
-            kept.extend(row.members)
-        else:
+        if isinstance(row, Broken):
             broken.append((place, row))
-    if not kept:
+            continue
+        for member in row.members:
+            columns[INPUT].append(member.ids)
+            columns[MASK].append(member.mask)
+    if not columns[INPUT]:
         raise RowsError(all_broken(*broken[0], len(broken), name))
-    columns = {INPUT: [row.ids for row in kept], MASK: [row.mask for row in kept]}
-    return Dataset.from_dict(columns), broken, (*source.notes, *layout.notes, *encoder.notes)
+    return Dataset.from_dict(columns), broken, source.notes + layout.notes + encoder.notes

@@ -12,7 +12,7 @@ The one rule for trials, trainings and predictions, in numpy alone:
 - ``grouped`` sorts by length within large draws, as transformers' length-grouped sampler does;
   ``packed`` fills rows of ``seq_len`` with whole documents, best fit decreasing, as TRL does.
 
-Knows nothing of tokens, tensors or files.
+Imports no torch.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from qlora_sweep.search_spaces.config import TrialConfig
 from qlora_sweep.search_spaces.errors import InputError
-from qlora_sweep.sweep.data.rows import MASK, is_flattened, padded_widths, rows_of_samples
+from qlora_sweep.sweep.data.collation import MASK, is_flattened, padded_widths, rows_of_samples
 
 Integers = NDArray[np.int64]
 Mask = NDArray[np.bool_]
@@ -77,17 +77,19 @@ def cut_exactly(
     """
     kept, loss = cut(lengths, loss_lengths, seq_len)
     if (directory / DIFFERENCES).exists():
-        # Of a pair that is cut before it differs there is nothing to learn.
+        # A pair that is cut before it differs teaches nothing.
         loss[np.repeat(np.load(directory / DIFFERENCES) >= seq_len, 2)] = 0
         return kept, loss
     whole = np.asarray(lengths)
     is_open = (whole > seq_len) & (np.asarray(loss_lengths) < whole - 1)
+    if not is_open.any():
+        return kept, loss
     first = 0
-    for offsets, mask in _masks(directory / "tokens") if is_open.any() else ():
+    for offsets, mask in _masks(directory / "tokens"):
         rows = np.flatnonzero(is_open[first : first + len(offsets) - 1])
         begins = offsets[rows]
         sums = np.concatenate([[0], np.cumsum(mask, dtype=np.int64)])
-        # What begins a row is predicted from nothing, whatever its mask says.
+        # The first token of a row is not predicted, whatever its mask says.
         loss[first + rows] = sums[begins + seq_len] - sums[begins + 1]
         first += len(offsets) - 1
     return kept, loss
@@ -133,13 +135,13 @@ class Rows:
 
     def counts(self) -> Integers:
         """Return how many texts are in each row."""
-        return np.diff(np.append(self.starts, len(self.documents)))
+        return np.diff(self.starts, append=len(self.documents))
 
     def of(self, row: int) -> Integers:
         """Return the texts of a row."""
-        is_last = row + 1 == len(self.starts)
-        end = len(self.documents) if is_last else self.starts[row + 1]
-        return self.documents[self.starts[row] : end]
+        if row + 1 == len(self.starts):
+            return self.documents[self.starts[row] :]
+        return self.documents[self.starts[row] : self.starts[row + 1]]
 
     def sums(self, values: Integers) -> Integers:
         """Return each row's sum of a value of its texts."""
@@ -237,39 +239,48 @@ def epoch(lengths: ArrayLike, loss_lengths: ArrayLike, config: TrialConfig, *, s
     each = config.rows_per_sample
     chosen = np.flatnonzero((loss.reshape(-1, each) > 0).all(1))
     sizes = kept.reshape(-1, each).max(1)
-    rows = _rows(chosen, sizes[chosen], config, seed=seed) if len(chosen) else None
-    if refusal := too_few(0 if rows is None else len(rows), config):
+    rows = _rows(chosen, sizes[chosen], config, seed=seed)
+    refusal = too_few(len(rows), config)
+    if refusal is not None:
         raise InputError(refusal)
-    assert rows is not None
-    row_lengths, is_flat = rows.sums(sizes), is_flattened(config)
+    row_lengths = rows.sums(sizes)
     if each > 1:
         rows = Rows(rows_of_samples(rows.documents, each), rows.starts * each)
     starts = np.arange(0, len(rows), config.micro_batch_size)
-    longest: Any = (np.add if is_flat else np.maximum).reduceat(row_lengths, starts)
-    widths = padded_widths(longest, config)
-    counts = np.diff(np.append(starts, len(rows)))
-    if config.compile and each == 1:
-        counts[-1] = config.micro_batch_size
-    padded = widths if is_flat else widths * counts * each
-    # transformers finds several texts in a row, its pads among them.
+    # transformers finds several texts in a packed row, its pads among them. Such rows are all as
+    # wide, and the mask that keeps texts apart is what costs memory.
     masked = (rows.counts() > 1) | (row_lengths < config.seq_len)
-    masked &= config.packing == "packed" and not is_flat
-    # Packed rows are all as wide, and the mask that keeps texts apart is what costs memory.
+    masked &= config.packing == "packed" and not is_flattened(config)
     largest_rows = np.lexsort((-row_lengths, ~masked))[: config.micro_batch_size]
     largest = row_lengths[largest_rows]
-    width = int(padded_widths(largest.sum() if is_flat else largest.max(), config))
+    # (micro-batches)
+    filled = np.add.reduceat(rows.sums(kept), starts)
+    if is_flattened(config):
+        widths = padded_widths(np.add.reduceat(row_lengths, starts), config)
+        padded = widths
+        pairs = np.add.reduceat(rows.sums(kept**2), starts)
+        largest_shape = Shape(rows=1, width=int(padded_widths(largest.sum(), config)))
+    else:
+        widths = padded_widths(np.maximum.reduceat(row_lengths, starts), config)
+        counts = np.diff(starts, append=len(rows))
+        if config.compile and each == 1:
+            counts[-1] = config.micro_batch_size
+        padded = widths * counts * each
+        pairs = padded * widths
+        width = int(padded_widths(largest.max(), config))
+        largest_shape = Shape(rows=len(largest) * each, width=width)
     return Epoch(
         config=config,
         rows=rows,
         starts=starts,
         widths=widths,
         padded=padded,
-        filled=np.add.reduceat(rows.sums(kept), starts),
+        filled=filled,
         loss=np.add.reduceat(rows.sums(loss), starts),
-        pairs=np.add.reduceat(rows.sums(kept**2), starts) if is_flat else padded * widths,
+        pairs=pairs,
         masked=np.logical_or.reduceat(masked, starts),
         largest_rows=largest_rows,
-        largest=Shape(rows=1 if is_flat else len(largest) * each, width=width),
+        largest=largest_shape,
         rows_cut=int((whole.reshape(-1, each)[chosen].max(1) > config.seq_len).sum()),
         rows_left_out=len(sizes) - len(chosen),
     )
@@ -285,9 +296,15 @@ def too_few(rows: int, config: TrialConfig) -> str | None:
             f"no row of the texts has a token that carries loss at seq_len {config.seq_len}: take "
             "a longer seq_len, or let prompts carry loss too"
         )
-    row = "row" if rows == 1 else "rows"
-    kind = f"packed {row}" if config.packing == "packed" else f"{row} to train on"
-    gpus = f" on each of {config.data_parallel} GPUs" if config.data_parallel > 1 else ""
+    row = "rows"
+    if rows == 1:
+        row = "row"
+    kind = f"{row} to train on"
+    if config.packing == "packed":
+        kind = f"packed {row}"
+    gpus = ""
+    if config.data_parallel > 1:
+        gpus = f" on each of {config.data_parallel} GPUs"
     return (
         f"micro_batch_size is {config.micro_batch_size}{gpus} and the texts make {rows:,} {kind} "
         f"at seq_len {config.seq_len}: take a smaller micro_batch_size"
@@ -297,31 +314,30 @@ def too_few(rows: int, config: TrialConfig) -> str | None:
 def _rows(chosen: Integers, lengths: Integers, config: TrialConfig, *, seed: int) -> Rows:
     """Return the rows in the order of the epoch, where texts are numbered by ``chosen``."""
     random = np.random.default_rng(seed)
-    match config.packing:
-        case "packed":
-            members = packed(lengths, config.seq_len)
-            order = random.permutation(len(members))
-            counts = np.fromiter((len(members[index]) for index in order), dtype=np.int64)
-            ordered = np.concatenate([members[index] for index in order])
-            return Rows(chosen[ordered], np.cumsum(counts) - counts)
-        case "grouped":
-            order = _grouped(random.permutation(len(chosen)), lengths, config.samples_per_step)
-        case _:
-            order = random.permutation(len(chosen))
+    if config.packing == "packed" and len(chosen):
+        members = packed(lengths, config.seq_len)
+        ordered = [members[index] for index in random.permutation(len(members))]
+        counts = np.fromiter(map(len, ordered), dtype=np.int64)
+        return Rows(chosen[np.concatenate(ordered)], np.cumsum(counts) - counts)
+    order = random.permutation(len(chosen))
+    if config.packing == "grouped" and len(chosen):
+        order = _grouped(order, lengths, config.samples_per_step)
     return Rows(chosen[order], np.arange(len(order)))
 
 
 def _grouped(order: Integers, lengths: Integers, batch: int) -> Integers:
     """Sort draws of many batches by length, as transformers' `get_length_grouped_indices` does."""
     draws = max(1, min(len(order) // (batch * 4), _DRAWS_AT_ONCE_MAX)) * batch
-    parts = [order[first : first + draws] for first in range(0, len(order), draws)]
-    grouped = [part[np.argsort(-lengths[part], kind="stable")] for part in parts]
-    if grouped:
-        # The longest row of all goes first, so that a lack of memory shows at once.
-        longest = int(np.argmax([lengths[part[0]] for part in grouped]))
-        first, other = grouped[0][0], grouped[longest][0]
-        grouped[0][0], grouped[longest][0] = other, first
-    return np.concatenate(grouped) if grouped else order
+    parts = []
+    for first in range(0, len(order), draws):
+        part = order[first : first + draws]
+        parts.append(part[np.argsort(-lengths[part], kind="stable")])
+    # The longest row of all goes first, so that a lack of memory shows at once.
+    longest = int(np.argmax([lengths[part[0]] for part in parts]))
+    swapped = parts[0][0]
+    parts[0][0] = parts[longest][0]
+    parts[longest][0] = swapped
+    return np.concatenate(parts)
 
 
 def packed(lengths: ArrayLike, seq_len: int) -> list[Integers]:
@@ -351,7 +367,8 @@ def _best_fit(lengths: Integers, seq_len: int) -> list[list[int]]:
         length = int(lengths[document])
         place = bisect.bisect_left(spaces, (length, -1, -1))
         if place == len(spaces):
-            space, row = seq_len, len(rows)
+            space = seq_len
+            row = len(rows)
             rows.append([])
         else:
             space, _, row = spaces.pop(place)
@@ -388,21 +405,25 @@ def representative(epoch: Epoch, *, micro_steps: int) -> list[int]:
         epoch: whose micro-batches they are; one with fewer rows is none of them.
         micro_steps: micro-batches of an optimizer step, of each rank.
     """
-    config, count = epoch.config, STRATA
+    config = epoch.config
     whole = len(epoch.rows) // config.micro_batch_size
     slowed = epoch.masked & (config.attention == "sdpa")
     attention = (epoch.pairs * np.where(slowed, MASKED_COST, 1.0))[:whole]
-    padded, loss = epoch.padded[:whole], epoch.loss[:whole]
+    padded = epoch.padded[:whole]
+    loss = epoch.loss[:whole]
+    # (micro-batches), and (micro-batches, features)
     by_size = np.lexsort((loss, attention, padded))
     features = np.stack([padded, attention, loss], axis=1)[by_size].astype(float)
     relative = features / np.maximum(features.mean(axis=0), 1e-9)
+    count = STRATA
     if config.packing == "packed":
         # Padded rows of other widths run through other kernels; packed ones are all as wide.
-        is_near = np.abs(relative - 1.0).max(axis=1).min() <= _NEAR
-        is_mixed = 0 < np.count_nonzero(epoch.masked[:whole]) < whole
-        count = 1 if is_near else STRATA_MAX if is_mixed else STRATA
+        if np.abs(relative - 1.0).max(axis=1).min() <= _NEAR:
+            count = 1
+        elif 0 < np.count_nonzero(epoch.masked[:whole]) < whole:
+            count = STRATA_MAX
     count = -(-count // micro_steps) * micro_steps * config.data_parallel
-    # Equal shares, of one at least; what is on an edge is in both.
+    # Equal shares, of one at least; a micro-batch on an edge is in both.
     edges = np.linspace(0, whole, count + 1)
     firsts = np.minimum(edges[:-1].astype(int), whole - 1)
     ends = np.maximum(np.ceil(edges[1:]).astype(int), firsts + 1)
@@ -434,5 +455,8 @@ def _misses(means: NDArray[np.float64]) -> NDArray[np.float64]:
     work, and in part with neither.
     """
     padded, attention, loss = means.T
-    parts = [(loss / padded, 1.0), (loss, 0.5), (loss / attention, 0.25)]
-    return np.sum([weight * np.square(rate - 1.0) for rate, weight in parts], axis=0)
+    by_tokens = np.square(loss / padded - 1.0)
+    by_neither = np.square(loss - 1.0)
+    by_attention = np.square(loss / attention - 1.0)
+    misses: NDArray[np.float64] = by_tokens + 0.5 * by_neither + 0.25 * by_attention
+    return misses

@@ -57,7 +57,7 @@ _READ = (
     ".jsonl, .ndjson, .json, .csv, .tsv (with .gz, .bz2 or .xz behind it, where it is compressed) "
     'or .parquet; of plain texts, write each as a line {"text": ...} of a .jsonl'
 )
-_NO_HUBS = (*_UNPACKERS, ".arrow", ".md", ".pdf", ".tar", ".txt", ".xlsx", ".xml", ".zip")
+_NO_HUBS = (".gz", ".bz2", ".xz", ".arrow", ".md", ".pdf", ".tar", ".txt", ".xlsx", ".xml", ".zip")
 """Endings that files have and datasets of the hub do not, of formats that are not read."""
 _HUB_ID = re.compile(r"[\w][\w.-]*/[\w][\w.-]*", re.ASCII)
 _SAVED = (("state.json", "dataset_info.json"), ("dataset_dict.json",))
@@ -119,25 +119,31 @@ def dataset_files(name: str) -> list[tuple[str, Path]]:
     """
     path = _path(name)
     if not _exists(path):
-        is_here = path.parent.name and path.parent.is_dir()
-        why = f" in '{path.parent}'" if is_here else ", and no hub id (org/name)"
-        if is_here and _HUB_ID.fullmatch(name):
-            why += "; for the hub's, run this where no directory has that name"
+        why = ", and no hub id (org/name)"
+        if path.parent.name and path.parent.is_dir():
+            why = f" in '{path.parent}'"
+            if _HUB_ID.fullmatch(name):
+                why += "; for the hub's, run this where no directory has that name"
         raise RowsError(f"{name!r}: no such file or directory{why}")
     if not path.is_dir():
         if ending(path) is None:
             raise RowsError(f"{name}: its name must end in {_READ}")
         found = [(name, path)]
     else:
-        files = sorted(f for f in _walked(path) if is_saved(name) or ending(f) is not None)
-        found = [(f"{name.rstrip('/')}/{file.relative_to(path)}", file) for file in files]
+        found = []
+        reads_all = is_saved(name)
+        for file in sorted(_walked(path)):
+            if reads_all or ending(file) is not None:
+                found.append((f"{name.rstrip('/')}/{file.relative_to(path)}", file))
     if not found:
         raise RowsError(f"{name}: no file in this directory ends in {_READ}")
     for label, file in found:
         if re.search("[\ud800-\udfff]", label):
             raise RowsError(f"{label!r}: the name is no UTF-8: rename it")
         if not file.is_file():
-            kind = "a pipe or a device" if _exists(file) else "a link to what is not there"
+            kind = "a link to what is not there"
+            if _exists(file):
+                kind = "a pipe or a device"
             raise RowsError(f"{label}: is {kind}, not a file")
     return found
 
@@ -150,9 +156,11 @@ def telling_files(name: str) -> list[Path]:
         RowsError: there is no such file or directory, or nothing in it can be read.
         OSError: it is there and cannot be read.
     """
-    found = [path for _, path in dataset_files(name)]
+    files = [path for _, path in dataset_files(name)]
     readme = _path(name) / _README
-    return [*found, readme] if readme.is_file() else found
+    if readme.is_file():
+        files.append(readme)
+    return files
 
 
 def _path(name: str) -> Path:
@@ -169,7 +177,7 @@ def _exists(path: Path) -> bool:
             raise
         return False
     except ValueError:
-        # A name with a null character in it is nobody's.
+        # No file has a name with a null character.
         return False
     return True
 
@@ -177,10 +185,13 @@ def _exists(path: Path) -> bool:
 def ending(path: Path) -> str | None:
     """Return what the name of a file that can be read ends in, whatever packed it."""
     name = path.name.lower()
-    packing = Path(name).suffix
-    end = Path(name.removesuffix(packing)).suffix if packing in _UNPACKERS else packing
-    is_known = end in _BUILDERS and not (end == ".parquet" and packing in _UNPACKERS)
-    return end if is_known else None
+    end = Path(name).suffix
+    is_packed = end in _UNPACKERS
+    if is_packed:
+        end = Path(name.removesuffix(end)).suffix
+    if end not in _BUILDERS or (is_packed and end == ".parquet"):
+        return None
+    return end
 
 
 def _walked(directory: Path) -> Iterator[Path]:
@@ -195,7 +206,8 @@ def _walked(directory: Path) -> Iterator[Path]:
     for folder, folders, files in os.walk(directory, onerror=fail):
         # In place: what is left out is not walked either.
         folders[:] = filter(is_shown, folders)
-        yield from (Path(folder, file) for file in filter(is_shown, files))
+        for file in filter(is_shown, files):
+            yield Path(folder, file)
 
 
 class Source:
@@ -224,12 +236,16 @@ class Source:
             self.files = dataset_files(name)
             if len(self.files) > 1:
                 self._leave_files_out()
-        self.unit = "MB read" if self.files else "rows read"
+        self.unit = "rows read"
         """What `done` and `total` count."""
-        sizes = sum(path.stat().st_size for _, path in self.files) // 10**6
-        self.total = sizes if self.files else len(self.data)
         self.done = 0
-        self._rows = self._of_files() if self.files else self._of_data()
+        if self.files:
+            self.unit = "MB read"
+            self.total = sum(path.stat().st_size for _, path in self.files) // 10**6
+            self._rows = self._of_files()
+        else:
+            self.total = len(self.data)
+            self._rows = self._of_data()
 
     def __iter__(self) -> Iterator[Read]:
         for place, fields in self._rows:
@@ -244,7 +260,9 @@ class Source:
 
         place, named = _splits_of_readme(self.name)
         directory = glob.escape(str(place))
-        patterns = get_data_patterns(directory) if named is None else named
+        patterns = named
+        if patterns is None:
+            patterns = get_data_patterns(directory)
         others = sorted(map(str, set(patterns) - {_TRAIN}))
         chosen: set[Path] = set()
         for pattern in patterns.get(_TRAIN, ()):
@@ -252,7 +270,7 @@ class Source:
                 continue
             # Of the ways to name a split no directory uses all.
             with suppress(FileNotFoundError):
-                chosen |= {Path(found).resolve() for found in resolve_pattern(pattern, directory)}
+                chosen.update(map(Path.resolve, map(Path, resolve_pattern(pattern, directory))))
         kept = [(label, path) for label, path in self.files if path.resolve() in chosen]
         if named is not None and not kept:
             where = f"{self.name}: its {_README} names no file of a split {_TRAIN}"
@@ -261,7 +279,7 @@ class Source:
             return
         builder, _ = infer_module_for_data_files_list([str(path) for _, path in kept])
         if builder in _BUILDERS.values():
-            kept = [each for each in kept if _BUILDERS[ending(each[1]) or ""] == builder]
+            kept = [(label, path) for label, path in kept if _builder_of(path) == builder]
         if len(kept) < len(self.files):
             left = f"{len(self.files) - len(kept)} of its {len(self.files)} files are left out"
             why = ", ".join(others) or "as datasets leaves them out"
@@ -286,6 +304,13 @@ class Source:
                 yield Place(self.name, self.done), fields
 
 
+def _builder_of(path: Path) -> str | None:
+    end = ending(path)
+    if end is None:
+        return None
+    return _BUILDERS[end]
+
+
 def _splits_of_readme(name: str) -> tuple[Path, dict[str, list[str]] | None]:
     """Return the directory in which a directory's README says that the files are, and the patterns
     of files by split that it names; None where it does not."""
@@ -301,16 +326,19 @@ def _splits_of_readme(name: str) -> tuple[Path, dict[str, list[str]] | None]:
         card = DatasetCardData(**(metadata_load(readme) or {}))
         configs = MetadataConfigs.from_dataset_card_data(card)
         default = configs.get_default_config_name()
-        told = {} if default is None else configs[default]
-        patterns = told.get("data_files")
-        named = None if patterns is None else sanitize_patterns(patterns)
+        config: Mapping[str, Any] = {}
+        if default is not None:
+            config = configs[default]
+        named = config.get("data_files")
+        if named is not None:
+            named = sanitize_patterns(named)
     except (ValueError, TypeError, yaml.YAMLError) as error:
         why = " ".join(str(error).split())[:200]
         raise RowsError(f"{name}/{_README}: its metadata cannot be read: {why}") from error
     if configs and default is None:
         several = f"several configurations ({', '.join(configs)})"
         raise RowsError(f"{name}: its {_README} has {several}: name a file")
-    directory /= str(told.get("data_dir") or "")
+    directory /= str(config.get("data_dir") or "")
     if not directory.is_dir():
         raise RowsError(f"{name}: its {_README} names a directory that is not here: {directory}")
     return directory, named
@@ -377,7 +405,9 @@ def _of_disk(directory: Path) -> tuple[Any, tuple[str, ...]]:
     if _TRAIN not in data:
         raise RowsError(f"{directory}: no split {_TRAIN}, but {', '.join(data)}: name one of them")
     others = ", ".join(sorted(set(data) - {_TRAIN}))
-    return data[_TRAIN], (f"its split {_TRAIN} is read; left out: {others}",) if others else ()
+    if not others:
+        return data[_TRAIN], ()
+    return data[_TRAIN], (f"its split {_TRAIN} is read; left out: {others}",)
 
 
 def _rows_of(path: Path, label: str) -> Iterator[tuple[int, dict[str, Any] | Broken, float]]:
@@ -389,11 +419,12 @@ def _rows_of(path: Path, label: str) -> Iterator[tuple[int, dict[str, Any] | Bro
         return
     with path.open("rb") as raw:
         packing = path.suffix.lower()
-        for beginning, known in _PACKED_BEGINNINGS.items():
+        for beginning, packed_as in _PACKED_BEGINNINGS.items():
             if raw.peek(8).startswith(beginning):
-                packing = known
-        unpack = _UNPACKERS.get(packing)
-        file = raw if unpack is None else io.BufferedReader(unpack(raw))
+                packing = packed_as
+        file = raw
+        if packing in _UNPACKERS:
+            file = io.BufferedReader(_UNPACKERS[packing](raw))
         try:
             head = file.peek(256)
             if head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
@@ -490,14 +521,16 @@ def _spread_rows(
         if found:
             lines.put_back(*taken[lines_used - 1 :])
             return found
-        is_open = fault is not None and not text[fault.pos :].strip()
-        more = list(islice(lines, 1 + len(taken))) if is_open else []
+        if fault is None or text[fault.pos :].strip():
+            break
+        more = list(islice(lines, 1 + len(taken)))
         taken += more
+        further = [following for _, following in more]
         try:
-            text += b"".join(each for _, each in more).decode()
+            text += b"".join(further).decode()
         except UnicodeDecodeError:
             break
-        if not more or any(_is_cut(each) for _, each in more):
+        if not more or any(map(_is_cut, further)):
             break
         if len(text) > ARRAY_BYTES_MAX:
             most = f"{ARRAY_BYTES_MAX // 2**20} MiB"
@@ -506,13 +539,14 @@ def _spread_rows(
     place = f"column {error.colno}"
     lines.put_back(*taken)
     if taken:
-        # What is left of an object over several lines is no row.
+        # The rest of an object over several lines is no row.
         for following in lines:
             if following[1].strip() and following[1][:1] not in b" \t}]":
                 lines.put_back(following)
                 break
             if fault is not None:
-                error, place = fault, f"line {number + fault.lineno - 1}, column {fault.colno}"
+                error = fault
+                place = f"line {number + fault.lineno - 1}, column {fault.colno}"
     fault_words = error.msg.removesuffix(" at")
     return [(number, Broken(f"not JSON: {fault_words} at {place}"))]
 
@@ -537,19 +571,27 @@ def _objects_in(
             return [], 0, None
         found.append((begins, _object(value)))
         line_end = text.find("\n", position)
-        rest = text[position:] if line_end < 0 else text[position:line_end]
-        if not rest.strip():
+        if line_end < 0:
+            line_end = len(text)
+        if not text[position:line_end].strip():
             return found, text.count("\n", 0, position) + 1, None
 
 
 def _object(value: Any) -> dict[str, Any] | Broken:
-    return value if isinstance(value, dict) else Broken(f"no JSON object, but {quoted(value)}")
+    if isinstance(value, dict):
+        return value
+    return Broken(f"no JSON object, but {quoted(value)}")
 
 
 def quoted(value: Any) -> str:
     """Return the beginning of a value, for messages."""
-    written = repr(value) if isinstance(value, str) else json.dumps(value, default=str)
-    return written if len(written) <= 120 else f"{written[:120]}..."
+    if isinstance(value, str):
+        written = repr(value)
+    else:
+        written = json.dumps(value, default=str)
+    if len(written) <= 120:
+        return written
+    return f"{written[:120]}..."
 
 
 def _is_array(head: bytes, end: str) -> bool:
@@ -589,7 +631,9 @@ def _csv_rows(
     """Yield the rows of CSV, each with the line on which it begins; the first names columns."""
     csv.field_size_limit(2**24)
     first = file.peek(2**20).splitlines()[:1]
-    unquoted = re.sub(b'"[^"]*"', b"", first[0]).decode(errors="replace") if first else ""
+    unquoted = ""
+    if first:
+        unquoted = re.sub(b'"[^"]*"', b"", first[0]).decode(errors="replace")
     if separator not in unquoted:
         # In many countries it is no comma.
         separator = max((separator, ",", ";", "\t", "|"), key=unquoted.count)
@@ -612,9 +656,10 @@ def _csv_rows(
             except UnicodeEncodeError:
                 yield line, Broken("not UTF-8")
             except csv.Error as error:
-                is_open = str(error) == "unexpected end of data"
-                why = "a quote is never closed, so that nothing behind it is read"
-                yield line, Broken(f"not CSV: {why if is_open else error}")
+                why = str(error)
+                if why == "unexpected end of data":
+                    why = "a quote is never closed, so that nothing behind it is read"
+                yield line, Broken(f"not CSV: {why}")
             else:
                 if cells and len(cells) != len(header):
                     columns = f"the first line names {len(header)} columns"
@@ -630,13 +675,14 @@ def _parquet_rows(path: Path, label: str) -> Iterator[tuple[int, dict[str, Any] 
     try:
         # Without a buffer whole columns of a row group are read, and a file may be one group.
         table = pyarrow.parquet.ParquetFile(path, pre_buffer=False, buffer_size=2**20)
-        count, number = max(table.metadata.num_rows, 1), 0
+        count = max(table.metadata.num_rows, 1)
+        number = 0
         for batch in table.iter_batches(batch_size=1024):
             for fields in _of_arrow(batch):
                 number += 1
                 yield number, fields, number / count
     except (pyarrow.ArrowException, OSError) as error:
-        # What is broken in a file is an error of the system's kind to pyarrow, without its number.
+        # pyarrow reports a broken file by an OSError that has no number.
         if isinstance(error, OSError) and error.errno is not None:
             raise
         raise RowsError(f"{label}: not Parquet that can be read: {error}") from error
@@ -680,8 +726,11 @@ def _restoring(type: Any) -> Callable[[Any], Any] | None:
         of_fields = {field.name: _restoring(field.type) for field in type}
 
         def restored(value: Mapping[str, Any]) -> dict[str, Any]:
-            said = {key: each for key, each in value.items() if each is not None}
-            return {key: _applied(of_fields[key], each) for key, each in said.items()}
+            fields = {}
+            for key, of_field in value.items():
+                if of_field is not None:
+                    fields[key] = _applied(of_fields[key], of_field)
+            return fields
 
         return restored
     if kinds.is_list(type) or kinds.is_large_list(type) or kinds.is_fixed_size_list(type):
@@ -692,4 +741,6 @@ def _restoring(type: Any) -> Callable[[Any], Any] | None:
 
 
 def _applied(restore: Callable[[Any], Any] | None, value: Any) -> Any:
-    return value if restore is None or value is None else restore(value)
+    if restore is None or value is None:
+        return value
+    return restore(value)

@@ -11,6 +11,7 @@ import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -30,12 +31,13 @@ KINDS: dict[str, tuple[str, ...]] = {
 }
 """Fields of each kind, the most telling kind first; each has a column of its name, as a rule."""
 _FOR_TEMPLATE = ("tools", "chat_template_kwargs")
+_OF_CHATS = ("system",) + _FOR_TEMPLATE
 _OPTIONAL: dict[str, tuple[str, ...]] = {
-    "messages": ("system", *_FOR_TEMPLATE),
-    "conversations": ("system", *_FOR_TEMPLATE),
+    "messages": _OF_CHATS,
+    "conversations": _OF_CHATS,
     "prompt-completion": _FOR_TEMPLATE,
     "instruction": ("input", "system", "history"),
-    PREFERENCE: ("prompt", *_FOR_TEMPLATE),
+    PREFERENCE: ("prompt",) + _FOR_TEMPLATE,
     "text": (),
 }
 """Fields that a row may have beside those."""
@@ -59,6 +61,10 @@ _SPEAKERS = re.compile(
     r"(user|human|instruction|question)\b.*(assistant|response|answer)", re.I | re.S
 )
 """A text in which both sides speak."""
+
+
+_NAMES_SHOWN = 12
+"""Of columns or keys, in a message."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,13 +94,14 @@ class Layout:
         renamed = [f"{shown(column)} as {name}" for name, column in columns if name != column]
         if self.are_named or not renamed:
             return ()
-        joined = ", joined as they are" if {"prompt", "completion"} <= self.columns.keys() else ""
-        return (f"read as {self.kind}: {', '.join(renamed)}{joined}",)
+        if "prompt" in self.columns and "completion" in self.columns:
+            renamed.append("joined as they are")
+        return (f"read as {self.kind}: {', '.join(renamed)}",)
 
 
 def on_completions(kind: str, asked: bool | None = None) -> bool:
-    """Return whether loss is on completions alone. Where nobody says, as TRL has it: where a row is
-    a prompt and its completion, which Alpaca's fields are too.
+    """Return whether loss is on completions alone. Where that is not asked, as TRL has it: where a
+    row is a prompt and its completion, which Alpaca's fields are too.
 
     Raises:
         RowsError: rows are texts, and have none.
@@ -109,7 +116,9 @@ def on_completions(kind: str, asked: bool | None = None) -> bool:
             "rows of one text have no completions of their own: leave data.completions_only out, "
             "or name another data.format"
         )
-    return kind in ("prompt-completion", "instruction") if asked is None else asked
+    if asked is None:
+        return kind in ("prompt-completion", "instruction")
+    return asked
 
 
 # Recognised
@@ -143,8 +152,9 @@ def first_rows(
     if not seen:
         raise RowsError(f"{name}: no rows in it")
     if not samples:
-        place, fields = seen[0]
-        why = fields if isinstance(fields, Broken) else Broken("an empty object")
+        place, why = seen[0]
+        if not isinstance(why, Broken):
+            why = Broken("an empty object")
         raise RowsError(all_broken(place, why, len(seen), name))
     try:
         layout = recognised(name, samples, asked)
@@ -157,28 +167,29 @@ def first_rows(
 
 def all_broken(place: Place, broken: Broken, count: int, name: str) -> str:
     """Return why there is nothing to train on, with the first row that shows it."""
-    which = f"all {count:,} rows are broken, the first" if count > 1 else "its one row is broken"
+    which = "its one row is broken"
+    if count > 1:
+        which = f"all {count:,} rows are broken, the first"
     return f"{name}: {which}: {place.file}: line {place.line}: {broken.reason}"
 
 
 def _refuse_wrapped(name: str, row: Mapping[str, Any]) -> None:
     """Refuse a file of one object under a key of which stand the rows."""
-    are_rows = len(row) > 1 and all(isinstance(value, Mapping) for value in row.values())
-    if are_rows and len({tuple(value) for value in row.values()}) == 1:
+    values = list(row.values())
+    if len(values) > 1 and _are_objects(values) and len(set(map(tuple, values))) == 1:
         raise RowsError(
             f"{name}: it is one object, and its rows are the values of its keys: write them alone "
             "as a list to a file"
         )
-    lists = {
-        column: value
-        for column, value in row.items()
-        if _are_objects(value) and not _is_chat(value)
-    }
-    if lists:
-        longest = max(lists, key=lambda column: len(lists[column]))
+    lengths = {}
+    for column, value in row.items():
+        if _are_objects(value) and not _is_chat(value):
+            lengths[column] = len(value)
+    if lengths:
+        key = json.dumps(max(lengths, key=lambda column: lengths[column]))
         raise RowsError(
-            f"{name}: it is one object, and its rows stand under {json.dumps(longest)}, where "
-            f"datasets reads them with field={json.dumps(longest)}: write that list alone to a file"
+            f"{name}: it is one object, and its rows stand under {key}, where datasets reads them "
+            f"with field={key}: write that list alone to a file"
         )
 
 
@@ -221,11 +232,16 @@ def _of_named_columns(name: str, samples: Mapping[str, Any], asked: Asked) -> La
         "prompt": asked.prompt_column,
         "completion": asked.completion_column,
     }
-    given = {field: column for field, column in named.items() if column is not None}
-    words = [f"data.{field}_column {column}" for field, column in given.items()]
-    kind = "text" if "text" in given else "prompt-completion"
-    is_pair = list(given) == ["prompt"] and {*KINDS[PREFERENCE]} <= {*samples}
-    if is_pair:
+    given = {}
+    words = []
+    for name_of_field, column in named.items():
+        if column is not None:
+            given[name_of_field] = column
+            words.append(f"data.{name_of_field}_column {column}")
+    kind = "prompt-completion"
+    if "text" in given:
+        kind = "text"
+    elif list(given) == ["prompt"] and samples.keys() >= set(KINDS[PREFERENCE]):
         kind = PREFERENCE
     if kind == "text" and len(given) > 1:
         raise RowsError(f"{' and '.join(words)} are both given: keep one")
@@ -234,9 +250,11 @@ def _of_named_columns(name: str, samples: Mapping[str, Any], asked: Asked) -> La
             f"{' and '.join(words)} and data.format {asked.format} are both given: keep one"
         )
     if kind == "prompt-completion" and len(given) == 1:
-        other = "completion" if "prompt" in given else "prompt"
+        other = "prompt"
+        if "prompt" in given:
+            other = "completion"
         raise RowsError(f"{words[0]}: name the {other}'s too, with --set data.{other}_column=NAME")
-    if len({*given.values()}) < len(given):
+    if len(set(given.values())) < len(given):
         raise RowsError(f"{' and '.join(words)} are the same column")
     for column in given.values():
         if column not in samples:
@@ -246,16 +264,21 @@ def _of_named_columns(name: str, samples: Mapping[str, Any], asked: Asked) -> La
 
 def _layout(kind: str, samples: Mapping[str, Any]) -> Layout:
     """Return how rows of a kind are read whose columns have its fields' names."""
-    fields = [*KINDS[kind], *_OPTIONAL[kind]]
-    columns = {field: field for field in fields if field in samples}
+    fields = KINDS[kind] + _OPTIONAL[kind]
+    columns = _present(fields, samples)
     if kind == "instruction":
         columns |= _instruction_columns(samples, without=columns.values())
     if kind == PREFERENCE and "prompt" not in columns and isinstance(samples["chosen"], str):
         prompts = _named(_PROMPTS, samples)
-        # What the completions begin with is their prompt already.
+        # Where the completions begin with it, they hold their prompt.
         if len(prompts) == 1 and str(samples[prompts[0]]).strip() not in samples["chosen"]:
             columns["prompt"] = prompts[0]
     return Layout(kind, columns)
+
+
+def _present(fields: Iterable[str], samples: Mapping[str, Any]) -> dict[str, str]:
+    """Return the columns that have a field's name, by that."""
+    return {field: field for field in fields if field in samples}
 
 
 def _named(names: Iterable[str], samples: Mapping[str, Any]) -> list[str]:
@@ -269,78 +292,102 @@ def _instruction_columns(samples: Mapping[str, Any], *, without: Iterable[str]) 
     """Return the columns of an instruction's further fields."""
     found = {}
     for name in _OPTIONAL["instruction"]:
-        named = _named(_ALSO_NAMED.get(name, (name,)), samples)
-        left = [column for column in named if column not in without]
-        if left:
-            found[name] = left[0]
+        for column in _named(_ALSO_NAMED.get(name, (name,)), samples):
+            if column not in without:
+                found[name] = column
+                break
     return found
 
 
 def _usual_layout(samples: Mapping[str, Any]) -> Layout | None:
     """Return how rows are read whose columns are called as in published datasets; None where that
     is not known."""
-    chats = [column for column, value in samples.items() if _is_chat(turns_in(value))]
+    chats = _chat_columns(samples)
     if len(chats) == 1:
-        turns = turns_in(samples[chats[0]])
-        kind = "conversations" if all("from" in turn for turn in turns) else "messages"
-        optional = {field: field for field in _OPTIONAL[kind] if field in samples}
-        return Layout(kind, {kind: chats[0], **optional})
+        kind = "messages"
+        if all("from" in turn for turn in turns_in(samples[chats[0]])):
+            kind = "conversations"
+        return Layout(kind, {kind: chats[0]} | _present(_OPTIONAL[kind], samples))
     if _are_inputs(samples.get("conversation")):
         return Layout("prompt-completion", {"messages": "conversation"})
-    prompts, completions = _named(_PROMPTS, samples), _named(_COMPLETIONS, samples)
+    prompts = _named(_PROMPTS, samples)
+    completions = _named(_COMPLETIONS, samples)
     if len(prompts) > 1:
         # Beside a question it is what the question is about.
         prompts = [column for column in prompts if column.lower() != "input"]
     if len(prompts) != 1 or len(completions) != 1:
         return None
-    prompt, completion = prompts[0], completions[0]
-    more = _instruction_columns(samples, without=(prompt, completion))
-    if prompt.lower() != "instruction":
-        more = {name: column for name, column in more.items() if not is_nothing(samples[column])}
+    columns = {"instruction": prompts[0], "output": completions[0]}
+    more = _instruction_columns(samples, without=columns.values())
+    if prompts[0].lower() != "instruction":
+        more = {field: column for field, column in more.items() if not is_nothing(samples[column])}
         if not more:
-            return Layout("prompt-completion", {"prompt": prompt, "completion": completion})
-    return Layout("instruction", {"instruction": prompt, "output": completion, **more})
+            columns = {"prompt": prompts[0], "completion": completions[0]}
+            return Layout("prompt-completion", columns)
+    return Layout("instruction", columns | more)
+
+
+def _chat_columns(samples: Mapping[str, Any]) -> list[str]:
+    """Return the columns that hold a chat."""
+    return [column for column, value in samples.items() if _is_chat(turns_in(value))]
 
 
 def _no_column(name: str, column: str, samples: Mapping[str, Any], why: str = "") -> str:
+    hint = f"known are {names_shown(samples)}"
     near = difflib.get_close_matches(column, samples, n=1)
-    meant = f"did you mean {near[0]!r}?" if near else f"known are {_all_shown(samples)}"
-    return f"{name}: no column {column!r}{why}; {meant}"
+    if near:
+        hint = f"did you mean {near[0]!r}?"
+    return f"{name}: no column {column!r}{why}; {hint}"
 
 
 def shown(column: str) -> str:
     """Return a column's name for messages: quoted where it could not be seen."""
-    return column if column and column.strip() == column else quoted(column)
+    if column and column.strip() == column:
+        return column
+    return quoted(column)
 
 
-def _all_shown(samples: Mapping[str, Any]) -> str:
-    columns = list(map(shown, samples))
-    return ", ".join(columns[:12]) + (f" and {len(columns) - 12} more" if columns[12:] else "")
+def names_shown(names: Iterable[str]) -> str:
+    """Return the first dozen of some names, for messages, and how many more there are."""
+    words = list(map(shown, names))
+    text = ", ".join(words[:_NAMES_SHOWN])
+    if len(words) > _NAMES_SHOWN:
+        text += f" and {len(words) - _NAMES_SHOWN} more"
+    return text
 
 
 def _unknown(name: str, samples: Mapping[str, Any]) -> str:
     """Return that the columns are of no known kind, and which settings say how they are read."""
-    known = "none of " + ", ".join(" with ".join(names) for names in KINDS.values())
-    if len(missing := {*KINDS[PREFERENCE]} - {*samples}) == 1:
+    known = "none of " + ", ".join(map(" with ".join, KINDS.values()))
+    missing = set(KINDS[PREFERENCE]) - samples.keys()
+    if len(missing) == 1:
         known = f"no {missing.pop()!r}, which pairs need"
-    texts = {column: value for column, value in samples.items() if isinstance(value, str)}
-    told = [column for column, value in texts.items() if _SPEAKERS.search(value)]
-    has_parts = any(isinstance(value, list | dict) for value in samples.values())
-    chats = [column for column, value in samples.items() if _is_chat(turns_in(value))]
+    texts = []
+    dialogues = []
+    has_parts = False
+    for column, value in samples.items():
+        if isinstance(value, str):
+            texts.append(column)
+            if _SPEAKERS.search(value):
+                dialogues.append(column)
+        elif isinstance(value, list | dict):
+            has_parts = True
+    chats = _chat_columns(samples)
     if "input_ids" in samples:
         cure = "tokens are not read: name the texts that they were made of"
     elif len(chats) > 1:
         cure = f"{' and '.join(chats)} each hold a chat: keep one of these columns"
     elif len(texts) == 1 and not has_parts:
         cure = "name the one with the texts with --set data.text_column=NAME"
-    elif len(told) == 1:
-        cure = f"if {told[0]} is all of an example, --set data.text_column={told[0]} says so"
+    elif len(dialogues) == 1:
+        column = dialogues[0]
+        cure = f"if {column} is all of an example, --set data.text_column={column} says so"
     else:
         cure = (
             "name what is asked and what is answered, both texts, with "
             "--set data.prompt_column=NAME --set data.completion_column=NAME"
         )
-    return f"{name}: its columns are {_all_shown(samples)}, and {known}: {cure}"
+    return f"{name}: its columns are {names_shown(samples)}, and {known}: {cure}"
 
 
 # Read
@@ -360,7 +407,8 @@ class Example:
 
 def example_of(fields: Mapping[str, Any], layout: Layout) -> Example:
     """Return what a row holds. Raises Broken where it cannot be trained on."""
-    kind, columns = layout.kind, layout.columns
+    kind = layout.kind
+    columns = layout.columns
     if kind == "text":
         return Example("", _text(fields, columns["text"]))
     if kind == "instruction":
@@ -368,31 +416,40 @@ def example_of(fields: Mapping[str, Any], layout: Layout) -> Example:
     prompt: list[dict[str, Any]] = []
     if "messages" in columns and kind == "prompt-completion":
         completion = _turns(fields, columns["messages"])
-        answers = [index for index, turn in enumerate(completion) if turn["role"] == "assistant"]
-        if answers == [len(completion) - 1]:
-            prompt, completion = completion[:-1], completion[-1:]
+        roles = _roles(completion)
+        if roles.count("assistant") == 1 and roles[-1] == "assistant":
+            prompt = completion[:-1]
+            completion = completion[-1:]
     elif kind == "prompt-completion":
-        asked, answered = (fields.get(columns[name]) for name in KINDS[kind])
+        asked = fields.get(columns["prompt"])
+        answered = fields.get(columns["completion"])
         if not isinstance(asked, list) and not isinstance(answered, list):
             return Example(_text(fields, columns["prompt"]), _text(fields, columns["completion"]))
         completion = _turns(fields, columns["completion"])
         if isinstance(asked, str) and not turns_in(asked):
             count = _turns_of_prompt(completion, asked, columns["completion"])
-            prompt, completion = completion[:count], completion[count:]
+            prompt = completion[:count]
+            completion = completion[count:]
         else:
             prompt = _turns(fields, columns["prompt"])
     else:
         completion = _turns(fields, columns[kind], may_be_texts=True)
-        if system := _optional_text(fields, columns.get("system")):
+        system = _optional_text(fields, columns.get("system"))
+        if system:
             turn = {"role": "system", "content": system}
             if completion[0]["role"] != "system":
                 completion.insert(0, turn)
             elif completion[0] != turn:
                 raise Broken(f"system is a column and another turn of {columns[kind]}")
-    if not any(turn["role"] == "assistant" for turn in completion):
+    if "assistant" not in _roles(completion):
         name = columns.get("completion") or columns.get(kind, "conversation")
         raise Broken(f"{name}: no turn of the assistant")
-    return Example(prompt, completion, *_for_template(fields))
+    tools, options = _for_template(fields)
+    return Example(prompt, completion, tools, options)
+
+
+def _roles(turns: Sequence[Mapping[str, Any]]) -> list[str]:
+    return [turn["role"] for turn in turns]
 
 
 def _turns_of_prompt(turns: Sequence[Mapping[str, Any]], prompt: str, column: str) -> int:
@@ -407,7 +464,8 @@ def _turns_of_prompt(turns: Sequence[Mapping[str, Any]], prompt: str, column: st
 
 def _for_template(fields: Mapping[str, Any]) -> tuple[list[Any] | None, dict[str, Any]]:
     """Return what a row has for its chat template: tools, and options."""
-    tools, options = (_decoded(fields.get(name)) for name in _FOR_TEMPLATE)
+    tools = _decoded(fields.get("tools"))
+    options = _decoded(fields.get("chat_template_kwargs"))
     if is_nothing(tools):
         tools = None
     if not isinstance(tools, list | None):
@@ -421,9 +479,12 @@ def pair_of(fields: Mapping[str, Any], layout: Layout) -> tuple[Example, Example
     """Return what a row of a pair holds: its chosen and its rejected example, of one prompt, which
     is what both begin with where it is not given, as in TRL. Raises Broken.
     """
-    are_turns = any(isinstance(fields.get(name), list) for name in KINDS[PREFERENCE])
-    read: Callable[..., Any] = _turns if are_turns else _text
-    chosen, rejected = (read(fields, name) for name in KINDS[PREFERENCE])
+    are_turns = isinstance(fields.get("chosen"), list) or isinstance(fields.get("rejected"), list)
+    read: Callable[..., Any] = _text
+    if are_turns:
+        read = _turns
+    chosen = read(fields, "chosen")
+    rejected = read(fields, "rejected")
     column = layout.columns.get("prompt", "prompt")
     prompt: Any = fields.get(column)
     if isinstance(prompt, str) and not prompt.strip():
@@ -436,15 +497,17 @@ def pair_of(fields: Mapping[str, Any], layout: Layout) -> tuple[Example, Example
         end = min(shared, len(chosen) - 1, len(rejected) - 1)
         if end == shared and not are_turns and chosen[:end].endswith(" "):
             end -= 1
-        prompt, chosen, rejected = chosen[:end], chosen[end:], rejected[end:]
+        prompt = chosen[:end]
+        chosen = chosen[end:]
+        rejected = rejected[end:]
     else:
         prompt = read(fields, column)
     if chosen == rejected:
         raise Broken("chosen and rejected are the same")
     if are_turns and not prompt:
         raise Broken("chosen and rejected have no turn in common, and there is no prompt")
-    told = _for_template(fields)
-    return Example(prompt, chosen, *told), Example(prompt, rejected, *told)
+    tools, options = _for_template(fields)
+    return Example(prompt, chosen, tools, options), Example(prompt, rejected, tools, options)
 
 
 def common_length(left: Any, right: Any) -> int:
@@ -452,16 +515,26 @@ def common_length(left: Any, right: Any) -> int:
     beginning."""
     shorter = min(len(left), len(right))
     if isinstance(left, str | list):
-        left = np.array([*left])
-        right = np.array([*right])
+        left = np.array(list(left))
+        right = np.array(list(right))
     others = np.flatnonzero(left[:shorter] != right[:shorter])
-    return int(others[0]) if len(others) else shorter
+    if len(others) == 0:
+        return shorter
+    return int(others[0])
+
+
+def _given(fields: Mapping[str, Any], column: str) -> Any:
+    """Return a column's value. Raises Broken where there is none."""
+    value = fields.get(column)
+    if value is not None:
+        return value
+    if column in fields:
+        raise Broken(f"{column} is null")
+    raise Broken(f"{column} is missing")
 
 
 def _text(fields: Mapping[str, Any], column: str) -> str:
-    value = fields.get(column)
-    if value is None:
-        raise Broken(f"{column} is {'null' if column in fields else 'missing'}")
+    value = _given(fields, column)
     if not isinstance(value, str):
         raise Broken(f"{column} must be text, got {quoted(value)}")
     if not value.strip():
@@ -471,8 +544,10 @@ def _text(fields: Mapping[str, Any], column: str) -> str:
 
 def _optional_text(fields: Mapping[str, Any], column: str | None) -> str:
     """Return a text, or "" where there is none or but blanks."""
-    value = None if column is None else fields.get(column)
-    if column is None or value is None or (isinstance(value, str) and not value.strip()):
+    if column is None or fields.get(column) is None:
+        return ""
+    value = fields[column]
+    if isinstance(value, str) and not value.strip():
         return ""
     return _text(fields, column)
 
@@ -484,25 +559,33 @@ def _instruction(fields: Mapping[str, Any], columns: Mapping[str, str]) -> Examp
     context = _optional_text(fields, columns.get("input"))
     system = _optional_text(fields, columns.get("system"))
     history = _decoded(fields.get(columns.get("history", "history"))) or []
-    is_paired = isinstance(history, list) and all(
-        isinstance(pair, list) and len(pair) == 2 and all(isinstance(one, str) for one in pair)
-        for pair in history
-    )
-    if not is_paired:
+    if not isinstance(history, list) or not all(map(_is_pair_of_texts, history)):
         raise Broken(f"history must be a list of pairs of texts, got {quoted(history)}")
-    opening = system or _ALPACA.format(also=_ALPACA_ALSO if context else "")
-    before = "".join(f"### Instruction:\n{a}\n\n### Response:\n{b}\n\n" for a, b in history)
-    given = f"### Input:\n{context}\n\n" if context else ""
-    asked = f"### Instruction:\n{instruction}\n\n{given}### Response:\n"
-    return Example(f"{opening}\n\n{before}{asked}", output)
+    also = ""
+    given = ""
+    if context:
+        also = _ALPACA_ALSO
+        given = f"### Input:\n{context}\n\n"
+    prompt = f"{system or _ALPACA.format(also=also)}\n\n"
+    for asked, answered in history:
+        prompt += f"### Instruction:\n{asked}\n\n### Response:\n{answered}\n\n"
+    prompt += f"### Instruction:\n{instruction}\n\n{given}### Response:\n"
+    return Example(prompt, output)
+
+
+def _is_pair_of_texts(value: Any) -> bool:
+    is_pair = isinstance(value, list) and len(value) == 2
+    return is_pair and all(isinstance(text, str) for text in value)
 
 
 def _decoded(value: Any) -> Any:
     """Return what a text of JSON holds in a column that never has texts; else the value."""
     if not isinstance(value, str):
         return value
+    if not value.strip():
+        return None
     try:
-        return json.loads(value) if value.strip() else None
+        return json.loads(value)
     except (ValueError, RecursionError):
         return value
 
@@ -514,9 +597,11 @@ def turns_in(value: Any) -> list[Any]:
     """
     if isinstance(value, list):
         return value
-    is_like = isinstance(value, str) and value.lstrip().startswith("[")
-    found = _decoded(value) if is_like else None
-    return found if isinstance(found, list) and _is_chat(found) else []
+    if isinstance(value, str) and value.lstrip().startswith("["):
+        decoded = _decoded(value)
+        if isinstance(decoded, list) and _is_chat(decoded):
+            return decoded
+    return []
 
 
 def _is_chat(value: Any) -> bool:
@@ -531,16 +616,14 @@ def _are_inputs(value: Any) -> bool:
 def _turns(
     fields: Mapping[str, Any], column: str, *, may_be_texts: bool = False
 ) -> list[dict[str, Any]]:
-    """Return a row's turns with role and content, whoever named them.
+    """Return a row's turns with role and content, by whatever names they have those.
 
     Args:
         fields: the row's.
         column: which has them.
         may_be_texts: whether a list of texts is a chat, and not several answers or the like.
     """
-    value = fields.get(column)
-    if value is None:
-        raise Broken(f"{column} is {'null' if column in fields else 'missing'}")
+    value = _given(fields, column)
     given = turns_in(value)
     if not given:
         if is_nothing(value):
@@ -553,7 +636,7 @@ def _turns(
         sides = ("user", "assistant")
         given = [{"role": sides[n % 2], "content": text} for n, text in enumerate(given)]
     elif _are_inputs(given) and not _is_chat(given):
-        given = [turn for each in given for turn in _turns_of_input(each)]
+        given = list(chain.from_iterable(map(_turns_of_input, given)))
     try:
         return [_turn(number, turn) for number, turn in enumerate(given, start=1)]
     except Broken as broken:
@@ -562,9 +645,12 @@ def _turns(
 
 def _turns_of_input(given: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return the turns of an input with its output, as xtuner has them."""
-    names = (("system", "system"), ("user", "input"), ("assistant", "output"))
-    turns = [{"role": role, "content": given.get(name)} for role, name in names]
-    return [turn for turn in turns if turn["role"] == "assistant" or turn["content"]]
+    turns = []
+    for role, name in (("system", "system"), ("user", "input"), ("assistant", "output")):
+        content = given.get(name)
+        if content or role == "assistant":
+            turns.append({"role": role, "content": content})
+    return turns
 
 
 def _turn(number: int, given: Any) -> dict[str, Any]:
@@ -573,23 +659,29 @@ def _turn(number: int, given: Any) -> dict[str, Any]:
         raise Broken(f"{where}: must map role and content, got {quoted(given)}")
     # Parquet gives each turn all keys that any turn has.
     turn = {key: value for key, value in given.items() if value is not None}
-    for own, others in (("role", "from"), ("content", "value")):
-        if own not in turn and others in turn:
-            turn[own] = turn.pop(others)
-    role, content = turn.get("role"), turn.get("content")
+    for key, sharegpt_key in (("role", "from"), ("content", "value")):
+        if key not in turn and sharegpt_key in turn:
+            turn[key] = turn.pop(sharegpt_key)
+    role = turn.get("role")
+    content = turn.get("content")
     if role is None:
         raise Broken(f"{where}: role is missing")
-    turn["role"] = role = ROLES_OF_OTHERS.get(role, role) if isinstance(role, str) else role
+    if isinstance(role, str):
+        role = ROLES_OF_OTHERS.get(role, role)
+    turn["role"] = role
     if role not in ROLES:
-        known = f"known are {', '.join((*ROLES, *ROLES_OF_OTHERS))}"
+        known = f"known are {', '.join(chain(ROLES, ROLES_OF_OTHERS))}"
         if role in ("function_call", "tool_call"):
             known = "write the call as tool_calls of a turn of the assistant"
         raise Broken(f"{where}: unknown role {quoted(role)}; {known}")
     if isinstance(content, list):
-        texts = [part.get("text") if isinstance(part, Mapping) else None for part in content]
-        if not all(isinstance(text, str) for text in texts):
-            raise Broken(f"{where}: content has parts that are no text")
-        turn["content"] = content = "".join(map(str, texts))
+        texts = []
+        for part in content:
+            if not isinstance(part, Mapping) or not isinstance(part.get("text"), str):
+                raise Broken(f"{where}: content has parts that are no text")
+            texts.append(part["text"])
+        content = "".join(texts)
+        turn["content"] = content
     calls = turn.get("tool_calls")
     if content is None and not calls:
         raise Broken(f"{where}: content is missing")

@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 from qlora_sweep.search_spaces.config import TrialConfig
 from qlora_sweep.search_spaces.kinds import Method
 from qlora_sweep.search_spaces.texts import CUT_MAX
+from qlora_sweep.sweep.data.collation import Truncation
 from qlora_sweep.sweep.data.epoch import Integers, cut, epoch, packed
-from qlora_sweep.sweep.data.rows import Truncation
 
 Lengths = NDArray[np.int32]
 CutAt = Callable[[int], tuple[Integers, Integers]]
@@ -32,13 +32,17 @@ _SHARES = (0.90, 0.95, 0.99)
 """Of the rows that a length worth searching leaves whole."""
 _OUTLIER = 2.0
 """A longest row that is more than so many times as long as 99 in 100 of them sets no length."""
-_FINE, _COARSE, _COARSE_FROM = 64, 128, 1024
-"""Multiples that lengths are rounded up to, the coarser from 1,024 tokens on."""
+_FINE = 64
+_COARSE = 128
+_COARSE_FROM = 1024
+"""Multiples that lengths are rounded up to, the coarser from so many tokens on."""
 
 
 def rounded_up(length: int) -> int:
     """Return a length as kernels like it: a multiple of 64, of 128 from 1,024 on."""
-    step = _FINE if length <= _COARSE_FROM else _COARSE
+    step = _FINE
+    if length > _COARSE_FROM:
+        step = _COARSE
     return -(-length // step) * step
 
 
@@ -57,13 +61,13 @@ def worthwhile_lengths(
 
     Args:
         lengths: tokens of each row, at least one.
-        max_positions: of the model, which no length passes; None where nobody says.
+        max_positions: of the model, which no length passes; None where that is not known.
         truncation_at: says what a length cuts off them; None where every token but a row's first is
             supervised.
     """
     quantiles = np.quantile(lengths, _SHARES, method="inverted_cdf")
     longest = int(np.max(lengths))
-    wanted = [int(value) for value in quantiles]
+    wanted = quantiles.tolist()
     if longest <= _OUTLIER * wanted[-1]:
         wanted.append(longest)
     limit = max_positions or rounded_up(longest)
@@ -87,7 +91,7 @@ def longer_lengths(longest: int, *, above: int, max_positions: int | None) -> li
     Args:
         longest: tokens of the longest row.
         above: the length that is too short.
-        max_positions: of the model; None where nobody says.
+        max_positions: of the model; None where that is not known.
     """
     limit = max_positions or rounded_up(longest)
     lengths: list[int] = []
@@ -106,7 +110,7 @@ def candidate_lengths(lengths: Lengths, *, max_positions: int | None = None) -> 
 
     Args:
         lengths: tokens of each row, at least one.
-        max_positions: of the model; None where nobody says.
+        max_positions: of the model; None where that is not known.
     """
     longest = int(np.max(lengths))
     quantiles = np.quantile(lengths, _QUANTILES, method="inverted_cdf")
@@ -115,9 +119,10 @@ def candidate_lengths(lengths: Lengths, *, max_positions: int | None = None) -> 
     while power < longest:
         wanted.add(power)
         power *= 2
-    if max_positions is None:
-        return tuple(sorted(wanted))
-    return tuple(sorted({min(length, max_positions) for length in (*wanted, max_positions)}))
+    if max_positions is not None:
+        wanted.add(max_positions)
+        wanted = {min(length, max_positions) for length in wanted}
+    return tuple(sorted(wanted))
 
 
 @dataclass(frozen=True)
@@ -168,7 +173,8 @@ def waste_at(
     kept, loss = (cut_at or partial(cut, lengths, loss_lengths))(seq_len)
     each = TrialConfig(method=method).rows_per_sample
     is_left = (loss.reshape(-1, each) > 0).all(1)
-    whole, left = int(np.sum(lengths, dtype=np.int64)), kept.reshape(-1, each)[is_left].ravel()
+    whole = int(np.sum(lengths, dtype=np.int64))
+    left = kept.reshape(-1, each)[is_left].ravel()
     if not len(left):
         return None
     lost = Truncation.of(
@@ -178,9 +184,13 @@ def waste_at(
 
     def padded(packing: str) -> float:
         settings = {"seq_len": seq_len, "micro_batch_size": size, "packing": packing}
-        config = TrialConfig.model_validate({"method": method, **settings})
+        config = TrialConfig.model_validate({"method": method} | settings)
         return epoch(lengths, loss, config, seed=_SEED).waste
 
+    packed_waste = None
+    if each == 1:
+        # Not by an epoch: that may have fewer rows than a micro-batch once they are packed.
+        packed_waste = 1.0 - int(left.sum()) / (len(packed(left, seq_len)) * seq_len)
     return Waste(
         seq_len=seq_len,
         rows_cut=float(np.mean(np.asarray(lengths) > seq_len)),
@@ -189,10 +199,7 @@ def waste_at(
         rows_left_out=lost.examples_left_out / lost.examples,
         padding_waste=padded("none"),
         grouped_waste=padded("grouped"),
-        # Not by an epoch: that may have fewer rows than a micro-batch once texts are packed.
-        packed_waste=None
-        if each > 1
-        else 1.0 - int(left.sum()) / (len(packed(left, seq_len)) * seq_len),
+        packed_waste=packed_waste,
     )
 
 
@@ -215,11 +222,12 @@ def histogram(lengths: Lengths) -> tuple[Bin, ...]:
     width = 1
     while width * _BINS_MAX < end:
         width *= 2
-    count, longest = -(-end // width), int(np.max(lengths))
-    edges = [1 + width * index for index in range(count + 1)]
-    rows = np.histogram(lengths, bins=[*edges, max(longest + 1, edges[-1] + 1)])[0]
-    bins = [
-        Bin(first, last - 1, int(found))
-        for first, last, found in zip(edges, edges[1:], rows, strict=False)
-    ]
-    return (*bins, Bin(edges[-1], longest, int(rows[-1]))) if rows[-1] else tuple(bins)
+    longest = int(np.max(lengths))
+    count = -(-end // width)
+    edges = list(range(1, width * count + 2, width))
+    edges.append(max(longest, edges[-1]) + 1)
+    rows, _ = np.histogram(lengths, bins=edges)
+    bins = [Bin(edges[i], edges[i + 1] - 1, int(rows[i])) for i in range(len(rows))]
+    if bins[-1].rows == 0:
+        bins.pop()
+    return tuple(bins)

@@ -28,12 +28,12 @@ from qlora_sweep.search_spaces.redaction import redact
 from qlora_sweep.search_spaces.texts import LengthQuantiles, TextsKind, TextsSummary
 from qlora_sweep.storage import files
 from qlora_sweep.sweep.data import texts
+from qlora_sweep.sweep.data.collation import INPUT, MASK
 from qlora_sweep.sweep.data.encoding import Encoder, Tokens, encoded
 from qlora_sweep.sweep.data.epoch import DIFFERENCES
 from qlora_sweep.sweep.data.files import Broken, Place, Read, Source
-from qlora_sweep.sweep.data.kinds import Asked, all_broken, first_rows, on_completions
+from qlora_sweep.sweep.data.kinds import all_broken, first_rows, on_completions
 from qlora_sweep.sweep.data.marking import marked
-from qlora_sweep.sweep.data.rows import INPUT, MASK
 from qlora_sweep.sweep.data.texts import (
     BROKEN_KEPT,
     BrokenRow,
@@ -190,7 +190,7 @@ def _write(
     there; return its fingerprint."""
     on_progress(source.unit, source.done, source.total)
     with translated(asked.source):
-        first, columns, layout = first_rows(source, asked.source, Asked(**asked.asked))
+        first, columns, layout = first_rows(source, asked.source, asked.asked)
         completions_only = on_completions(layout.kind, asked.completions_only)
         tokenizer = load_tokenizer(Path(asked.tokenizer_directory), name=asked.tokenizer)
         tokenizer.name_or_path = asked.tokenizer
@@ -223,7 +223,7 @@ def _write(
     summary = TextsSummary(
         source=asked.source,
         kind=cast(TextsKind, layout.kind),
-        **asked.asked,
+        **asdict(asked.asked),
         columns_read={name: _text_of(column) for name, column in layout.columns.items()},
         columns=tuple(map(_text_of, columns)),
         fingerprint=fingerprint,

@@ -9,7 +9,8 @@ from __future__ import annotations
 import contextlib
 import inspect
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -40,8 +41,12 @@ def check_is_causal(model: torch.nn.Module) -> None:
         InputError: it looks ahead.
     """
     embeddings: Any = model.get_input_embeddings()  # type: ignore[operator]
-    device, size = embeddings.weight.device, int(embeddings.num_embeddings)
-    one, another, text = ((torch.arange(_TEXT) * 3 + shift) % size for shift in range(3))
+    device = embeddings.weight.device
+    size = int(embeddings.num_embeddings)
+    tokens = torch.arange(_TEXT) * 3
+    one = tokens % size
+    another = (tokens + 1) % size
+    text = (tokens + 2) % size
 
     def said(*texts: torch.Tensor) -> torch.Tensor:
         # A compiled layer runs as it is written.
@@ -66,8 +71,11 @@ def change(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
 
 @contextlib.contextmanager
 def _dropping_alike(device: torch.device) -> Iterator[None]:
-    """Let dropouts drop the same each time, and the training go on as if nobody had asked."""
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+    """Let dropouts drop the same each time, and leave the training's random state as it is."""
+    devices = []
+    if device.type == "cuda":
+        devices.append(device)
+    with torch.random.fork_rng(devices=devices):
         torch.manual_seed(0)
         yield
 
@@ -92,10 +100,15 @@ def are_apart(model: Any, batch: dict[str, Any]) -> bool | None:
     if not pairs:
         return None
     ids = batch["input_ids"]
-    before = _mask(ids, [(row, begin, middle) for row, begin, middle, _ in pairs])
-    behind = _mask(ids, [(row, middle, end) for row, _, middle, end in pairs])
-    heads = [(row, at) for row, begin, middle, _ in pairs for at in (begin, middle)]
-    looked = (before | behind) & _mask(ids, [(row, at, at + _LOOKED_AT) for row, at in heads])
+    # (rows, tokens)
+    before = torch.zeros_like(ids, dtype=torch.bool)
+    behind = torch.zeros_like(ids, dtype=torch.bool)
+    looked = torch.zeros_like(ids, dtype=torch.bool)
+    for row, begin, middle, end in pairs:
+        before[row, begin:middle] = True
+        behind[row, middle:end] = True
+        looked[row, begin : min(begin + _LOOKED_AT, end)] = True
+        looked[row, middle : min(middle + _LOOKED_AT, end)] = True
 
     def moved(by: torch.Tensor, where: torch.Tensor) -> torch.Tensor:
         others = torch.where(by, (ids + 1) % vocab_size, ids)
@@ -107,14 +120,17 @@ def are_apart(model: Any, batch: dict[str, Any]) -> bool | None:
     rounding = moved(behind, before).quantile(_MOST).item()
     # What other tokens in the first of two texts change in the second where they are one text.
     row, begin, middle, end = pairs[0]
-    begin, end = max(begin, middle - _SEEN_AT_MOST), min(end, middle + _LOOKED_AT)
+    begin = max(begin, middle - _SEEN_AT_MOST)
+    end = min(end, middle + _LOOKED_AT)
     one = ids[row, begin:end][None]
-    first = _mask(one, [(0, middle - begin, end - begin)])
-    other = torch.where(first, one, (one + 1) % vocab_size)
+    second = torch.zeros_like(one, dtype=torch.bool)
+    second[0, middle - begin :] = True
+    other = torch.where(second, one, (one + 1) % vocab_size)
     # A compiled layer would be compiled for this shape alone.
     with torch.compiler.set_stance("force_eager"):
-        said = [_activations(model, {"input_ids": tokens}, first) for tokens in (one, other)]
-    seen = change(*said).median().item()
+        of_one = _activations(model, {"input_ids": one}, second)
+        of_other = _activations(model, {"input_ids": other}, second)
+    seen = change(of_one, of_other).median().item()
     return leaked <= math.sqrt(max(rounding, _LEAST_ROUNDING * seen) * seen)
 
 
@@ -123,22 +139,14 @@ def _neighbours(positions: torch.Tensor) -> list[tuple[int, int, int, int]]:
 
     Pads have position 0 each, and are texts of one token by that; they count for none.
     """
-    found = []
+    neighbours = []
     for row, follows in enumerate((positions[:, 1:] == positions[:, :-1] + 1).cpu()):
-        starts = [0, *(index + 1 for index in torch.nonzero(~follows).flatten().tolist())]
-        spans = zip(starts, [*starts[1:], positions.shape[1]], strict=True)
-        texts = [(begin, end) for begin, end in spans if end - begin > 1]
+        edges = (torch.nonzero(~follows).flatten() + 1).tolist()
+        edges = [0] + edges + [positions.shape[1]]
+        texts = [(begin, end) for begin, end in pairwise(edges) if end - begin > 1]
         if len(texts) > 1:
-            found.append((row, texts[0][0], *texts[1]))
-    return found
-
-
-def _mask(ids: torch.Tensor, spans: Iterable[tuple[int, int, int]]) -> torch.Tensor:
-    """Return where the tokens of some spans are, each a row, its first token and its end."""
-    mask = torch.zeros_like(ids, dtype=torch.bool)
-    for row, begin, end in spans:
-        mask[row, begin:end] = True
-    return mask
+            neighbours.append((row, texts[0][0], texts[1][0], texts[1][1]))
+    return neighbours
 
 
 def _activations(model: Any, batch: dict[str, Any], looked: torch.Tensor) -> torch.Tensor:

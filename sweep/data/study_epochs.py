@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import itertools
 from collections.abc import Callable, Hashable
 from dataclasses import asdict, dataclass
 from functools import cache, cached_property, partial
@@ -17,8 +16,8 @@ from qlora_sweep.search_spaces.errors import InputError
 from qlora_sweep.search_spaces.space import SearchSpace
 from qlora_sweep.search_spaces.texts import CUT_MAX, TextsChoice
 from qlora_sweep.storage.records import EpochRecord
+from qlora_sweep.sweep.data.collation import Truncation, percent, split
 from qlora_sweep.sweep.data.epoch import Epoch, cut, cut_exactly, epoch, packed, too_few
-from qlora_sweep.sweep.data.rows import Truncation, percent, split
 from qlora_sweep.sweep.data.texts import PreparedTexts
 
 Lengths = NDArray[np.int64]
@@ -52,7 +51,7 @@ class TruncatedDataset:
 
     @property
     def is_much(self) -> bool:
-        """Whether so much is cut that nobody is to train on it unasked."""
+        """Whether so much is cut that a training has to be confirmed."""
         return self.whole.supervised_share > CUT_MAX
 
     def words(self, noun: str = "example") -> str:
@@ -60,12 +59,10 @@ class TruncatedDataset:
         said = self.whole.words(noun)
         if not self.whole.examples_cut or not self.held_out.examples:
             return said
-        trained, held_out = self.trained, self.held_out
         return (
-            f"{said}. Of the {trained.examples:,} that are trained on it cuts "
-            f"{percent(trained.examples_share)} and {percent(trained.supervised_share)}, of the "
-            f"{held_out.examples:,} held out {percent(held_out.examples_share)} and "
-            f"{percent(held_out.supervised_share)}"
+            f"{said}. Of the {self.trained.examples:,} that are trained on it cuts "
+            f"{_shares(self.trained)}, of the {self.held_out.examples:,} held out "
+            f"{_shares(self.held_out)}"
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -81,6 +78,10 @@ class TruncatedDataset:
             }
             document[name] = counts | shares
         return document
+
+
+def _shares(cut_off: Truncation) -> str:
+    return f"{percent(cut_off.examples_share)} and {percent(cut_off.supervised_share)}"
 
 
 class StudyEpochs:
@@ -129,8 +130,10 @@ class StudyEpochs:
         lengths = np.asarray(texts.lengths(), dtype=np.int64)
         loss = np.asarray(texts.loss_lengths(), dtype=np.int64)
         exact = partial(cut_exactly, texts.directory, lengths, loss)
-        each = 2 if texts.summary.are_pairs else 1
-        return cls(lengths, loss, seed=seed, cut_at=exact, rows_per_sample=each)
+        rows_per_sample = 1
+        if texts.summary.are_pairs:
+            rows_per_sample = 2
+        return cls(lengths, loss, seed=seed, cut_at=exact, rows_per_sample=rows_per_sample)
 
     def of_rows(self, rows: Lengths, *, held_out: StudyEpochs | None = None) -> StudyEpochs:
         """Return the epochs of some of the rows, by their place."""
@@ -139,10 +142,9 @@ class StudyEpochs:
             kept, loss = self._cut_at(seq_len)
             return kept[rows], loss[rows]
 
-        lengths, loss = self.lengths[rows], self.loss_lengths[rows]
         return StudyEpochs(
-            lengths,
-            loss,
+            self.lengths[rows],
+            self.loss_lengths[rows],
             seed=self._seed,
             cut_at=cut_at,
             held_out=held_out,
@@ -168,12 +170,17 @@ class StudyEpochs:
     @property
     def longest(self) -> int:
         """Tokens of the longest row, held out or not."""
-        held_out = 0 if self._held_out is None else self._held_out.longest
-        return max(held_out, int(self.lengths.max(initial=0)))
+        longest = int(self.lengths.max(initial=0))
+        if self._held_out is None:
+            return longest
+        return max(longest, self._held_out.longest)
 
     def held_out_loss_tokens(self, seq_len: int) -> int:
         """Return the tokens that carry loss of the rows that are held out, each cut to a length."""
-        return 0 if self._held_out is None else int(self._held_out._cut_at(seq_len)[1].sum())
+        if self._held_out is None:
+            return 0
+        _, loss = self._held_out._cut_at(seq_len)
+        return int(loss.sum())
 
     @cached_property
     def digest(self) -> str:
@@ -227,13 +234,15 @@ class StudyEpochs:
         )
 
     def _rows_of(self, config: TrialConfig) -> int:
-        key = config.seq_len, config.packing == "packed"
+        is_packed = config.packing == "packed"
+        key = (config.seq_len, is_packed)
         if key not in self._rows:
             kept, loss = self._cut_at(config.seq_len)
             each = self.rows_per_sample
             chosen = kept[::each][(loss.reshape(-1, each) > 0).all(1)]
-            is_packed = config.packing == "packed"
-            self._rows[key] = len(packed(chosen, config.seq_len)) if is_packed else len(chosen)
+            self._rows[key] = len(chosen)
+            if is_packed:
+                self._rows[key] = len(packed(chosen, config.seq_len))
         return self._rows[key]
 
 
@@ -243,12 +252,15 @@ def refuse_too_few(space: SearchSpace, epochs: StudyEpochs) -> None:
     Raises:
         InputError: says what the smallest would take.
     """
-    smallest = {"micro_batch_size": min(space.values_of("micro_batch_size"), default=1)}
-    smallest |= {"method": space.values_of("method")[0]}
-    columns = (space.values_of("seq_len"), space.values_of("packing"))
-    refusals = [
-        epochs.refusal(TrialConfig(seq_len=seq_len, packing=packing, **smallest))
-        for seq_len, packing in itertools.product(*columns)
-    ]
-    if refusals and all(refusals):
-        raise InputError(f"space '{space.name}': {refusals[-1]}")
+    smallest = TrialConfig(
+        micro_batch_size=min(space.values_of("micro_batch_size"), default=1),
+        method=space.values_of("method")[0],
+    )
+    refusal = None
+    for seq_len in space.values_of("seq_len"):
+        for packing in space.values_of("packing"):
+            refusal = epochs.refusal(smallest.changed(seq_len=seq_len, packing=packing))
+            if refusal is None:
+                return
+    if refusal is not None:
+        raise InputError(f"space '{space.name}': {refusal}")

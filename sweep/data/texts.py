@@ -10,13 +10,11 @@ import contextlib
 import errno
 import hashlib
 import json
-import re
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -41,8 +39,11 @@ from qlora_sweep.sweep.data.tokenizers import find_tokenizer
 from qlora_sweep.sweep.paths import runs_directory
 from qlora_sweep.sweep.subprocess_jobs import run_subprocess
 
-SUMMARY, BROKEN, TOKENS = "texts.json", "broken.jsonl", "tokens"
-LENGTHS, LOSS_LENGTHS = "lengths.npy", "loss_lengths.npy"
+SUMMARY = "texts.json"
+BROKEN = "broken.jsonl"
+TOKENS = "tokens"
+LENGTHS = "lengths.npy"
+LOSS_LENGTHS = "loss_lengths.npy"
 BROKEN_KEPT = 10_000
 """Broken rows that are named; further ones are counted."""
 _COMMAND = (sys.executable, "-P", "-m", "qlora_sweep.sweep.data")
@@ -77,8 +78,8 @@ class TextsRequest:
     @classmethod
     def of(cls, choice: TextsChoice, model: ModelSpec | None) -> TextsRequest:
         """Return the request for the dataset that a space or a command names."""
-        told = {field.name for field in fields(cls)} - {"source", "model"}
-        return cls(choice.texts, model, **choice.model_dump(include=told))
+        options = choice.model_dump(exclude={"texts", "eval_fraction", "quality_tokens"})
+        return cls(choice.texts, model, **options)
 
     @property
     def asked(self) -> Asked:
@@ -91,8 +92,8 @@ class Question:
     """What the child is to prepare, in plain values."""
 
     source: str
-    asked: dict[str, Any]
-    """How its rows are to be read, of `Asked`."""
+    asked: Asked
+    """How its rows are to be read."""
     completions_only: bool | None
     tokenizer: str
     """As it was named."""
@@ -103,7 +104,7 @@ class Question:
     content: str | None
     """Digest of the content; None where only the child can tell."""
     seen: list[list[int]] | None = None
-    """What `seen` said before the content was looked at; None where nobody asked."""
+    """What `seen` said before the content was looked at; None of a dataset of the hub."""
 
     def fingerprint(self, content: str, tokens: str) -> str:
         """Return what tells a dataset from any other, as a name of a directory.
@@ -112,15 +113,15 @@ class Question:
             content: digest of the dataset's content.
             tokens: digest of all its tokens.
         """
-        options = [self.asked, self.completions_only]
-        told = [content, options, self.tokenizer_digest, tokens]
-        return hashlib.sha256(json.dumps(told).encode()).hexdigest()[:16]
+        options = [asdict(self.asked), self.completions_only]
+        parts = [content, options, self.tokenizer_digest, tokens]
+        return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
 
     def note(self, content: str) -> Path:
         """Return the file that names the directory with what these versions make of it."""
         code = b"".join(Path(__file__).with_name(name).read_bytes() for name in _READERS)
-        digest = hashlib.sha256(code).hexdigest()
-        makers = json.dumps([digest, *map(version, _ENCODING)])
+        versions = [version(package) for package in _ENCODING]
+        makers = json.dumps([hashlib.sha256(code).hexdigest(), versions])
         return Path(self.home) / f"{self.fingerprint(content, makers)}.name"
 
 
@@ -156,11 +157,16 @@ class PreparedTexts:
         file as it is called where the source is named as it is now."""
         try:
             text = (self.directory / BROKEN).read_text(encoding="utf-8")
-            found = [BrokenRow(**json.loads(line)) for line in text.splitlines()]
+            rows = [BrokenRow(**json.loads(line)) for line in text.splitlines()]
         except (OSError, ValueError, TypeError) as error:
             raise _gone(self.directory, error) from error
-        old, new = re.compile(f"^{re.escape(self.prepared_as)}"), self.summary.source
-        return [replace(row, file=old.sub(lambda _: new, row.file)) for row in found]
+        renamed = []
+        for row in rows:
+            if row.file.startswith(self.prepared_as):
+                name = row.file.removeprefix(self.prepared_as)
+                row = replace(row, file=f"{self.summary.source}{name}")
+            renamed.append(row)
+        return renamed
 
     def notes(self, model: ModelSpec | None = None) -> tuple[str, ...]:
         """Return what a person should know of this dataset, for this model: broken rows, rows
@@ -174,7 +180,9 @@ class PreparedTexts:
         limit = model.max_positions
         if limit is not None and summary.longest > limit:
             longer = int(np.count_nonzero(self.lengths() > limit))
-            which = f"{longer:,} rows are" if longer > 1 else "one row is"
+            which = "one row is"
+            if longer > 1:
+                which = f"{longer:,} rows are"
             found.append(
                 f"{summary.source}: {which} longer than the {limit:,} positions of model "
                 f"'{model.name}' (up to {summary.longest:,} tokens), and cut at no more than that"
@@ -190,14 +198,17 @@ class PreparedTexts:
     def _broken_words(self) -> str:
         """Return how many rows are broken, and the first few of them."""
         summary = self.summary
-        few = "; ".join(
-            f"{'' if row.file == summary.source else f'{row.file}: '}line {row.line}: {row.reason}"
-            for row in self.broken()[:_BROKEN_SHOWN]
-        )
-        more = summary.broken - _BROKEN_SHOWN
+        reasons = []
+        for row in self.broken()[:_BROKEN_SHOWN]:
+            reason = f"line {row.line}: {row.reason}"
+            if row.file != summary.source:
+                reason = f"{row.file}: {reason}"
+            reasons.append(reason)
+        if summary.broken > _BROKEN_SHOWN:
+            reasons.append(f"and {summary.broken - _BROKEN_SHOWN:,} more")
         return (
             f"{summary.source}: {summary.broken:,} of {summary.rows + summary.broken:,} rows are "
-            f"broken and left out: {few}{f'; and {more:,} more' if more > 0 else ''}"
+            f"broken and left out: {'; '.join(reasons)}"
         )
 
     def _mapped(self, name: str) -> NDArray[np.int32]:
@@ -271,25 +282,27 @@ def prepare_texts(request: TextsRequest, *, on_progress: Progress | None = None)
         OSError: something cannot be written.
     """
     tell = on_progress or (lambda _what, _done, _of: None)
-    source, home = request.source, texts_directory().absolute()
-    is_here, content, known = not is_on_hub(source), None, None
+    source = request.source
+    is_here = not is_on_hub(source)
+    content = None
+    seen_before = None
     if is_here:
         look_at(request)
     tokenizer = find_tokenizer(request.tokenizer, request.model)
     if is_here:
         with translated(source):
-            known = seen(source)
+            seen_before = seen(source)
             content = content_of(source, on_progress=tell)
     question = Question(
         source=source,
-        asked=asdict(request.asked),
+        asked=request.asked,
         completions_only=request.completions_only,
         tokenizer=tokenizer.name,
         tokenizer_directory=str(tokenizer.directory),
         tokenizer_digest=tokenizer.digest,
-        home=str(home),
+        home=str(texts_directory().absolute()),
         content=content,
-        seen=known,
+        seen=seen_before,
     )
     directory = noted(question.note(str(content)))
     if not is_here or not is_whole(directory):
@@ -352,10 +365,9 @@ def require_vocabulary(summary: TextsSummary, model: ModelSpec) -> None:
 
 
 def seen(name: str) -> list[list[int]]:
-    """Return size and time of each file of a dataset, by which it is known that somebody wrote to
-    one."""
-    found = [path.stat() for path in telling_files(name)]
-    return [[each.st_size, each.st_mtime_ns] for each in found]
+    """Return size and time of each file of a dataset: they differ once a file was written to."""
+    stats = map(Path.stat, telling_files(name))
+    return [[stat.st_size, stat.st_mtime_ns] for stat in stats]
 
 
 def content_of(name: str, *, on_progress: Progress) -> str:
@@ -367,12 +379,16 @@ def content_of(name: str, *, on_progress: Progress) -> str:
         RowsError: there is no such dataset.
         OSError: a file cannot be read.
     """
-    found, named = telling_files(name), home_expanded(name)
-    total, done = sum(path.stat().st_size for path in found) // 10**6, 0
+    files = telling_files(name)
+    named = home_expanded(name)
+    total = sum(path.stat().st_size for path in files) // 10**6
+    done = 0
     hashed = hashlib.sha256()
-    for path in found:
+    for path in files:
         on_progress("MB looked at", done // 10**6, total)
-        inside = "".join(path.suffixes) if path == named else str(path.relative_to(named))
+        inside = str(path.relative_to(named))
+        if path == named:
+            inside = "".join(path.suffixes)
         with path.open("rb") as file:
             hashed.update(f"{inside}\0".encode())
             hashed.update(hashlib.file_digest(file, "sha256").digest())

@@ -23,10 +23,21 @@ from qlora_sweep.search_spaces.models import (
 )
 
 _FILES = (
-    *("tokenizer.json", "tokenizer.model", "tokenizer.model.v3", "tekken.json", "vocab.json"),
-    *("vocab.txt", "merges.txt", "spiece.model", "sentencepiece.bpe.model"),
-    *("special_tokens_map.json", "added_tokens.json", "tokenizer_config.json"),
-    *("chat_template.jinja", "chat_template.json", "config.json"),
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer.model.v3",
+    "tekken.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "tokenizer_config.json",
+    "chat_template.jinja",
+    "chat_template.json",
+    "config.json",
 )
 """Whatever transformers may read of a tokenizer, the config for its class included."""
 _TEMPLATES = "additional_chat_templates"
@@ -54,9 +65,13 @@ class TokenizerFiles:
     @property
     def files(self) -> tuple[Path, ...]:
         """Those of its files that are there; the model's config is none of them."""
-        found = (self.directory / name for name in _FILES if name != "config.json")
-        templates = sorted((self.directory / _TEMPLATES).glob("*.jinja"))
-        return (*(file for file in found if file.is_file()), *templates)
+        files = []
+        for name in _FILES:
+            file = self.directory / name
+            if name != "config.json" and file.is_file():
+                files.append(file)
+        files += sorted((self.directory / _TEMPLATES).glob("*.jinja"))
+        return tuple(files)
 
     @property
     def digest(self) -> str:
@@ -119,11 +134,15 @@ def find_tokenizer(
             raise InputError(f"tokenizer '{named}': no such directory, and no hub id (org/name)")
         directory = fetch(named)
     else:
-        spec = model if named is None else {s.name: s for s in shipped_models()}[named]
+        spec = model
+        if named is not None:
+            spec = {shipped.name: shipped for shipped in shipped_models()}[named]
         if spec is None:
             raise InputError(f"texts are counted in a tokenizer's tokens: {NEEDS}")
         name = spec.name
-        directory = fetch(name) if spec.source == "hub" else spec.tokenizer_path
+        directory = spec.tokenizer_path
+        if spec.source == "hub":
+            directory = fetch(name)
         if directory is None:
             raise InputError(
                 f"model '{name}' ships as an architecture, without a tokenizer: {NEEDS}"
@@ -163,12 +182,14 @@ def why_unreadable(directory: Path) -> str | None:
 def _names_own_code(path: Path) -> bool:
     """Whether a config names code of its own for the tokenizer."""
     try:
-        told = json.loads(path.read_text(encoding="utf-8"))
+        config = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return False
-    named = told.get("auto_map") if isinstance(told, dict) else None
+    if not isinstance(config, dict) or not config.get("auto_map"):
+        return False
+    named = config["auto_map"]
     # In a tokenizer's own config it may be the two classes alone.
-    return bool(named) and (not isinstance(named, dict) or "AutoTokenizer" in named)
+    return not isinstance(named, dict) or "AutoTokenizer" in named
 
 
 def _needed_packages(directory: Path) -> Iterator[tuple[str, str, str]]:

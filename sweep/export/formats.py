@@ -23,14 +23,21 @@ from qlora_sweep.storage.definition import StudySnapshot
 from qlora_sweep.storage.files import WRITTEN_BY
 from qlora_sweep.storage.surfaces import surface_text
 from qlora_sweep.sweep.export import trainers
-from qlora_sweep.sweep.export.record import Record, Trainer, beside, facts, record_of
-from qlora_sweep.sweep.export.rows import DATA_FILE, TEMPLATE_FILE, dataset_options
+from qlora_sweep.sweep.export.datasets import DATA_FILE, TEMPLATE_FILE, dataset_options
+from qlora_sweep.sweep.export.record import (
+    Record,
+    RecordedTexts,
+    Trainer,
+    beside,
+    facts,
+    record_of,
+)
 
 SURFACE = "surface"
 """The format of all of a study's trials; the others are of one."""
 _ROWS = "rows.py"
 """What lies beside a script and reads examples; the same of the others."""
-_OF_ROWS = ("files", "kinds", "rows", "encoding")
+_OF_ROWS = ("files", "kinds", "collation", "encoding")
 """Modules of `sweep.data` that are joined in that file, each behind those it imports."""
 _KERNELS = "eight_bit.py"
 """Stores and computes in 8 bits."""
@@ -42,7 +49,7 @@ _ALONE = {
     "from qlora_sweep.search_spaces.config import LOGITS_AT_ONCE": (
         f"LOGITS_AT_ONCE = {LOGITS_AT_ONCE}"
     ),
-    "from qlora_sweep.sweep.data.rows import": "from rows import",
+    "from qlora_sweep.sweep.data.collation import": "from rows import",
     "from qlora_sweep.sweep.training import eight_bit": "import eight_bit",
     "from qlora_sweep.sweep.training.eight_bit import": "from eight_bit import",
 }
@@ -78,9 +85,12 @@ class Export:
 
     def files(self, path: Path) -> dict[Path, str]:
         """Return the texts of all files of an export to a path, that one first."""
-        found = {path: self.text}
-        found |= {path.with_name(name): text for name, text in self.beside.items()}
-        return found if self.record is None else found | {beside(path): self.record}
+        texts = {path: self.text}
+        for name, text in self.beside.items():
+            texts[path.with_name(name)] = text
+        if self.record is not None:
+            texts[beside(path)] = self.record
+        return texts
 
 
 def format_names() -> tuple[str, ...]:
@@ -97,9 +107,8 @@ def endings_of(format: str) -> tuple[str, ...]:
     if format == SURFACE:
         return (".jsonl", ".ndjson")
     if format not in _FORMATS:
-        raise InputError(
-            f"--format: unknown format {quote(format)}{did_you_mean(format, (*_FORMATS, SURFACE))}"
-        )
+        hint = did_you_mean(format, [*_FORMATS, SURFACE])
+        raise InputError(f"--format: unknown format {quote(format)}{hint}")
     return _FORMATS[format][1]
 
 
@@ -151,16 +160,17 @@ def _peft(record: Record) -> Export:
     PEFT warns of keys that it does not know. ``auto_mapping`` takes any, is kept when an adapter is
     saved, and is not looked at where a task type is given: what is known of the trial is in there.
     """
-    told = record.model_dump(mode="json")
-    kept = ("config", "learning_rate", "measurement", "texts", "is_predicted")
-    more = {key: told[key] for key in kept}
+    dumped = record.model_dump(mode="json")
+    provenance = dumped["provenance"] or {}
+    for key in ("config", "learning_rate", "measurement", "texts", "is_predicted"):
+        provenance[key] = dumped[key]
     values = {
         "peft_type": "LORA",
-        # Of a shipped architecture nobody knows where the weights are; PEFT notes it when it loads.
+        # None for a shipped architecture; PEFT notes the path when it loads the adapter.
         "base_model_name_or_path": record.model.weights,
         "inference_mode": False,
         **lora_options(record),
-        "auto_mapping": {"provenance": (told["provenance"] or {}) | more},
+        "auto_mapping": {"provenance": provenance},
     }
     lost = (
         "adapter_config.json holds the adapters alone: rank, alpha, dropout and layers. What was "
@@ -170,14 +180,20 @@ def _peft(record: Record) -> Export:
 
 
 def lora_options(record: Record) -> dict[str, Any]:
-    """Return what PEFT's `LoraConfig` is told of a record."""
-    config, names = record.config, record.config.target_modules
+    """Return the arguments of PEFT's `LoraConfig`."""
+    config = record.config
+    alpha: int | float = config.alpha
+    if alpha == int(alpha):
+        alpha = int(alpha)
+    targets: Any = config.target_modules
+    if not isinstance(targets, str):
+        targets = list(targets)
     return {
         "task_type": "CAUSAL_LM",
         "r": config.lora_rank,
-        "lora_alpha": int(config.alpha) if config.alpha == int(config.alpha) else config.alpha,
+        "lora_alpha": alpha,
         "lora_dropout": config.lora_dropout,
-        "target_modules": names if isinstance(names, str) else list(names),
+        "target_modules": targets,
         "bias": "none",
         "use_rslora": False,
         "use_dora": False,
@@ -190,19 +206,22 @@ def lora_options(record: Record) -> dict[str, Any]:
 def _script(record: Record) -> Export:
     """Return a training script, which trains what was measured by transformers' `Trainer`."""
     config = record.config
-    texts = record.texts or (_ANY_PAIRS if config.is_on_pairs else None)
-    copied = dict[str, str]()
+    texts: RecordedTexts | dict[str, Any] | None = record.texts
+    if texts is None and config.is_on_pairs:
+        texts = _ANY_PAIRS
+    collator_keys = ["packing", "attention", "compile"]
+    files_beside = {_ROWS: joined_rows()}
     if config.is_8bit_compute or config.weight_bits == 8:
-        copied[_KERNELS] = "qlora_sweep.sweep.training"
+        files_beside[_KERNELS] = _alone(_KERNELS)
     if config.is_8bit_compute:
-        copied[_FITTING] = "qlora_sweep.sweep.training"
-    told_of_rows = {key: getattr(config, key) for key in ("packing", "attention", "compile")}
+        files_beside[_FITTING] = _alone(_FITTING)
     if config.is_on_pairs:
-        copied[_PAIRS] = "qlora_sweep.sweep.training"
-        keys = ("is_on_pairs", "loss_type", "dpo_beta")
-        told_of_rows |= {key: getattr(config, key) for key in keys}
+        files_beside[_PAIRS] = _alone(_PAIRS)
+        collator_keys += ["is_on_pairs", "loss_type", "dpo_beta"]
+    lost: tuple[str, ...] = ()
     sharding = trainers.unsupported(record, "trl").get("sharding")
-    lost = (sharding.replace("the file", "the script"),) if sharding else ()
+    if sharding is not None:
+        lost = (sharding.replace("the file", "the script"),)
     is_whole = config.quantized_count(record.layers) == record.layers
     needs = ""
     if config.kernels_kind.fuses_loss:
@@ -210,13 +229,13 @@ def _script(record: Record) -> Export:
     if texts:
         needs += ", trl"
     text = _template("script.py.j2").render(
-        header=comment((*facts(record), trainers.trainers()["script"]["tried"], *lost)),
+        header=comment(facts(record) + (trainers.trainers()["script"]["tried"],) + lost),
         record=record,
         config=config,
         texts=texts,
-        told_of_rows=told_of_rows,
+        collator_settings={key: getattr(config, key) for key in collator_keys},
         grouped_pairs=config.is_on_pairs and config.packing == "grouped",
-        beside=[_ROWS, *copied],
+        beside=list(files_beside),
         gpus=config.data_parallel,
         lora=lora_options(record),
         dtype=COMPUTE_DTYPES[record.dtype].torch_name,
@@ -228,14 +247,12 @@ def _script(record: Record) -> Export:
         needs=needs,
         training=trainers.spelled(record, "script"),
     )
-    needed = {_ROWS: joined_rows()}
-    needed |= {name: _alone(name, package) for name, package in copied.items()}
-    return Export(text, lost, needed, _beside(record, lost))
+    return Export(text, lost, files_beside, _with_lost(record, lost))
 
 
-def _alone(name: str, package: str) -> str:
-    """Return a module of ours as a file that lies beside a script."""
-    text = (files(package) / name).read_text(encoding="utf-8")
+def _alone(name: str) -> str:
+    """Return a module of `sweep.training` as a file that lies beside a script."""
+    text = (files("qlora_sweep.sweep.training") / name).read_text(encoding="utf-8")
     for ours, alone in _ALONE.items():
         text = text.replace(ours, alone)
     return f"# {WRITTEN_BY}, for the scripts beside it.\n{text}"
@@ -255,37 +272,44 @@ def joined_rows() -> str:
             if isinstance(node, ast.Import):
                 modules.add(ast.unparse(node))
             elif isinstance(node, ast.ImportFrom):
-                names.setdefault(str(node.module), set()).update(each.name for each in node.names)
+                imported = names.setdefault(str(node.module), set())
+                imported.update(alias.name for alias in node.names)
             else:
                 break
             end = node.end_lineno
         bodies.append("\n".join(text.splitlines()[end:]).strip())
     future = f"from __future__ import {', '.join(names.pop('__future__'))}"
-    of_others = (module for module in sorted(names) if not module.startswith("qlora_sweep."))
-    imported = [f"from {module} import {', '.join(sorted(names[module]))}" for module in of_others]
-    head = "\n".join([*sorted(modules), *imported])
+    imports = sorted(modules)
+    for module in sorted(names):
+        if not module.startswith("qlora_sweep."):
+            imports.append(f"from {module} import {', '.join(sorted(names[module]))}")
     title = f'# {WRITTEN_BY}, for the scripts beside it.\n"""How rows of a dataset are read."""'
-    return "\n\n\n".join([f"{title}\n\n{future}\n\n{head}", *bodies]) + "\n"
+    head = "\n".join(imports)
+    bodies.insert(0, f"{title}\n\n{future}\n\n{head}")
+    return "\n\n\n".join(bodies) + "\n"
 
 
-def _beside(record: Record, lost: tuple[str, ...]) -> str:
+def _with_lost(record: Record, lost: tuple[str, ...]) -> str:
+    """Return the record that lies beside a file, as JSON."""
     return record.model_copy(update={"unsupported": lost}).to_json()
 
 
 def _unsloth(record: Record) -> Export:
     """Return a script that trains by Unsloth, with TRL's options for the rest."""
-    told, lora = trainers.options(record, "trl"), lora_options(record)
-    own = trainers.trainers()["unsloth"]["own"]
+    options = trainers.options(record, "trl")
+    adapters = lora_options(record)
+    del adapters["task_type"], adapters["use_dora"]
+    own = tuple(trainers.trainers()["unsloth"]["own"])
     lost = trainers.lost(record, "unsloth")
     text = _template("unsloth.py.j2").render(
         header=_header(record, "unsloth", lost),
         record=record,
-        data=told["datasets"][0],
-        held_out=told.get("test_split_size"),
-        dtype=told["dtype"],
+        data=options["datasets"][0],
+        held_out=options.get("test_split_size"),
+        dtype=options["dtype"],
         loading=trainers.spelled(record, "unsloth"),
-        adapters={key: lora[key] for key in lora if key not in ("task_type", "use_dora")},
-        options={key: told[key] for key in told if not key.startswith(tuple(own))},
+        adapters=adapters,
+        options={key: value for key, value in options.items() if not key.startswith(own)},
     )
     return Export(text, lost)
 
@@ -293,43 +317,43 @@ def _unsloth(record: Record) -> Export:
 def _options(record: Record, *, trainer: Trainer) -> Export:
     """Return a trainer's file of options."""
     lost = trainers.lost(record, trainer)
-    told = trainers.options(record, trainer)
-    text = f"{_header(record, trainer, lost)}\n\n{_as_yaml(told)}"
+    options = trainers.options(record, trainer)
+    text = f"{_header(record, trainer, lost)}\n\n{_as_yaml(options)}"
     if trainer != "trl":
         return Export(text, lost)
-    template = None if record.texts is None else record.texts.summary.marked_template
-    needed = {}
-    if template is not None and "chat_template_path" in told:
-        needed[TEMPLATE_FILE] = template
-    return Export(text, lost, needed, _beside(record, lost))
+    files_beside = {}
+    if record.texts is not None and "chat_template_path" in options:
+        files_beside[TEMPLATE_FILE] = str(record.texts.summary.marked_template)
+    return Export(text, lost, files_beside, _with_lost(record, lost))
 
 
-def _header(record: Record, trainer: Trainer, lost: Iterable[str]) -> str:
+def _header(record: Record, trainer: Trainer, lost: tuple[str, ...]) -> str:
     """Return the comment over a trainer's file."""
-    known = trainers.trainers()[trainer]
-    name = known["name"]
+    described = trainers.trainers()[trainer]
+    name = described["name"]
     edits = []
     if not record.model.weights:
-        edits.append(f"the model: its architecture alone was {record.basis}")
+        edits.append(f"- the model: its architecture alone was {record.basis}")
     if trainer == "llama-factory":
-        also = f" with your {DATA_FILE} and" if record.texts is None else " with"
-        edits.append(f"dataset_dir, a directory{also} a dataset_info.json of what is below")
+        needed = "a dataset_info.json of what is below"
+        if record.texts is None:
+            needed = f"your {DATA_FILE} and {needed}"
+        edits.append(f"- dataset_dir, a directory with {needed}")
     elif record.texts is None:
-        edits.append("datasets")
-    text = comment(
-        (
-            *facts(record),
-            "",
-            f"For {name}: {trainers.command(record, trainer)}",
-            known["tried"].format(**known),
-            "Schedule and epochs were not searched. "
-            + ("To fill in:" if edits else "Nothing is to be filled in."),
-            *(f"- {edit}" for edit in edits),
-            "",
-            f"Where {name} cannot do what was {record.basis}:",
-            *(f"- {each}" for each in lost or ("nothing known: every setting is below",)),
-        )
-    )
+        edits.append("- datasets")
+    paragraphs = list(facts(record))
+    paragraphs += ["", f"For {name}: {trainers.command(record, trainer)}"]
+    paragraphs.append(described["tried"].format(**described))
+    if edits:
+        paragraphs.append("Schedule and epochs were not searched. To fill in:")
+        paragraphs += edits
+    else:
+        paragraphs.append("Schedule and epochs were not searched. Nothing is to be filled in.")
+    paragraphs += ["", f"Where {name} cannot do what was {record.basis}:"]
+    paragraphs += [f"- {sentence}" for sentence in lost]
+    if not lost:
+        paragraphs.append("- nothing known: every setting is below")
+    text = comment(paragraphs)
     if trainer != "llama-factory":
         return text
     # A line of its own, to be taken as it is: in a paragraph a long path would be broken.
@@ -345,18 +369,25 @@ def comment(paragraphs: Iterable[str]) -> str:
     wrapper = textwrap.TextWrapper(96, break_on_hyphens=False)
     lines: list[str] = []
     for text in paragraphs:
-        wrapper.subsequent_indent = "  " if text.startswith("- ") else ""
-        # What does not print, line ends included, is written as its escape.
-        shown = (c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
-        lines += wrapper.wrap("".join(shown)) or [""]
+        wrapper.subsequent_indent = ""
+        if text.startswith("- "):
+            wrapper.subsequent_indent = "  "
+        lines += wrapper.wrap("".join(map(_printable, text))) or [""]
     return "\n".join(f"# {line}".rstrip() for line in lines)
+
+
+def _printable(character: str) -> str:
+    """Return a character, or its escape where it does not print, as a line end does not."""
+    if character.isprintable():
+        return character
+    return character.encode("unicode_escape").decode()
 
 
 @cache
 def _template(name: str) -> Any:
     environment = Environment(
         loader=PackageLoader("qlora_sweep.sweep.export"),
-        # What it writes is Python, not markup; every text of people's goes through `python`.
+        # It writes Python, not markup; all text that people wrote goes through `python`.
         autoescape=False,
         undefined=StrictUndefined,
         trim_blocks=True,
@@ -370,10 +401,14 @@ def _template(name: str) -> Any:
 def _literal(value: object) -> str:
     """Return a value as Python, in double quotes where nothing in it needs care."""
     text = repr(value)
-    return text if '"' in text or "\\" in text else text.replace("'", '"')
+    if '"' in text or "\\" in text:
+        return text
+    return text.replace("'", '"')
 
 
-_JSON, _YAML, _PYTHON = (".json",), (".yaml", ".yml"), (".py",)
+_JSON = (".json",)
+_YAML = (".yaml", ".yml")
+_PYTHON = (".py",)
 _FORMATS: dict[str, tuple[Callable[[Record], Export], tuple[str, ...]]] = {
     "script": (_script, _PYTHON),
     "json": (lambda record: Export(record.to_json()), _JSON),

@@ -24,31 +24,31 @@ def grpo_config(
         InputError: some prompt would not have all its completions in one step, or a completion
             leaves no room for a prompt.
     """
-    generations, longest = settings["num_generations"], settings["max_completion_length"]
+    generations = settings["num_generations"]
+    longest = settings["max_completion_length"]
     if config.samples_per_step % generations:
         got = f"{config.samples_per_step} and {generations}"
         raise InputError(f"effective_batch_size must be a multiple of num_generations, got {got}")
     if (longest or 1) >= config.seq_len:
         got = f"{longest} and {config.seq_len}"
         raise InputError(f"max_completion_length must go into seq_len with a prompt, got {got}")
-    # Its own head makes log-probabilities in chunks, and it refuses Liger's.
-    liger: dict[str, Any] = {}
-    if config.kernels_kind.fuses_layers:
-        kernels = config.kernels_kind.in_liger or {}
-        liger = {"liger_kernel_config": kernels | {"fused_linear_cross_entropy": False}}
-    is_recomputed = config.checkpoint_fraction > 0
-    return {
+    keys = {
         "per_device_train_batch_size": config.micro_batch_size,
         "gradient_accumulation_steps": config.accumulation_steps,
         "num_generations": generations,
         "max_completion_length": longest or max(1, config.seq_len // 2),
         "beta": settings["beta"],
         "learning_rate": learning_rate,
-        "gradient_checkpointing": is_recomputed,
-        **({"gradient_checkpointing_kwargs": {"use_reentrant": False}} if is_recomputed else {}),
+        "gradient_checkpointing": config.checkpoint_fraction > 0,
         "bf16": config.compute_dtype == "bf16",
         "fp16": config.compute_dtype == "fp16",
         "optim": config.optimizer,
         "use_liger_kernel": config.kernels_kind.fuses_layers,
-        **liger,
     }
+    if config.checkpoint_fraction > 0:
+        keys["gradient_checkpointing_kwargs"] = {"use_reentrant": False}
+    if config.kernels_kind.fuses_layers:
+        # GRPOTrainer computes log-probabilities in chunks, and refuses Liger's fused loss.
+        kernels = config.kernels_kind.in_liger or {}
+        keys["liger_kernel_config"] = kernels | {"fused_linear_cross_entropy": False}
+    return keys

@@ -45,22 +45,26 @@ class Best:
     @property
     def words(self) -> str:
         """The configuration, where it comes from, and what is predicted of it."""
-        origin = "predicted" if self.trial is None else f"trial {self.trial.number}"
+        origin = "predicted"
+        if self.trial is not None:
+            origin = f"trial {self.trial.number}"
         config = self.forecast.config
-        told = " ".join(as_options(config.changes_from(TrialConfig(trainer=config.trainer))))
-        return f"{origin}: {figures(self.forecast)} ({told})"
+        options = " ".join(as_options(config.changes_from(TrialConfig(trainer=config.trainer))))
+        return f"{origin}: {figures(self.forecast)} ({options})"
 
 
 def figures(forecast: Forecast) -> str:
     """Return what is predicted of a configuration: its memory of the budget, and its speed."""
-    memory, rate = forecast.memory, forecast.tokens_per_second
+    memory = forecast.memory
     assert memory is not None, "its memory is predicted"
     budget = forecast.forecaster.budget_bytes
     needed = memory.peak_allocated_bytes
     if not memory.is_likely(budget):
         needed = memory.needed_bytes(budget)
-    found = f"{units.gib(needed)} of {units.gib(budget)}"
-    return found if rate is None else f"{found}, {units.rate(rate)} tokens/s"
+    words = f"{units.gib(needed)} of {units.gib(budget)}"
+    if forecast.tokens_per_second is None:
+        return words
+    return f"{words}, {units.rate(forecast.tokens_per_second)} tokens/s"
 
 
 class InTrainer:
@@ -112,20 +116,23 @@ class InTrainer:
 
     def is_too_large(self, config: TrialConfig) -> bool:
         """Whether that is predicted to run out of memory."""
-        memory, budget = self.forecast(config).memory, self.forecaster.budget_bytes
+        memory = self.forecast(config).memory
         if memory is None:
             return False
+        budget = self.forecaster.budget_bytes
         return memory.fits(budget) is Fit.NO or not memory.is_likely(budget)
 
     def best(self, config: TrialConfig) -> Best | None:
         """Return the best that the trainer can do of what a configuration trains: the fastest of
         the trials that it can run as they are, unless more is predicted of another configuration of
         the study's space than a tie; None where nothing fits."""
-        measured, planned = self._measured_best(config), self._planned_best(config)
+        measured = self._measured_best(config)
+        planned = self._planned_best(config)
         if measured is None or planned is None:
             return measured or planned
-        speeds = [best.forecast.tokens_per_second or 0.0 for best in (measured, planned)]
-        return planned if speeds[1] > speeds[0] * (1.0 + TIE) else measured
+        if _speed(planned) > _speed(measured) * (1.0 + TIE):
+            return planned
+        return measured
 
     def _measured_best(self, config: TrialConfig) -> Best | None:
         found: list[Best] = []
@@ -137,16 +144,16 @@ class InTrainer:
             forecast = self.forecast(record.config)
             if forecast.violation is None and forecast.fit is Fit.YES:
                 found.append(Best(forecast, record))
-        return max(found, key=lambda best: best.forecast.tokens_per_second or 0.0, default=None)
+        return max(found, key=_speed, default=None)
 
     def _planned_best(self, config: TrialConfig) -> Best | None:
         """Return what is predicted to be best of the study's space, or of the GPU's own where
         nothing of that fits."""
-        held = {key: getattr(config, key) for key in _TASK_KEYS}
+        fixed = {key: getattr(config, key) for key in _TASK_KEYS}
         if config.effective_batch_size is not None:
-            held["effective_batch_size"] = config.effective_batch_size
+            fixed["effective_batch_size"] = config.effective_batch_size
         space = self._snapshot.definition.space
-        found = self._recommended(space, held)
+        found = self._recommended(space, fixed)
         if found is not None or config.method != "sft":
             # A GPU's own space trains on texts.
             return found
@@ -155,21 +162,27 @@ class InTrainer:
         except InputError:
             # The model is not here any more.
             return None
-        return self._recommended(own, held)
+        return self._recommended(own, fixed)
 
-    def _recommended(self, space: SearchSpace, held: Mapping[str, Any]) -> Best | None:
+    def _recommended(self, space: SearchSpace, fixed: Mapping[str, Any]) -> Best | None:
         try:
-            typed = {**held, "trainer": self.name}
-            able = for_trainer(space, self._model, is_preset=True, held=typed).space
-            asked = with_fixed(able, held)
-            if isinstance(asked, TrialConfig):
-                found: Forecast | None = self.forecaster.expect(asked)
+            typed = {**fixed, "trainer": self.name}
+            supported = for_trainer(space, self._model, is_preset=True, held=typed).space
+            searched = with_fixed(supported, fixed)
+            if isinstance(searched, TrialConfig):
+                forecast: Forecast | None = self.forecaster.expect(searched)
             else:
-                found = survey(asked, self.forecaster).recommended
+                forecast = survey(searched, self.forecaster).recommended
         except InputError:
             # Nothing of the space is what the trainer can run, or nothing of it is predicted.
             return None
-        return None if found is None or found.fit is not Fit.YES else Best(found, None)
+        if forecast is None or forecast.fit is not Fit.YES:
+            return None
+        return Best(forecast, None)
+
+
+def _speed(best: Best) -> float:
+    return best.forecast.tokens_per_second or 0.0
 
 
 def _is_same_task(one: TrialConfig, other: TrialConfig) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
@@ -66,7 +67,7 @@ class RecordedModel(_Part):
     """A directory or a hub id; None for a shipped architecture."""
     fingerprint: str | None = None
     source: Literal["shipped", "directory", "hub"] | None = None
-    config: dict[str, Any] = Field(default_factory=dict)
+    config: Mapping[str, Any] = {}
     """Its ``config.json``."""
     path: str | None = None
 
@@ -135,7 +136,9 @@ class RecordedTexts(_Part):
         summary = self.summary
         if field == "text":
             return summary.text_column or field
-        return summary.columns_read.get(field, field if field in summary.columns else None)
+        if field in summary.columns:
+            return summary.columns_read.get(field, field)
+        return summary.columns_read.get(field)
 
 
 class PredictedSpeed(_Part):
@@ -153,7 +156,7 @@ class Provenance(_Part):
     trial: int
     date: str | None = None
     """When the trial began, UTC, ISO 8601."""
-    environment: dict[str, Any] = Field(default_factory=dict)
+    environment: Mapping[str, Any] = {}
     """`storage.environment.fingerprint` of the machine: GPU, driver, versions, our commit."""
     tokens_per_second_ci95: tuple[float, float] | None = None
     target_tokens_per_second: PredictedSpeed | None = None
@@ -210,7 +213,7 @@ class Record(_Part):
         """A directory for what a training leaves: no other export has it."""
         plain = re.sub(r"[^A-Za-z0-9._-]+", "-", self.study)[:60].strip("-.")
         if plain != self.study:
-            # Two names may look alike once what is no name of a file is gone.
+            # Two names may be equal without the characters that a file's name cannot have.
             digest = hashlib.sha256(self.study.encode("utf-8", "surrogateescape")).hexdigest()
             plain = f"{plain or 'study'}-{digest[:8]}"
         return f"outputs/{plain}-trial{self.number}-{self.format}"
@@ -239,14 +242,18 @@ class Record(_Part):
         return self.environment.get("gpu") or self.gpu.emulated_on or self.gpu.name
 
     @property
-    def environment(self) -> dict[str, Any]:
+    def environment(self) -> Mapping[str, Any]:
         """Fingerprint of the machine that measured; empty where nothing says."""
-        return {} if self.provenance is None else self.provenance.environment
+        if self.provenance is None:
+            return {}
+        return self.provenance.environment
 
     @property
     def texts_kind(self) -> str | None:
         """What the dataset's examples are; None for full random sequences."""
-        return None if self.texts is None else self.texts.summary.kind
+        if self.texts is None:
+            return None
+        return self.texts.summary.kind
 
     @property
     def layers(self) -> int:
@@ -273,7 +280,9 @@ class Record(_Part):
         """Names of the layers with an adapter; None for every linear layer of a model type whose
         layers' names are not known."""
         names = self.config.target_modules
-        return None if isinstance(names, str) else names
+        if isinstance(names, str):
+            return None
+        return names
 
     def to_json(self) -> str:
         """Return it as JSON; ASCII alone, so that any name can be in it."""
@@ -290,20 +299,36 @@ def record_of(snapshot: StudySnapshot, *, number: int | None = None) -> Record:
         NothingFits: nothing that was tried was measured to fit.
         InputError: there is no trial of that number, or it was not measured to fit.
     """
-    ranking, definition = rank_study(snapshot), snapshot.definition
+    definition = snapshot.definition
+    ranking = rank_study(snapshot)
     best = ranking.winner
-    trial = best if number is None else _trial(snapshot, ranking, number)
+    trial = best
+    if number is not None:
+        trial = _trial(snapshot, ranking, number)
     if trial is None:
         raise NothingFits(
             f"study {quote(snapshot.name)} has nothing to export: no trial of its space was "
             "measured to fit"
         )
-    measured, spec = measured_of(trial), ModelSpec.from_json(definition.model)
-    again = ranking.is_measured_again(trial)
-    is_best = best is not None and trial.number == best.number
-    is_confirmed = ranking.is_confirmed if is_best else again
+    measured = measured_of(trial)
+    spec = ModelSpec.from_json(definition.model)
+    if best is not None and trial.number == best.number:
+        is_confirmed = ranking.is_confirmed
+        role = words.best_by(definition.space.objectives, is_confirmed=is_confirmed)
+        certainty = status_words(ranking, study=snapshot.name)
+    else:
+        is_confirmed = ranking.is_measured_again(trial)
+        role = "One of the configurations that fit, not the best"
+        certainty = "measured again"
+        if not is_confirmed:
+            certainty = "not measured again"
     gain = ranking.gain_of(trial)
+    baseline_trial = None
+    baseline_speed = None
     baseline = ranking.reference_for(trial.config) or ranking.baseline
+    if baseline is not None:
+        baseline_trial = baseline.number
+        baseline_speed = measured_of(baseline).tokens_per_second
     return Record(
         study=snapshot.name,
         number=trial.number,
@@ -322,14 +347,10 @@ def record_of(snapshot: StudySnapshot, *, number: int | None = None) -> Record:
             tokens_per_second_ci95=measured.speed_interval,
             target_tokens_per_second=_predicted(snapshot, trial),
             confirmed=is_confirmed,
-            role=words.best_by(definition.space.objectives, is_confirmed=is_confirmed)
-            if is_best
-            else "One of the configurations that fit, not the best",
-            certainty=status_words(ranking, study=snapshot.name)
-            if is_best
-            else f"{'' if again else 'not '}measured again",
-            baseline_trial=baseline and baseline.number,
-            baseline_tokens_per_second=baseline and measured_of(baseline).tokens_per_second,
+            role=role,
+            certainty=certainty,
+            baseline_trial=baseline_trial,
+            baseline_tokens_per_second=baseline_speed,
             gain=gain.ratio,
             measured_gain=gain.measured,
             no_gain=gain.reason,
@@ -357,8 +378,11 @@ def predicted_record(
     Raises:
         InputError: neither speed nor memory of it is predicted.
     """
-    config, model, memory = forecast.config, forecast.forecaster.model, forecast.memory
-    step_seconds, rate = forecast.step_seconds, forecast.tokens_per_second
+    config = forecast.config
+    model = forecast.forecaster.model
+    memory = forecast.memory
+    step_seconds = forecast.step_seconds
+    rate = forecast.tokens_per_second
     if memory is None or step_seconds is None or rate is None:
         raise InputError(f"nothing is predicted of it: {'; '.join(forecast.notes)}")
     return Record(
@@ -388,8 +412,10 @@ def predicted_record(
 
 def _recorded_model(spec: ModelSpec, *, fingerprint: str | None) -> RecordedModel:
     weights = None
-    if spec.source != "shipped":
-        weights = str(spec.path) if spec.source == "directory" and spec.path else spec.name
+    if spec.source == "directory" and spec.path:
+        weights = str(spec.path)
+    elif spec.source != "shipped":
+        weights = spec.name
     return RecordedModel(**spec.to_json(), weights=weights, fingerprint=fingerprint)
 
 
@@ -400,7 +426,9 @@ def _recorded_gpu(target: Target) -> RecordedGpu:
 def _written_out(config: TrialConfig, spec: ModelSpec) -> TrialConfig:
     """Return a configuration with every default, and the modules that have adapters by name."""
     names = resolve_targets(config, spec)
-    targets = "all-linear" if "all-linear" in names else tuple(sorted(names))
+    targets: str | tuple[str, ...] = tuple(sorted(names))
+    if "all-linear" in names:
+        targets = "all-linear"
     return canonical(config).changed(target_modules=targets)
 
 
@@ -417,24 +445,24 @@ def _trial(snapshot: StudySnapshot, ranking: Ranking, number: int) -> TrialRecor
         raise InputError(
             f"study {quote(snapshot.name)} has no trial {number}; `sweep report` shows all of them"
         )
-    record = next((record for record in ranking.records if record.number == number), None)
-    if record is None or record.verdict is not Verdict.FITS:
-        raise InputError(
-            f"trial {number} of study {quote(snapshot.name)} was not measured to fit: name one "
-            "that was"
-        )
-    return record
+    for record in ranking.records:
+        if record.number == number and record.verdict is Verdict.FITS:
+            return record
+    raise InputError(
+        f"trial {number} of study {quote(snapshot.name)} was not measured to fit: name one that was"
+    )
 
 
 def recorded_texts(snapshot: StudySnapshot, epoch: EpochRecord | None) -> RecordedTexts | None:
     """Return a study's dataset with what a pass over it is; None where it has none."""
-    summary, space = snapshot.definition.texts, snapshot.definition.space
+    summary = snapshot.definition.texts
+    space = snapshot.definition.space
     if summary is None:
         return None
     choice = space.data or TextsChoice(texts=summary.source)
     tokenizer = choice.tokenizer
     if tokenizer is not None and not home_expanded(tokenizer).is_dir():
-        # Trainers know no names of ours.
+        # Other trainers do not know the names of shipped models.
         paths = {spec.name: spec.tokenizer_path for spec in shipped_models()}
         tokenizer = str(paths.get(tokenizer) or tokenizer)
     return RecordedTexts(
@@ -463,36 +491,42 @@ def read_record(typed: str) -> tuple[Record, Path]:
     """
     path = Path(typed)
     if is_directory(path, label=typed):
-        found = [file for file in sorted(path.iterdir()) if beside(file).is_file()]
-        if len(found) != 1:
-            names = f": {', '.join(file.name for file in found)}" if found else ""
-            raise InputError(
-                f"{typed}: {len(found) or 'no'} exports with a record in it{names}; name the file "
-                "that `sweep export` wrote"
-            )
-        (path,) = found
-    record = beside(path)
-    is_alone = not record.is_file()
-    values = _document(path if is_alone else record, label=typed if is_alone else str(record))
-    if is_alone and not {"config", "measurement"} <= values.keys():
+        exports = [file for file in sorted(path.iterdir()) if beside(file).is_file()]
+        if len(exports) != 1:
+            count = "no exports with a record in it"
+            if exports:
+                names = ", ".join(file.name for file in exports)
+                count = f"{len(exports)} exports with a record in it: {names}"
+            raise InputError(f"{typed}: {count}; name the file that `sweep export` wrote")
+        path = exports[0]
+    record_path = beside(path)
+    if record_path.is_file():
+        values = _document(record_path, label=str(record_path))
+        return parse_record(values, where=typed), path.resolve()
+    values = _document(path, label=typed)
+    if not {"config", "measurement"} <= values.keys():
         raise InputError(
-            f"{typed}: no record of what was measured in it or beside it ({record.name}): name a "
-            "study, or a file that `sweep export --format script`, trl, json or yaml wrote"
+            f"{typed}: no record of what was measured in it or beside it ({record_path.name}): "
+            "name a study, or a file that `sweep export --format script`, trl, json or yaml wrote"
         )
-    told = parse_record(values, where=typed)
-    return told.model_copy(update={"format": "json"}) if is_alone else told, path.resolve()
+    record = parse_record(values, where=typed).model_copy(update={"format": "json"})
+    return record, path.resolve()
 
 
 def _document(path: Path, *, label: str) -> dict[str, Any]:
-    """Return the values of a JSON or YAML file, whose name may have no ending; of another none."""
+    """Return the values of a JSON or YAML file, whose name may have no ending; none of others."""
     text = read_text(path, label=label)
     if path.suffix == ".json" or text.startswith("{"):
         return parse_object(text, where=label)
+    if path.suffix not in (".yaml", ".yml", ""):
+        return {}
     try:
-        values = yaml.safe_load(text) if path.suffix in (".yaml", ".yml", "") else None
+        values = yaml.safe_load(text)
     except yaml.YAMLError as error:
         raise InputError(f"{label}: no YAML: {str(error).splitlines()[0]}") from error
-    return values if isinstance(values, dict) else {}
+    if isinstance(values, dict):
+        return values
+    return {}
 
 
 def parse_record(values: dict[str, Any], *, where: str) -> Record:
@@ -501,12 +535,13 @@ def parse_record(values: dict[str, Any], *, where: str) -> Record:
     Raises:
         InputError: names the key that is missing or cannot be.
     """
-    best, model = values.get("best"), values.get("model")
-    told = {**values, **best} if isinstance(best, dict) else values
+    fields = dict(values)
+    if isinstance(values.get("best"), dict):
+        fields |= values["best"]
+    if isinstance(values.get("model"), str):
+        fields["model"] = {"name": values["model"]}
     try:
-        record = Record.model_validate(
-            {**told, "model": {"name": model}} if isinstance(model, str) else told
-        )
+        record = Record.model_validate(fields)
     except ValidationError as error:
         fault = error.errors(include_url=False)[0]
         key = ".".join(map(str, fault["loc"]))
@@ -528,26 +563,31 @@ def facts(record: Record) -> tuple[str, ...]:
         return _predicted_facts(record)
     origin = record.provenance
     assert origin is not None, "a study's record has one"
-    here, versions = record.environment, record.environment.get("versions") or {}
-    known = [f"{name} {v}" for name, v in versions.items() if v and name != "qlora-sweep"]
-    kinds = [
-        KNOBS[key].phrase(getattr(record.config, key)) for key in ("quantization", "compute_dtype")
-    ]
-    driver = f"driver {here.get('driver') or 'not recorded'}"
+    environment = record.environment
+    versions = dict(environment.get("versions") or {})
+    our_version = versions.pop("qlora-sweep", None) or "of no known version"
+    libraries = ", ".join(f"{name} {version}" for name, version in versions.items() if version)
+    quantization = KNOBS["quantization"].phrase(record.config.quantization)
+    compute = KNOBS["compute_dtype"].phrase(record.config.compute_dtype)
+    device = record.device
+    driver = f"driver {environment.get('driver') or 'not recorded'}"
+    if device == "CPU":
+        device = "a CPU"
+        driver = "no GPU driver"
+    begun = "At a time that is not recorded"
+    if origin.date:
+        begun = f"Begun {origin.date}"
     return (
         f"{WRITTEN_BY}.",
         f"{origin.role}, of study {quote(record.study)}: trial {record.number}, "
         f"{origin.certainty}.",
         f"{predicted_words(record)}{figures(record.measurement)}",
-        words.emulation_note(record.gpu.target)
-        or f"Measured on {'a CPU' if record.device == 'CPU' else record.device}.",
-        f"{f'Begun {origin.date}' if origin.date else 'At a time that is not recorded'}, by "
-        f"qlora-sweep {versions.get('qlora-sweep') or 'of no known version'} (commit "
-        f"{here.get('commit') or 'not recorded'}), with "
-        f"{'no GPU driver' if record.device == 'CPU' else driver}.",
+        words.emulation_note(record.gpu.target) or f"Measured on {device}.",
+        f"{begun}, by qlora-sweep {our_version} (commit "
+        f"{environment.get('commit') or 'not recorded'}), with {driver}.",
         gain_words(record),
-        f"Model: {record.model.name}, {', '.join(kinds)}. "
-        f"Libraries: {', '.join(known) or 'not recorded'}.",
+        f"Model: {record.model.name}, {quantization}, {compute}. "
+        f"Libraries: {libraries or 'not recorded'}.",
         examples_words(record),
         f"Learning rate: {record.learning_rate.words}.",
     )
@@ -570,27 +610,31 @@ def _predicted_facts(record: Record) -> tuple[str, ...]:
 def predicted_words(record: Record) -> str:
     """Return what is predicted of the study's GPU, which comes before what another one measured;
     empty where it measured itself."""
-    speed = None if record.provenance is None else record.provenance.target_tokens_per_second
-    if speed is None:
+    if record.provenance is None or record.provenance.target_tokens_per_second is None:
         return ""
-    ends = (speed.low, speed.high)
-    between = "" if None in ends else f" ({units.rate_interval(ends)})"
-    rate = f"{units.rate(speed.value)} tokens/s{between} predicted on {record.gpu.name}"
-    return f"{rate}. Measured on {record.gpu.emulated_on}: "
+    speed = record.provenance.target_tokens_per_second
+    rate = f"{units.rate(speed.value)} tokens/s"
+    if speed.low is not None and speed.high is not None:
+        rate += f" ({units.rate_interval((speed.low, speed.high))})"
+    gpu = record.gpu
+    return f"{rate} predicted on {gpu.name}. Measured on {gpu.emulated_on}: "
 
 
 def figures(measured: Measurement) -> str:
     """Return what was measured, in a sentence or two."""
-    reserved = measured.peak_reserved_bytes
-    also = "" if reserved is None else f", {units.gib(reserved)} reserved"
-    flags = f" Flags: {', '.join(measured.flags)}." if measured.flags else ""
-    doubt = " It may be more or less: the measurement is noisy." if measured.is_noisy else ""
-    return (
+    peak = f"{units.gib(measured.peak_allocated_bytes)} allocated"
+    if measured.peak_reserved_bytes is not None:
+        peak += f", {units.gib(measured.peak_reserved_bytes)} reserved"
+    said = (
         f"{units.rate(measured.tokens_per_second)} tokens/s ({words.interval_words(measured)}) at "
-        f"the median step of {units.step_time(measured.step_seconds)}, peak "
-        f"{units.gib(measured.peak_allocated_bytes)} allocated{also}, "
-        f"{units.count(measured.trainable_parameters)} trainable parameters.{flags}{doubt}"
+        f"the median step of {units.step_time(measured.step_seconds)}, peak {peak}, "
+        f"{units.count(measured.trainable_parameters)} trainable parameters."
     )
+    if measured.flags:
+        said += f" Flags: {', '.join(measured.flags)}."
+    if measured.is_noisy:
+        said += " It may be more or less: the measurement is noisy."
+    return said
 
 
 def gain_words(record: Record) -> str:
@@ -619,10 +663,15 @@ def examples_words(record: Record) -> str:
             f"Examples: random tokens, each sequence full ({tokens} tokens). Longer examples of a "
             "dataset are cut there: `sweep data` says how much that is."
         )
-    texts, summary = record.texts, record.texts.summary
-    loss = "loss on completions only" if summary.completions_only else "loss on every token"
-    cut = "" if texts.epoch is None else f"; {words.cut_in_words(texts.epoch, record.config)}"
-    return (
+    texts = record.texts
+    summary = texts.summary
+    loss = "loss on every token"
+    if summary.completions_only:
+        loss = "loss on completions only"
+    said = (
         f"Dataset: {quote(texts.source)} ({summary.kind}, {loss}; fingerprint "
-        f"{summary.fingerprint}), {in_percent(texts.eval_fraction)} of the examples held out{cut}."
+        f"{summary.fingerprint}), {in_percent(texts.eval_fraction)} of the examples held out"
     )
+    if texts.epoch is not None:
+        said += f"; {words.cut_in_words(texts.epoch, record.config)}"
+    return f"{said}."

@@ -12,8 +12,8 @@ from qlora_sweep.reports import units
 from qlora_sweep.search_spaces.config import TrialConfig
 from qlora_sweep.search_spaces.gpus import match_product
 from qlora_sweep.search_spaces.texts import CUT_MAX
+from qlora_sweep.sweep.data.collation import Truncation
 from qlora_sweep.sweep.data.lengths import longer_lengths
-from qlora_sweep.sweep.data.rows import Truncation
 from qlora_sweep.sweep.data.texts import PreparedTexts
 from qlora_sweep.sweep.export.record import Record
 from qlora_sweep.sweep.finetuning.subject import nearest_that_fits

@@ -19,7 +19,7 @@ from transformers.trainer_pt_utils import get_length_grouped_indices
 
 from qlora_sweep.search_spaces.config import TrialConfig
 from qlora_sweep.search_spaces.errors import InputError
-from qlora_sweep.sweep.data.rows import INPUT, MASK, split
+from qlora_sweep.sweep.data.collation import INPUT, MASK, split
 from qlora_sweep.sweep.finetuning.protocol import TrainingJob
 from qlora_sweep.sweep.training.preference import Collate, Paired, of_pairs
 from qlora_sweep.sweep.training.step import full_rows_in_turn, random_rows, stacked
@@ -115,7 +115,7 @@ def rows_of(job: TrainingJob, model: PeftModel) -> Rows:
         return Rows(ordered, full_rows_in_turn(config))
     # Only texts need `datasets`, which takes a second to import.
     from qlora_sweep.sweep.data.batches import loss_left, training_rows
-    from qlora_sweep.sweep.data.rows import LENGTH, Collator
+    from qlora_sweep.sweep.data.collation import LENGTH, Collator
 
     directory = Path(job.texts)
     _, loss = loss_left(directory, config.seq_len)
@@ -177,8 +177,8 @@ def is_keeping_apart(model: Any, training: Any, config: TrialConfig) -> bool | N
     Raises:
         InputError: the model looks ahead, or is told no positions and so packs nothing.
     """
+    from qlora_sweep.sweep.data.collation import SEQ_LENGTHS, Collator
     from qlora_sweep.sweep.data.probing import are_apart, check_is_causal, takes_positions
-    from qlora_sweep.sweep.data.rows import SEQ_LENGTHS, Collator
 
     check_is_causal(model)
     if config.packing != "packed":

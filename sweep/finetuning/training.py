@@ -31,7 +31,7 @@ from qlora_sweep.search_spaces.texts import TextsChoice
 from qlora_sweep.storage import files, records
 from qlora_sweep.storage.definition import Target
 from qlora_sweep.sweep.data.choice import ReadTexts, refuse_other_kind, texts_of_study, typed_texts
-from qlora_sweep.sweep.data.rows import percent
+from qlora_sweep.sweep.data.collation import percent
 from qlora_sweep.sweep.data.study_epochs import TruncatedDataset
 from qlora_sweep.sweep.data.texts import PreparedTexts, TextsRequest
 from qlora_sweep.sweep.data.tokenizers import TokenizerFiles, find_tokenizer

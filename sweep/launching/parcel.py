@@ -17,6 +17,7 @@ import zipfile
 from collections.abc import Iterator, Mapping
 from functools import cache
 from importlib import metadata, resources
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -136,22 +137,32 @@ def write(directory: Path) -> Path:
 
 
 def installed_versions() -> dict[str, str]:
-    """Return the version of everything that is installed here, by its canonical name.
+    """Return the version of everything that is installed here, without its build, by its canonical
+    name."""
+    versions: dict[str, str] = {}
+    for distribution in metadata.distributions():
+        if distribution.name and distribution.version:
+            versions[canonicalize_name(distribution.name)] = _unbuilt(distribution.version)
+    return versions
 
-    Without what tells one build of it from another: ``2.11.0`` for ``2.11.0+cpu``.
-    """
-    found = (one for one in metadata.distributions() if one.name and one.version)
-    return dict(sorted((canonicalize_name(d.name), d.version.partition("+")[0]) for d in found))
+
+def _unbuilt(version: str) -> str:
+    """Return a version without the build that it names: ``2.11.0`` for ``2.11.0+cpu``."""
+    return version.partition("+")[0]
 
 
 def differences(there: Mapping[str, str]) -> Iterator[tuple[str, str, str]]:
     """Yield name, version there and version here of what sweep needs, where they differ."""
     here = installed_versions()
-    theirs = {canonicalize_name(name): told.partition("+")[0] for name, told in there.items()}
-    requires = map(Requirement, metadata.requires(DISTRIBUTION) or ())
-    for name in sorted(canonicalize_name(one.name) for one in requires if one.marker is None):
-        if name in theirs and name in here and theirs[name] != here[name]:
-            yield name, theirs[name], here[name]
+    versions_there = {canonicalize_name(name): _unbuilt(told) for name, told in there.items()}
+    for required in sorted(metadata.requires(DISTRIBUTION) or ()):
+        requirement = Requirement(required)
+        name = canonicalize_name(requirement.name)
+        if requirement.marker is not None or name not in here:
+            continue
+        version_there = versions_there.get(name, here[name])
+        if version_there != here[name]:
+            yield name, version_there, here[name]
 
 
 # A person's files.
@@ -170,21 +181,17 @@ def packed(
         InputError: something that was typed or named is not right, or is here alone.
     """
     name, space = request.named()
-    model, files = load_model_spec(space.model), dict[str, Path]()
+    model = load_model_spec(space.model)
+    files: dict[str, Path] = {}
 
     def put(kind: str, path: Path) -> str:
         """Let a file go along, or of a directory what a study reads; return its name there."""
-        found, is_whole = [path], kind == "model" and space.weights == "pretrained"
-        if path.is_dir() and kind == "data":
-            with translated(str(path)):
-                found = telling_files(str(path))
-        elif path.is_dir():
-            found = sorted((*path.iterdir(), *path.glob("additional_chat_templates/*")))
-            shown = (file for file in found if file.is_file() and file.name[0] != ".")
-            found = [file for file in shown if is_whole or file.suffix.lower() not in WEIGHTS]
         # What a link is called says what its dataset is, as its ending does.
         there = Path(kind, Path(os.path.abspath(path)).name)
-        files.update((str(there / file.relative_to(path)), file.absolute()) for file in found)
+        has_weights = kind == "model" and space.weights == "pretrained"
+        for file in _read_files(kind, path):
+            if has_weights or kind == "data" or file.suffix.lower() not in WEIGHTS:
+                files[str(there / file.relative_to(path))] = file.absolute()
         return f"{BESIDE}{there}"
 
     overrides = dict(request.overrides)
@@ -199,8 +206,10 @@ def packed(
     if space.data is not None:
         data = space.data.model_dump()
         for kind, key in (("data", "texts"), ("tokenizer", "tokenizer")):
-            path = None if data[key] is None else home_expanded(data[key])
-            if path is not None and exists(path, label=data[key]):
+            if data[key] is None:
+                continue
+            path = home_expanded(data[key])
+            if exists(path, label=data[key]):
                 data[key] = put(kind, path)
             elif key == "texts" and not is_on_hub(data[key]):
                 text_files(data[key])
@@ -220,13 +229,29 @@ def packed(
     return request.model_copy(update=changes), files
 
 
+def _read_files(kind: str, path: Path) -> list[Path]:
+    """Return a file, or the files of a directory that a study reads."""
+    if not path.is_dir():
+        return [path]
+    if kind == "data":
+        with translated(str(path)):
+            return telling_files(str(path))
+    files = []
+    for file in sorted(chain(path.iterdir(), path.glob("additional_chat_templates/*"))):
+        if file.is_file() and not file.name.startswith("."):
+            files.append(file)
+    return files
+
+
 def hub_variables(request: RunRequest) -> dict[str, str]:
     """Return the token for the hub, where a study fetches model, dataset or tokenizer there: that
     of the environment, else of `hf auth login`. From here on no text that is shown has it."""
     _, space = request.named()
-    named = [] if space.data is None else [space.data.texts, space.data.tokenizer]
     is_fetched = load_model_spec(space.model).source == "hub"
-    if not (is_fetched or any(is_on_hub(one) for one in named if one)):
+    if space.data is not None:
+        is_fetched = is_fetched or is_on_hub(space.data.texts)
+        is_fetched = is_fetched or is_on_hub(space.data.tokenizer or "")
+    if not is_fetched:
         return {}
     # It takes longer to import than all that is done here.
     from huggingface_hub import constants, get_token

@@ -2,7 +2,7 @@
 here, asked to stop, and fetched. It goes on there whatever becomes of the connection.
 
 The way there is the system's own ssh with the user's own configuration, and one connection for
-everything. It never asks anybody anything, and never takes a host key that nobody has looked at.
+everything. It never prompts, and never accepts a host key that is not known here.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ _REFUSALS = {
     "Permission denied": "no key of yours is accepted there: run ssh-copy-id, or ssh-add where the "
     "key has a passphrase, until `BY-HAND true` asks nothing",
     "Could not resolve": "no such host is known: mind the spelling, or name it in ~/.ssh/config",
-    "Connection refused": "nobody listens there: is sshd running, and is that its port?",
+    "Connection refused": "nothing listens there: is sshd running, and is that its port?",
     "timed out|No route|unreachable": "no answer: is it on, and does `BY-HAND` get there?",
 }
 """Why there is no connection, by what ssh says, and what to do about it."""
@@ -163,20 +163,20 @@ class Connection:
         self._closing = ExitStack()
         directory = self._closing.enter_context(scratch("ssh", parent=short))
         options = {**_OPTIONS, "ControlPath": str(directory / "socket")}
-        self._command = [*ssh, *(f"-o{key}={value}" for key, value in options.items())]
+        self._command = ssh + [f"-o{key}={value}" for key, value in options.items()]
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        close = [*self._command, "-O", "exit", "--", f"ssh://{self.address}"]
+        close = self._command + ["-O", "exit", "--", f"ssh://{self.address}"]
         subprocess.run(close, capture_output=True, check=False)
         self._closing.close()
 
     def start(self, command: str, *, stdin: IO[bytes]) -> RemoteCommand:
         """Return a command that runs there, in the user's shell; it reads a file from its start."""
         stdin.seek(0)
-        line = [*self._command, "--", f"ssh://{self.address}", command]
+        line = self._command + ["--", f"ssh://{self.address}", command]
         process = subprocess.Popen(
             line,
             stdin=stdin,
@@ -294,8 +294,8 @@ class RemoteCommand:
                 raise not_understood(self._address, f"nothing within {_SILENT_SECONDS:g} s")
             if not chunk:
                 self.check()
-                last = (printed.decode(errors="replace").strip().splitlines() or ["nothing"])[-1]
-                raise not_understood(self._address, f"it printed {quote(last)}")
+                lines = printed.decode(errors="replace").strip().splitlines() or ["nothing"]
+                raise not_understood(self._address, f"it printed {quote(lines[-1])}")
             printed += chunk
         self._pending = printed.partition(_MARK)[2]
         self.allow(ANSWER_BYTES_MAX)
@@ -319,7 +319,9 @@ class RemoteCommand:
         self._listener.join(1.0)
         said = shown(self._said.decode(errors="replace"))
         lines = [line.strip() for line in said.splitlines() if line.strip()]
-        last = lines[-1][:LAST_WORDS_MAX] if lines else f"exit status {code}"
+        last = f"exit status {code}"
+        if lines:
+            last = lines[-1][:LAST_WORDS_MAX]
         if code == _LOST:
             by_hand = f"ssh ssh://{self._address}"
             why = f"the connection was lost: {last}"
@@ -329,8 +331,11 @@ class RemoteCommand:
                     break
             raise ConnectionLostError(f"{self._address}: {why}")
         if code != 0:
-            cures = [cure for pattern, cure in _CURES.items() if re.search(pattern, last)]
-            raise EnvironmentFault(": ".join([f"on {self._address}: {last}", *cures[:1]]))
+            for pattern, cure in _CURES.items():
+                if re.search(pattern, last):
+                    last = f"{last}: {cure}"
+                    break
+            raise EnvironmentFault(f"on {self._address}: {last}")
 
     def kill(self) -> None:
         """End it, where it has not ended. Idempotent."""
@@ -371,7 +376,7 @@ class RemoteEnd(BaseModel):
     """How a study ended there."""
 
     exit: int | None
-    """Its exit code; None where nobody noted it."""
+    """Its exit code; None where it was not noted."""
     stdout: str
 
 
@@ -399,11 +404,14 @@ class RemoteStudy:
         self._name = name
         self.directory = f"{HOME}/{name}"
         self._program = Path(there.__file__).read_bytes()
-        self._heard = self._asked = 0
-        pythons = "python3 python3.13 python3.12 python3.11 python"
-        if python is not None:
-            home, rest = ('"$HOME"/', python[2:]) if python.startswith("~/") else ("", python)
-            pythons = home + shlex.quote(rest)
+        self._heard = 0
+        self._asked = 0
+        if python is None:
+            pythons = "python3 python3.13 python3.12 python3.11 python"
+        elif python.startswith("~/"):
+            pythons = f'"$HOME"/{shlex.quote(python[2:])}'
+        else:
+            pythons = shlex.quote(python)
         find = _FIND.format(mark=shlex.quote(there.MARK), pythons=pythons)
         with (
             tempfile.TemporaryFile() as nothing,
@@ -418,11 +426,14 @@ class RemoteStudy:
                 words += "one, or name one with --with python=PATH"
             raise EnvironmentFault(words)
         self._base = found[0]
-        self._python = PYTHON if python is None else self._base
+        self._python = PYTHON
+        if python is not None:
+            self._python = self._base
 
     def _line(self, verb: str, arguments: Sequence[str]) -> str:
         size = str(len(self._program))
-        return "exec " + shlex.join([self._base, "-I", "-c", there.BOOT, size, verb, *arguments])
+        words = [self._base, "-I", "-c", there.BOOT, size, verb]
+        return f"exec {shlex.join(words + list(arguments))}"
 
     @contextmanager
     def _called(

@@ -42,7 +42,7 @@ from qlora_sweep.search_spaces.errors import (
 )
 from qlora_sweep.search_spaces.gpus import GpuSpec
 from qlora_sweep.search_spaces.prices import TYPED_PROVIDER, Offer
-from qlora_sweep.search_spaces.space import SearchSpace
+from qlora_sweep.search_spaces.space import ConfirmBudget, SearchSpace
 from qlora_sweep.storage.confirmations import RUNS_TO_CONFIRM
 from qlora_sweep.sweep.launching import parcel
 from qlora_sweep.sweep.launching.volume import STOP_SECONDS
@@ -53,10 +53,10 @@ from qlora_sweep.sweep.predict.speed.predictor import within
 from qlora_sweep.sweep.request import REQUEST
 
 HOURS_MAX = 24.0
-"""Modal ends a function after a day, and no study is known to take so long."""
+"""Modal ends a function after a day; no study that is known takes so long."""
 HOURS_LEAST = 1.0
 SLACK = 2.0
-"""Of the longest that a study is predicted to take, where nobody says what it may cost."""
+"""Of the longest that a study is predicted to take, where no limit of its cost is given."""
 NAME_MAX = 40
 """Letters of an app or a machine."""
 
@@ -102,7 +102,9 @@ class Provider(Strict):
         Raises:
             InputError: it has no such machine.
         """
-        cloud, gpu, own = machine.cloud, machine.gpu.name, self
+        cloud = machine.cloud
+        gpu = machine.gpu.name
+        own = self
         if cloud is not None:
             if cloud not in self.clouds:
                 near = did_you_mean(cloud, self.clouds)
@@ -111,7 +113,8 @@ class Provider(Strict):
         where = own.sold_by or own.title
         if gpu not in own.gpus:
             raise InputError(f"--gpu: {where} has no {gpu}; it has {', '.join(own.gpus)}")
-        if machine.gpus > (most := own.gpus_max.get(gpu, machine.gpus)):
+        most = own.gpus_max.get(gpu, machine.gpus)
+        if machine.gpus > most:
             raise InputError(f"--devices: {where} rents at most {most} {gpu}, got {machine.gpus}")
         if not machine.is_spot:
             return own
@@ -130,8 +133,10 @@ class Provider(Strict):
             owner = hashlib.sha256(f"{getuser()}@{socket.gethostname()}".encode()).hexdigest()[:8]
             return self.volume.format(owner=owner)
         if typed is None or not re.fullmatch(self.volume_pattern, typed, re.ASCII):
-            got = "" if typed is None else f", got {quote(typed)}"
-            raise InputError(f"--with volume: {self.volume_words}{got}")
+            message = f"--with volume: {self.volume_words}"
+            if typed is not None:
+                message += f", got {quote(typed)}"
+            raise InputError(message)
         return typed
 
     def offer(self, machine: Machine, offers: Sequence[Offer]) -> Offer:
@@ -142,25 +147,32 @@ class Provider(Strict):
         Raises:
             InputError: no price is known, or only of more GPUs at once.
         """
-        sellers = {self.sold_by or self.title, *(one["sold_by"] for one in self.clouds.values())}
-        asked = {(seller, machine.is_spot) for seller in sellers} | {(TYPED_PROVIDER, False)}
-        own = [
-            one
-            for one in offers
-            if (one.provider, one.is_spot) in asked and one.gpus <= machine.gpus
-        ]
-        if not own:
-            what = f"{machine.gpus} x {machine.gpu.name}{' spot' if machine.is_spot else ''}"
-            on = f"{machine.cloud} with {self.title}" if machine.cloud else self.title
+        kinds = {(TYPED_PROVIDER, False), (self.sold_by or self.title, machine.is_spot)}
+        for cloud in self.clouds.values():
+            kinds.add((cloud["sold_by"], machine.is_spot))
+        best: Offer | None = None
+        for offer in offers:
+            if (offer.provider, offer.is_spot) not in kinds or offer.gpus > machine.gpus:
+                continue
+            price = usd_per_hour(offer, machine.gpus)
+            if best is None or price < usd_per_hour(best, machine.gpus):
+                best = offer
+        if best is None:
+            what = f"{machine.gpus} x {machine.gpu.name}"
+            if machine.is_spot:
+                what += " spot"
+            seller = self.title
+            if machine.cloud:
+                seller = f"{machine.cloud} with {seller}"
             cure = "give --with price=DOLLARS an hour, or --with prices=FILE"
-            raise InputError(f"no price is known of {what} on {on}: {cure}")
-        best = min(own, key=lambda one: usd_per_hour(one, machine.gpus))
-        changes = {
+            raise InputError(f"no price is known of {what} on {seller}: {cure}")
+        changes: dict[str, Any] = {
             "usd_per_hour": usd_per_hour(best, machine.gpus),
             "gpus": 1,
             "boot_seconds": best.boot_seconds + self.idle_seconds,
-            "provider": self.title if best.provider == TYPED_PROVIDER else best.provider,
         }
+        if best.provider == TYPED_PROVIDER:
+            changes["provider"] = self.title
         return best.model_copy(update=changes)
 
     def require(self, cloud: str | None) -> None:
@@ -181,7 +193,9 @@ class Provider(Strict):
             raise EnvironmentFault(f"{self.tool} does not answer: {error}") from error
         pattern = self.logged_in.format(cloud=cloud or '[^"]*')
         if done.returncode or not re.search(pattern, done.stdout, re.IGNORECASE):
-            where = f" for {cloud}: {self.log_in} {cloud}" if cloud else f": {self.log_in}"
+            where = f": {self.log_in}"
+            if cloud:
+                where = f" for {cloud}: {self.log_in} {cloud}"
             raise EnvironmentFault(f"{self.title} knows no account{where}, {alone}")
 
 
@@ -226,45 +240,63 @@ def predicted(
         InputError: what is fixed makes no space.
         EnvironmentFault: the tracing process does not answer.
     """
-    gpu, model = machine.gpu, question.model
+    gpu = machine.gpu
+    model = question.model
     space = question.of_named_space().about(gpu)
     if not isinstance(space, SearchSpace):
         raise InputError("what is typed leaves nothing to search: leave one setting open")
     limits = {key: getattr(typed, key) for key in ("trials", "time_budget_seconds")}
     space = space.model_copy(update=limits)
-    is_fetched = space.weights == "pretrained" and model.source == "hub"
-    download = checkpoint_bytes(model) if is_fetched else 0.0
+    download = 0.0
+    if space.weights == "pretrained" and model.source == "hub":
+        download = checkpoint_bytes(model)
     least = survey.START_SECONDS + survey.TRIAL_SECONDS
     try:
-        looked = survey.survey(space, question.forecaster(gpu), directory=cache, progress=progress)
+        surveyed = survey.survey(
+            space, question.forecaster(gpu), directory=cache, progress=progress
+        )
     except InputError as error:
         return Course(None, least, download, str(error))
-    found, seconds, confirm = looked.found, looked.study_seconds(), typed.confirm
+    found = surveyed.found
+    seconds = surveyed.study_seconds()
     if not found.fit + found.uncertain:
         why = f"sweep plan {space.name} --gpu {gpu.name} says by how much"
         raise NothingFits(f"nothing of space '{space.name}' is predicted to fit {gpu.name}: {why}")
     if seconds is None or found.step_seconds is None:
         return Course(None, least, download)
-    fewest, ends = space.steps.warmup_min + space.steps.measured_min, []
+    steps_fewest = space.steps.warmup_min + space.steps.measured_min
+    step_low, step_high = within(found.step_seconds, found.step_log_spread).ends
+    low = _on_lanes(seconds[0], machine, space)
+    high = _on_lanes(seconds[1], machine, space)
+    confirm = typed.confirm
+    if confirm is not None:
+        # Each of the runs is measured twice in any case.
+        runs = 2 * RUNS_TO_CONFIRM
+        low += runs * (survey.TRIAL_SECONDS + step_low * steps_fewest)
+        low += _soak_seconds(confirm, step_low)
+        # At most its time is over while a run is under way.
+        steps_most = steps_fewest * survey.STEPS_OVER_FEWEST
+        run = survey.TRIAL_SECONDS + step_high * steps_most
+        high += max(runs * run, confirm.seconds + run)
+        high += _soak_seconds(confirm, step_high)
+    # A time budget is of the whole run.
+    most = space.time_budget_seconds or math.inf
+    least += found.compiled_share * survey.COMPILE_SECONDS + steps_fewest * found.step_seconds
+    return Course((min(low, most), min(high, most)), least, download)
+
+
+def _on_lanes(seconds: float, machine: Machine, space: SearchSpace) -> float:
+    """Return how long a search takes on a machine whose GPUs share its trials: as many GPUs as a
+    trial takes are a lane, which starts its worker; one lane confirms the winner."""
     lanes = max(1, machine.gpus // space.gpus_per_trial)
-    steps = within(found.step_seconds, found.step_log_spread).ends
-    for end, step, is_least in zip(seconds, steps, (True, False), strict=True):
-        # Trials are spread over the GPUs, as many of which as one takes are a lane that starts its
-        # worker; one lane confirms the winner.
-        end = survey.START_SECONDS + max(0.0, end - survey.START_SECONDS) / lanes
-        if confirm is not None:
-            # At most its time is over while a run is under way; twice each is measured in any case.
-            run = survey.TRIAL_SECONDS + step * fewest * (
-                1.0 if is_least else survey.STEPS_OVER_FEWEST
-            )
-            runs = 2 * RUNS_TO_CONFIRM * run
-            end += runs if is_least else max(runs, confirm.seconds + run)
-            soak = min(confirm.soak_seconds, confirm.soak_steps * step)
-            end += survey.TRIAL_SECONDS + soak if soak else 0.0
-        # A time budget is of the whole run.
-        ends.append(min(end, space.time_budget_seconds or math.inf))
-    least += found.compiled_share * survey.COMPILE_SECONDS + fewest * found.step_seconds
-    return Course((ends[0], ends[1]), least, download)
+    return survey.START_SECONDS + max(0.0, seconds - survey.START_SECONDS) / lanes
+
+
+def _soak_seconds(confirm: ConfirmBudget, step_seconds: float) -> float:
+    soak = min(confirm.soak_seconds, confirm.soak_steps * step_seconds)
+    if soak == 0.0:
+        return 0.0
+    return survey.TRIAL_SECONDS + soak
 
 
 @dataclass(frozen=True)
@@ -288,11 +320,16 @@ class Cost:
 
     def to_json(self) -> dict[str, Any]:
         """Return plain JSON values; dollars and hours are the most that is expected."""
+        usd_low, usd = self.usd or (None, None)
+        _, hours = self.hours or (None, None)
+        usd_range = None
+        if self.usd is not None:
+            usd_range = [usd_low, usd]
         return {
-            "usd": None if self.usd is None else self.usd[1],
-            "usd_range": None if self.usd is None else list(self.usd),
+            "usd": usd,
+            "usd_range": usd_range,
             "usd_max": self.usd_max,
-            "hours": None if self.hours is None else self.hours[1],
+            "hours": hours,
             "hours_max": self.limit_seconds / SECONDS_PER_HOUR,
             "usd_per_hour": self.offer.usd_per_hour,
             "usd_per_hour_max": self.usd_per_hour_most,
@@ -315,16 +352,19 @@ def cost_of(course: Course, offer: Offer, provider: Provider, max_dollars: float
         InputError: the limit does not pay for one trial.
     """
     rate = math.ceil((offer.usd_per_hour * provider.usd_factor + provider.usd_beside) * 100) / 100
-    hours = usd = None
+    hours = None
+    usd = None
+    most = HOURS_MAX
     if course.seconds is not None:
         # Its time is one long step.
         work = Workload(1, 1, 1.0, download_bytes=course.download_bytes)
-        low, high = (Bill(work, step_seconds=one, offer=offer) for one in course.seconds)
-        hours, usd = (low.billed_hours, high.billed_hours), (low.usd, high.usd)
+        low = Bill(work, step_seconds=course.seconds[0], offer=offer)
+        high = Bill(work, step_seconds=course.seconds[1], offer=offer)
+        hours = (low.billed_hours, high.billed_hours)
+        usd = (low.usd, high.usd)
+        most = max(HOURS_LEAST, SLACK * high.billed_hours)
     if max_dollars is not None:
         most = max_dollars / rate
-    else:
-        most = HOURS_MAX if hours is None else max(HOURS_LEAST, SLACK * hours[1])
     limit = int(min(most, HOURS_MAX) * SECONDS_PER_HOUR)
     least = course.least_seconds + offer.boot_seconds + STOP_SECONDS
     if max_dollars is not None and limit < least:
@@ -369,19 +409,23 @@ class Rental:
         """Return a command of the provider's: to ``start`` the job of a file, which resumes it too,
         to ``stop`` it before its time, or to fetch the ``results`` from where they are kept.
         """
-        scheme, is_address, _ = self.volume.partition("://")
-        volume, store = self.volume.rstrip("/"), scheme if is_address else self.provider.store
-        words = {
-            "file": file,
-            "volume": volume,
-            "address": volume if is_address else f"{store}://{volume}",
-            "study": self.study,
-            "to": f"rented/{self.study}",
-        }
-        quoted = {key: shlex.quote(str(word)) for key, word in words.items()}
-        secrets = "".join(f" --secret {one}" for one in self.secrets)
-        line = self.provider.commands[store if what == "results" else what]
-        return line.format(name=self.name, secrets=secrets, **quoted)
+        volume = self.volume.rstrip("/")
+        store = self.provider.store
+        address = f"{store}://{volume}"
+        if "://" in self.volume:
+            store = self.volume.partition("://")[0]
+            address = volume
+        if what == "results":
+            what = store
+        return self.provider.commands[what].format(
+            name=self.name,
+            secrets="".join(f" --secret {secret}" for secret in self.secrets),
+            file=shlex.quote(str(file)),
+            volume=shlex.quote(volume),
+            address=shlex.quote(address),
+            study=shlex.quote(self.study),
+            to=shlex.quote(f"rented/{self.study}"),
+        )
 
     def text(self) -> str:
         """Return its job."""
@@ -393,7 +437,7 @@ class Rental:
         # What was typed stays a value: Python and YAML both read JSON's texts.
         environment.filters["json"] = lambda value: json.dumps(value, ensure_ascii=False)
         environment.filters["quote"] = shlex.quote
-        files = (self.wheel.name, *parcel.FILES[1:])
+        files = (self.wheel.name,) + parcel.FILES[1:]
         return environment.get_template(f"{self.provider.template}.j2").render(
             rental=self,
             cost=self.cost,
@@ -414,7 +458,7 @@ def job_directory(study: Path) -> Path:
 def remove_jobs(study: Path) -> tuple[Path, ...]:
     """Remove the jobs of a study that is gone, with their wheels, and return those files.
 
-    Whatever else is there is somebody else's, and stays; so does a link in the directory's place.
+    Other files there are a person's, and stay; so does a link in the directory's place.
 
     Raises:
         OSError: a file cannot be removed.
@@ -422,12 +466,17 @@ def remove_jobs(study: Path) -> tuple[Path, ...]:
     directory = job_directory(study)
     if directory.is_symlink() or not directory.is_dir():
         return ()
-    ours = [*(one.template for one in providers().values()), *parcel.FILES, REQUEST]
-    files = tuple(sorted(path for pattern in ours for path in directory.glob(pattern)))
+    patterns = [provider.template for provider in providers().values()]
+    patterns += parcel.FILES
+    patterns.append(REQUEST)
+    files: list[Path] = []
+    for pattern in patterns:
+        files += directory.glob(pattern)
+    files.sort()
     for path in files:
         path.unlink()
     # Not where something else is in them.
     with suppress(OSError):
         directory.rmdir()
         study.rmdir()
-    return files
+    return tuple(files)

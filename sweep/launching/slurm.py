@@ -62,10 +62,10 @@ class Allocation:
     """Further options of sbatch, as they are typed for it: ``partition=gpu``."""
 
     def __post_init__(self) -> None:
-        gpus, limit = self.gpus, self.limit_seconds
-        if gpus is not None and _GPUS.fullmatch(gpus) is None:
+        if self.gpus is not None and _GPUS.fullmatch(self.gpus) is None:
             must = "must be a count, or type and count as in a100:2"
-            raise InputError(f"--with gpus {must}, got {quote(gpus)}")
+            raise InputError(f"--with gpus {must}, got {quote(self.gpus)}")
+        limit = self.limit_seconds
         if limit is not None and limit < LIMIT_SECONDS_MIN:
             least = f"{LIMIT_SECONDS_MIN // 60}m"
             raise InputError(f"--with time must be at least {least}, got {limit:g} s")
@@ -80,13 +80,16 @@ class Allocation:
     @property
     def gpu_count(self) -> int:
         """How many GPUs it has."""
-        return 0 if self.gpus is None else int(self.gpus.rpartition(":")[2])
+        if self.gpus is None:
+            return 0
+        return int(self.gpus.rpartition(":")[2])
 
     @property
     def warning_seconds(self) -> int:
         """How long before its limit a job is told to stop."""
-        limit = self.limit_seconds
-        return WARNING_SECONDS if limit is None else int(min(WARNING_SECONDS, limit // 3))
+        if self.limit_seconds is None:
+            return WARNING_SECONDS
+        return int(min(WARNING_SECONDS, self.limit_seconds // 3))
 
     def directives(self) -> list[str]:
         """Return the options that sbatch reads in a script's head."""
@@ -102,7 +105,9 @@ class Allocation:
 
 
 def _dashed(option: str) -> str:
-    return option if option.startswith("-") else f"--{option}"
+    if option.startswith("-"):
+        return option
+    return f"--{option}"
 
 
 def job_script(
@@ -120,7 +125,8 @@ def job_script(
     Raises:
         InputError: a directory's name cannot stand in a script's head.
     """
-    here, warning = Path.cwd(), allocation.warning_seconds
+    here = Path.cwd()
+    warning = allocation.warning_seconds
     for path in (here, files):
         if _ONE_WORD.fullmatch(str(path)) is None or "%" in str(path):
             raise InputError(f"{quote(str(path))}: SLURM takes no space, quote or % in a directory")
@@ -169,7 +175,9 @@ def submit(script: str, path: Path) -> str:
     if done.returncode != 0:
         said = re.sub(r"(?m)^\s*(sbatch: )?(error: )?", "", done.stderr).split()
         refused = f"sbatch: {' '.join(said) or 'it refused, and did not say why'}"
-        raise (EnvironmentFault if _AWAY.search(refused) else InputError)(refused)
+        if _AWAY.search(refused):
+            raise EnvironmentFault(refused)
+        raise InputError(refused)
     # With a cluster's name behind it, where there are several.
     return done.stdout.strip().partition(";")[0]
 
@@ -195,27 +203,33 @@ def run_allocation(
         The exit code for SLURM: the study's, or 0 where the job was requeued.
     """
     idle_file = files / f"slurm-{job}.idle"
-    supervisor, spool = Supervisor(), files / SPOOL
+    supervisor = Supervisor()
+    spool = files / SPOOL
 
     def results() -> int:
-        return spool.read_bytes().count(b"\n") if spool.exists() else 0
+        if not spool.exists():
+            return 0
+        return spool.read_bytes().count(b"\n")
 
     before = results()
 
     def hurry() -> None:
         """Ask a study that does not stop again, then end it, before SLURM does."""
-        waited = time.monotonic() - supervisor.heard[0][1] if supervisor.heard else 0.0
+        waited = 0.0
+        if supervisor.heard:
+            waited = time.monotonic() - supervisor.heard[0][1]
         if supervisor.asked == 1 and waited >= 0.4 * warning_seconds:
             supervisor.ask()
         if waited >= 0.8 * warning_seconds and supervisor.child is not None:
             supervisor.child.kill()
 
     code = supervisor.run(command, tick=hurry, seconds=0.2)
-    is_told, warned_at = False, None
+    is_told = False
+    warned_at = None
     for number, at in supervisor.heard:
         if number == signal.SIGUSR1:
             warned_at = at
-        # At the limit SLURM itself sends TERM; behind the warning, and before that, somebody does.
+        # At the limit SLURM itself sends TERM; between the warning and that, a person does.
         elif warned_at is None or at - warned_at < warning_seconds - OWN_TERM_SLACK_SECONDS:
             is_told = True
     if code in _FINAL:
@@ -224,13 +238,16 @@ def run_allocation(
     # Cancelled, which may reach the study alone; whoever preempted it requeues it.
     if is_told or (code in _STOPPED and warned_at is None):
         return code
-    if (other := holder()) is not None:
+    other = holder()
+    if other is not None:
         # What the spool has got meanwhile is the other's.
         say(f"Exit code {code}, and the study is driven by {other}: not requeued.")
         return code
     idle = 0
     if results() == before:
-        idle = 1 + (int(idle_file.read_text()) if idle_file.exists() else 0)
+        idle = 1
+        if idle_file.exists():
+            idle += int(idle_file.read_text())
     replace(idle_file, str(idle).encode())
     # A fault without a limit in sight may be the node's, but only behind a result.
     if idle >= IDLE_ALLOCATIONS_MAX or (idle and warned_at is None):
@@ -248,8 +265,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run a job's study: the directory of its files, seconds of warning, and, for tests, what runs
     in its place; its request is on stdin. Return the exit code for SLURM.
     """
-    directory, warning, *command = sys.argv[1:] if arguments is None else arguments
-    files, job = Path(directory), os.environ.get("SLURM_JOB_ID")
+    if arguments is None:
+        arguments = sys.argv[1:]
+    directory, warning, *command = arguments
+    files = Path(directory)
+    job = os.environ.get("SLURM_JOB_ID")
     if job is None:
         say("error: SLURM_JOB_ID is not set: submit this with sbatch")
         return EnvironmentFault.exit_code
@@ -258,9 +278,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     request.unlink(missing_ok=True)
     replace(request, sys.stdin.buffer.read())
     os.environ["SWEEP_HOME"] = str(files.parents[1])
-    command = [*(command or [sys.executable, "-P", "-c", SWEEP, "run"]), str(request)]
+    command = command or [sys.executable, "-P", "-c", SWEEP, "run"]
     return run_allocation(
-        command,
+        command + [str(request)],
         files,
         warning_seconds=float(warning),
         job=job,
@@ -269,7 +289,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _holder(request: Path, files: Path) -> str | None:
-    """Return who drives the study of a request; None where nobody does, or nobody can say."""
+    """Return who drives the study of a request; None where it is not driven, or not known."""
     # What reads databases is not needed before.
     from qlora_sweep.storage.reading import read_study
     from qlora_sweep.sweep.request import RunRequest

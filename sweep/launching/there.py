@@ -56,7 +56,11 @@ PARCEL = ".qlora-sweep-parcel"
 """In such an environment: what is being installed. What a killed process left, the next removes."""
 PRINTED_BYTES_MAX = 16 * 1024 * 1024
 """Of what a command printed, that is answered."""
-OUT, ERR, LOCK, END, PID = "stdout", "stderr", "lock", "end.json", "pid.json"
+OUT = "stdout"
+ERR = "stderr"
+LOCK = "lock"
+END = "end.json"
+PID = "pid.json"
 _OTHERS = ("PYTHON", "SWEEP_", "VIRTUAL_ENV", "SSH_", "CONDA_PREFIX")
 """How variables begin that are of the login, or of another Python."""
 
@@ -112,9 +116,12 @@ class Supervisor:
         while True:
             try:
                 code = child.wait(seconds)
-                return code if code >= 0 else 128 - code
             except subprocess.TimeoutExpired:
                 tick()
+                continue
+            if code < 0:
+                return 128 - code
+            return code
 
 
 def _stop_with_parent() -> None:
@@ -135,7 +142,9 @@ def installed() -> dict[str, Any]:
     config = _read(Path(sys.prefix, "pyvenv.cfg")) or ""
     # Of sweep, whose files are really here: an editable one's are elsewhere.
     places = [sysconfig.get_path("purelib"), sysconfig.get_path("platlib")]
-    ours = [d.version for d in importlib.metadata.distributions(name=PACKAGE, path=places)]
+    own = None
+    for distribution in importlib.metadata.distributions(name=PACKAGE, path=places):
+        own = own or distribution.version
     return {
         "executable": sys.executable,
         "is_environment": sys.prefix != sys.base_prefix or Path(sys.prefix, "conda-meta").exists(),
@@ -143,7 +152,7 @@ def installed() -> dict[str, Any]:
         "has_pip": importlib.util.find_spec("pip") is not None,
         "has_torch": importlib.util.find_spec("torch") is not None,
         "versions": _versions(),
-        "sweep": ours[0] if ours else None,
+        "sweep": own,
         "stamp": _read(Path(sys.prefix, STAMP)),
     }
 
@@ -190,7 +199,10 @@ def install(python: str, wheel: str, version: str, extra: str, studies: str) -> 
         if _read(environment / STAMP) == stamp:
             # Somebody else was first.
             return {}
-        for job in sorted(Path(studies).expanduser().glob("*/job") if studies else ()):
+        jobs = []
+        if studies:
+            jobs = sorted(Path(studies).expanduser().glob("*/job"))
+        for job in jobs:
             if _runs(job) and json.loads(_read(job / PID) or "{}").get("python") == str(target):
                 raise SystemExit(
                     f"study {job.parent.name} runs with {target}, and another sweep would be "
@@ -200,13 +212,17 @@ def install(python: str, wheel: str, version: str, extra: str, studies: str) -> 
         seen, pip = _made(environment, target, version)
         # A torch that is there fits its GPU and driver, and is kept.
         lines = Path(wheel).with_name("constraints.txt").read_text().splitlines()
-        kept = [line for line in lines if not (seen["has_torch"] and line.startswith("torch=="))]
+        if seen["has_torch"]:
+            lines = [line for line in lines if not line.startswith("torch==")]
         constraints = scratch / "held.txt"
-        constraints.write_text("\n".join(kept))
+        constraints.write_text("\n".join(lines))
+        what = wheel
+        if extra:
+            what = f"{wheel}[{extra}]"
         # A half-installed one must not be taken for a whole one.
         (environment / STAMP).unlink(missing_ok=True)
-        _done([*pip, "--no-deps", "--force-reinstall", wheel])
-        _done([*pip, "--constraint", str(constraints), f"{wheel}[{extra}]" if extra else wheel])
+        _done(pip + ["--no-deps", "--force-reinstall", wheel])
+        _done(pip + ["--constraint", str(constraints), what])
         (environment / STAMP).write_text(stamp)
     return {}
 
@@ -216,10 +232,13 @@ def _made(environment: Path, python: Path, version: str) -> tuple[dict[str, Any]
 
     That is uv where it is there. It does not see the system's packages, so pip keeps its torch.
     """
-    seen, place = _installed_for(python), str(environment)
+    seen = _installed_for(python)
+    place = str(environment)
     uv = shutil.which("uv", path=f"{os.environ.get('PATH', '')}:{Path.home()}/.local/bin")
     has_torch = importlib.util.find_spec("torch") is not None
-    keeps = seen["sees_system"] if seen else has_torch and not version
+    keeps = has_torch and not version
+    if seen:
+        keeps = seen["sees_system"]
     if uv is not None and not keeps:
         if seen is None:
             _done([uv, "venv", "-q", "--allow-existing", "-p", version or sys.executable, place])
@@ -227,8 +246,10 @@ def _made(environment: Path, python: Path, version: str) -> tuple[dict[str, Any]
     else:
         # Where somebody was cut off while it was made there is a Python already, and no pip.
         if seen is None or not seen["has_pip"]:
-            options = ["--system-site-packages"] if keeps else []
-            _done([sys.executable, "-m", "venv", *options, place])
+            command = [sys.executable, "-m", "venv", place]
+            if keeps:
+                command.append("--system-site-packages")
+            _done(command)
         pip = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
     seen = _installed_for(python)
     if seen is None:
@@ -238,7 +259,7 @@ def _made(environment: Path, python: Path, version: str) -> tuple[dict[str, Any]
 
 @contextlib.contextmanager
 def _alone(environment: Path) -> Iterator[None]:
-    """Wait until nobody else makes an environment, or installs into it."""
+    """Wait until no other process makes an environment, or installs into it."""
     with open(environment / ALONE, "a") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
@@ -257,8 +278,9 @@ def _emptied(directory: Path) -> Iterator[Path]:
 
 def _done(command: list[str]) -> None:
     nothing = subprocess.DEVNULL
-    if code := subprocess.run(command, stdin=nothing, stdout=nothing, check=False).returncode:
-        raise SystemExit(code)
+    done = subprocess.run(command, stdin=nothing, stdout=nothing, check=False)
+    if done.returncode:
+        raise SystemExit(done.returncode)
 
 
 # A study.
@@ -266,7 +288,8 @@ def _done(command: list[str]) -> None:
 
 def start(directory: str, python: str) -> dict[str, Any]:
     """Start the command on stdin, with the files behind it; return whether one runs already."""
-    job, target = _job(directory), Path(python).expanduser()
+    job = _job(directory)
+    target = Path(python).expanduser()
     job.mkdir(mode=0o700, parents=True, exist_ok=True)
     lock = os.open(job / LOCK, os.O_RDWR | os.O_CREAT, 0o600)
     for _ in range(6):
@@ -291,7 +314,7 @@ def start(directory: str, python: str) -> dict[str, Any]:
     try:
         _write(job / PID, {"pid": keeper, "python": str(target)})
     except OSError:
-        # Nobody could ask it to stop.
+        # Without that file it cannot be asked to stop.
         os.kill(keeper, signal.SIGTERM)
         raise
     return {"was_running": False}
@@ -303,7 +326,8 @@ def _keep(job: Path, python: str, asked: dict[str, Any]) -> None:
     nowhere = os.open(os.devnull, os.O_RDWR)
     for descriptor in (0, 1, 2):
         os.dup2(nowhere, descriptor)
-    supervisor, code = Supervisor(), 127
+    supervisor = Supervisor()
+    code = 127
     # What ends a connection is no request.
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
@@ -313,7 +337,7 @@ def _keep(job: Path, python: str, asked: dict[str, Any]) -> None:
             try:
                 code = supervisor.run(
                     # Never from what is in the directory.
-                    [python, "-P", "-c", SWEEP, *asked["words"]],
+                    [python, "-P", "-c", SWEEP] + asked["words"],
                     cwd=job.parent,
                     env={**asked["variables"], **kept, "SWEEP_HOME": ".", "PATH": path},
                     stdin=subprocess.DEVNULL,
@@ -363,7 +387,7 @@ def ask(directory: str) -> dict[str, Any]:
 
 
 def end(directory: str) -> dict[str, Any]:
-    """Return how the command ended, and what it printed; None for what nobody noted."""
+    """Return how the command ended, and what it printed; None for an exit that was not noted."""
     job = _job(directory)
     ended = json.loads(_read(job / END) or "{}")
     printed = b""
@@ -400,8 +424,10 @@ def _unpack(place: Path) -> None:
     """Unpack the archive on stdin."""
     with tarfile.open(fileobj=sys.stdin.buffer, mode="r|") as archive:
         # The first versions of Python 3.11 have no filter; it is this program's own archive.
-        safely: dict[str, Any] = {"filter": "data"} if hasattr(tarfile, "data_filter") else {}
-        archive.extractall(place, **safely)
+        options: dict[str, Any] = {}
+        if hasattr(tarfile, "data_filter"):
+            options["filter"] = "data"
+        archive.extractall(place, **options)
 
 
 def say(text: str) -> None:
@@ -431,9 +457,9 @@ VERBS: tuple[Any, ...] = (look, installed, install, start, follow, ask, end, fet
 if __name__ == "__main__":
     # What a login printed may end without a newline.
     print(f"\n{MARK}", flush=True)  # noqa: T201 - a program's own stdout
+    verbs = {verb.__name__: verb for verb in VERBS}
     try:
-        (called,) = (verb for verb in VERBS if verb.__name__ == sys.argv[1])
-        answer = called(*sys.argv[2:])
+        answer = verbs[sys.argv[1]](*sys.argv[2:])
     except (OSError, sqlite3.Error, tarfile.TarError) as error:
         raise SystemExit(str(error)) from error
     if answer is not None:

@@ -34,7 +34,10 @@ QUIET_SECONDS = 90.0
 """
 STOP_SECONDS = 30.0
 """Before the limit: the worker's end, the report and the last copy take as long."""
-DONE, NOTHING_FITS, FAULT, INTERRUPTED = 0, 1, 3, 130
+DONE = 0
+NOTHING_FITS = 1
+FAULT = 3
+INTERRUPTED = 130
 _PART = ".part"
 _NEVER_KEPT = (".lock", "-journal", "-wal", "-shm", _PART)
 """What belongs to a machine: locks, and halves of transactions, which a backup has whole."""
@@ -105,7 +108,9 @@ class Ledger:
         Raises:
             OSError, ValueError: the volume is not to be read, for longer than a moment, or written.
         """
-        seen, began, until = None, self.clock(), 0.0
+        began = self.clock()
+        seen: float | None = None
+        until = 0.0
         while True:
             try:
                 said = self._read()
@@ -118,14 +123,16 @@ class Ledger:
                     break
                 if seen is None:
                     # Clocks of two machines differ: what is of the future was written just now.
-                    seen, until = said["written"], min(said["written"], began) + self.quiet_seconds
+                    seen = said["written"]
+                    until = min(said["written"], began) + self.quiet_seconds
                 if said["written"] != seen:
                     return False
                 if self.clock() >= until:
                     break
             if not wait(min(1.0, self.quiet_seconds / 5)):
                 return False
-        self._others = {} if said is None else said["seconds"]
+        if said is not None:
+            self._others = said["seconds"]
         self.write(force=True)
         return True
 
@@ -204,13 +211,19 @@ def _files(home: Path) -> dict[Path, tuple[int, ...]]:
         if not isinstance(error, FileNotFoundError):
             raise error
 
-    found = {}
+    stamps = {}
     for folder, _, names in os.walk(home / "runs", onerror=refuse):
-        for path in (Path(folder, name) for name in names if not name.endswith(_NEVER_KEPT)):
-            stats = [one.stat() for one in (path, Path(f"{path}-wal")) if one.exists()]
-            numbers = ((stat.st_mtime_ns, stat.st_size) for stat in stats)
-            found[path.relative_to(home)] = tuple(number for pair in numbers for number in pair)
-    return found
+        for name in names:
+            if name.endswith(_NEVER_KEPT):
+                continue
+            path = Path(folder, name)
+            stamp: tuple[int, ...] = ()
+            for file in (path, Path(f"{path}-wal")):
+                if file.exists():
+                    stat = file.stat()
+                    stamp += (stat.st_mtime_ns, stat.st_size)
+            stamps[path.relative_to(home)] = stamp
+    return stamps
 
 
 def _put(path: Path, data: bytes) -> None:
@@ -234,7 +247,8 @@ def keep(
     touched.
     """
     # Asked twice, a study cuts short how it ends.
-    supervisor, is_lost = Supervisor(is_asked_once=True), False
+    supervisor = Supervisor(is_asked_once=True)
+    is_lost = False
 
     def wait(most: float) -> bool:
         time.sleep(min(most, save_seconds))
@@ -251,10 +265,12 @@ def keep(
     def tick() -> None:
         nonlocal is_lost
         is_lost = is_lost or not ledger.is_ours
-        why = "what the study may cost is spent" if ledger.is_spent else ""
+        why = ""
         if is_lost:
             why = "another machine goes on with this study, and no more is kept here"
         else:
+            if ledger.is_spent:
+                why = "what the study may cost is spent"
             save()
         if why and not supervisor.asked:
             say(f"{why}: stopping it")
@@ -275,13 +291,18 @@ def keep(
     except (OSError, ValueError) as error:
         say(f"the volume could not be read or written, so nothing was started: {error}")
         return FAULT
-    say(f"resuming from {files} files of the volume" if files else "starting a new study")
+    if files:
+        say(f"resuming from {files} files of the volume")
+    else:
+        say("starting a new study")
     variables = {key: value for key, value in os.environ.items() if key != "SWEEP_STORAGE"}
     variables["SWEEP_HOME"] = str(copies.home)
     code = supervisor.run(command, tick=tick, seconds=save_seconds, env=variables)
     if is_lost or not ledger.is_ours or not save(is_last=True):
         return FAULT
-    return DONE if code == NOTHING_FITS or (code == INTERRUPTED and ledger.is_spent) else code
+    if code == NOTHING_FITS or (code == INTERRUPTED and ledger.is_spent):
+        return DONE
+    return code
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -292,8 +313,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             those of each that are not seen from inside, a file with the second that this machine
             began or '', and what follows `sweep`.
     """
-    volume, limit, overhead, begun, *words = sys.argv[1:] if arguments is None else arguments
-    since, machine = time.time(), None
+    if arguments is None:
+        arguments = sys.argv[1:]
+    volume, limit, overhead, begun, *words = arguments
+    since = time.time()
+    machine = None
     if begun:
         since = float(Path(begun).read_text(encoding="ascii"))
         # A second start on this machine is told by that.
@@ -301,7 +325,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     paid = Path(volume, "paid.json")
     ledger = Ledger(paid, float(limit), since, float(overhead), machine=machine)
     copies = Copies(Path(volume), Path(tempfile.mkdtemp(prefix="sweep-rented-")))
-    return keep([sys.executable, "-P", "-c", SWEEP, *words], copies=copies, ledger=ledger)
+    command = [sys.executable, "-P", "-c", SWEEP]
+    return keep(command + words, copies=copies, ledger=ledger)
 
 
 if __name__ == "__main__":

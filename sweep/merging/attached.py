@@ -27,8 +27,14 @@ from qlora_sweep.sweep.training.model import DECODER_KEYS
 
 PREFIX = "base_model.model."
 FAULTS = (
-    *(ValueError, RuntimeError, KeyError, IndexError, TypeError, AttributeError),
-    *(AssertionError, ImportError),
+    ValueError,
+    RuntimeError,
+    KeyError,
+    IndexError,
+    TypeError,
+    AttributeError,
+    AssertionError,
+    ImportError,
 )
 """What PEFT raises for an adapter that does not fit a model, or that it cannot build."""
 

@@ -6,7 +6,7 @@ parameter at a time, so that the whole is never in memory.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from contextlib import ExitStack
 from copy import deepcopy
 from pathlib import Path
@@ -50,8 +50,10 @@ class Checkpoint:
             self.files[file] = load_state_dict(str(base / file), map_location="meta")
             self.tensors |= self.files[file]
             self._file_of |= dict.fromkeys(self.files[file], file)
-        kinds = [tensor.dtype for tensor in self.tensors.values() if tensor.ndim > 1]
-        self.stored = max(set(kinds), key=kinds.count, default=torch.float32)
+        dtypes = Counter(tensor.dtype for tensor in self.tensors.values() if tensor.ndim > 1)
+        self.stored = torch.float32
+        if dtypes:
+            self.stored = dtypes.most_common(1)[0][0]
         self._opened = ExitStack()
         self._open: dict[str, Any] = {}
 
@@ -81,13 +83,16 @@ class Names:
         self._model = model
         self._checkpoint = checkpoint
         rules = get_model_conversion_mapping(model, key_mapping=key_mapping)
-        renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
-        converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
+        renamings: list[WeightRenaming] = []
+        converters: list[WeightConverter] = []
+        self._converters: dict[str, WeightConverter] = {}
+        for rule in rules:
+            if isinstance(rule, WeightRenaming):
+                renamings.append(rule)
+            elif isinstance(rule, WeightConverter):
+                converters.append(rule)
+                self._converters |= dict.fromkeys(rule.source_patterns, rule)
         own = model.state_dict()
-        self._converters = {}
-        for converter in converters:
-            for pattern in converter.source_patterns:
-                self._converters[pattern] = converter
         self._sources: dict[str, list[tuple[str, str | None]]] = defaultdict(list)
         self._unit_of: dict[str, str] = {}
         self.parameters: dict[str, list[str]] = {}
@@ -127,10 +132,11 @@ class Names:
         for name, of_name in sources:
             assert of_name is not None, "all of a fused parameter's tensors are converted"
             converter.add_tensor(unit, name, of_name, self._checkpoint.read(name))
-        made = converter.convert(unit, model=self._model, config=self._model.config)
-        value = made[parameter]
-        tensor: torch.Tensor = value[0] if isinstance(value, list) else value
-        return tensor
+        value = converter.convert(unit, model=self._model, config=self._model.config)[parameter]
+        if isinstance(value, list):
+            value = value[0]
+        assert isinstance(value, torch.Tensor)
+        return value
 
     def stored(self, values: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return parameters that are made together, by the names and shapes of the checkpoint."""

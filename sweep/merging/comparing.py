@@ -92,7 +92,10 @@ class Models:
     def of_quantized(self, config: TrialConfig, tokens: torch.Tensor) -> torch.Tensor:
         """Return the logits of the adapter on the base as it was quantized in training."""
         spec = load_model_spec(str(self.base))
-        attention = "sdpa" if _has_sdpa(self.form_of(self.base)) else "eager"
+        has_sdpa = getattr(self.form_of(self.base).skeleton(), "_supports_sdpa", False)
+        attention = "eager"
+        if has_sdpa:
+            attention = "sdpa"
         config = config.changed(compute_dtype=self.dtype, attention=attention)
         _free()
         model = load_pretrained(config, spec=spec, device=torch.device(self.device))
@@ -118,17 +121,15 @@ class Models:
         for row in tokens.to(self.device):
             output = model(input_ids=row.unsqueeze(0))
             # A model without a head ends in its last layer's states.
-            last = output.logits if hasattr(output, "logits") else output.last_hidden_state
+            last = getattr(output, "logits", None)
+            if last is None:
+                last = output.last_hidden_state
             logits.append(last.float().cpu())
         return torch.cat(logits)
 
 
-def _has_sdpa(form: Form) -> bool:
-    return bool(getattr(form.skeleton(), "_supports_sdpa", False))
-
-
 def _free() -> None:
-    """Let go of the model before, which refers to itself."""
+    """Free the model before, which refers to itself."""
     gc.collect()
     torch.cuda.empty_cache()
 

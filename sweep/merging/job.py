@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -31,9 +32,27 @@ from qlora_sweep.sweep.subprocess_jobs import run_subprocess
 ADAPTER_PICKLED = "adapter_model.bin"
 _COMMAND = (sys.executable, "-P", "-m", "qlora_sweep.sweep.merging")
 _WEIGHTS = (
-    *(".safetensors", ".index.json", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf"),
-    *(".ggml", ".onnx", ".onnx_data", ".ot", ".npz", ".pkl", ".tflite", ".nemo", ".zip", ".gz"),
+    ".safetensors",
+    ".index.json",
+    ".bin",
+    ".pt",
+    ".pth",
+    ".ckpt",
+    ".h5",
+    ".msgpack",
+    ".gguf",
+    ".ggml",
+    ".onnx",
+    ".onnx_data",
+    ".ot",
+    ".npz",
+    ".pkl",
+    ".tflite",
+    ".nemo",
+    ".zip",
+    ".gz",
 )
+"""Endings of files that hold weights."""
 
 
 def merge(
@@ -144,7 +163,9 @@ def _read_adapter(name: str) -> dict[str, Any]:
             continue
         if not exists(directory / file, label=f"{name}/{file}"):
             below = sorted(path.parent.name for path in directory.glob(f"*/{file}"))
-            hint = f"; {below[-1]} below it holds one" if below else ""
+            hint = ""
+            if below:
+                hint = f"; {below[-1]} below it holds one"
             raise InputError(f"adapter '{name}': no {file} in it{hint}")
     if exists(directory / ADAPTER, label=f"{name}/{ADAPTER}"):
         tensors_of(directory / ADAPTER, label=f"{name}/{ADAPTER}")
@@ -173,21 +194,28 @@ def _base(adapter: Path, named: str | None, *, typed: str | None) -> tuple[Path,
     try:
         spec = load_model_spec(name)
     except InputError as error:
-        hint = "" if typed else " (the adapter names it; say where it is with --model)"
-        raise InputError(f"{error}{hint}") from error
+        if typed is not None:
+            raise
+        hint = "the adapter names it; say where it is with --model"
+        raise InputError(f"{error} ({hint})") from error
     if spec.source == "shipped":
         without = "is an architecture without weights: there is nothing to merge into"
         raise InputError(f"base '{name}' {without}; name the trained one with --model")
     if stored := spec.config.get("quantization_config"):
         method = f"{stored.get('quant_method', 'quantization_config')}"
         raise InputError(f"the base is stored quantized ({method}): name the 16-bit one, --model")
-    known = _trained_on(adapter, named if typed else None)
-    kind = known.get("model_type")
-    digest = known.get("weights_fingerprint")
+    trained_on = _trained_on(adapter)
+    if typed and named and not trained_on:
+        with suppress(SweepError):
+            trained_on = {"model_type": load_model_spec(named).model_type}
+    kind = trained_on.get("model_type")
+    digest = trained_on.get("weights_fingerprint")
     if kind and _decoder(kind) != _decoder(spec.model_type):
         of_adapter = f"and the adapter was trained on a {kind}: name that one with --model"
         raise InputError(f"base '{name}' is a {spec.model_type}, {of_adapter}")
-    path = fetch_weights(name) if spec.source == "hub" else spec.path
+    path = spec.path
+    if spec.source == "hub":
+        path = fetch_weights(name)
     assert path is not None, "a directory has a path"
     check_weights(ModelSpec(name, "directory", spec.config, path))
     if digest and digest != weights_fingerprint(path):
@@ -198,17 +226,13 @@ def _base(adapter: Path, named: str | None, *, typed: str | None) -> tuple[Path,
     return path, name
 
 
-def _trained_on(adapter: Path, named: str | None) -> Mapping[str, Any]:
-    """Return what our training wrote of the base, else what the name that an adapter has tells."""
+def _trained_on(adapter: Path) -> Mapping[str, Any]:
+    """Return what our training wrote of the base; nothing where another one made the adapter."""
     if exists(adapter / "training.json", label="training.json"):
         label = f"{adapter.name}/training.json"
         written = read_json(adapter / "training.json", label=label).get("model")
         if isinstance(written, dict) and "model_type" in written:
             return written
-    if named is None:
-        return {}
-    with suppress(SweepError):
-        return {"model_type": load_model_spec(named).model_type}
     return {}
 
 
@@ -239,11 +263,12 @@ def _written_whole(output: Path) -> Iterator[Path]:
                     path.unlink()
             yield temporary
             mode = (temporary / "config.json").stat().st_mode
-            for path in (path for path in temporary.rglob("*") if path.is_file()):
-                # safetensors makes its files for their owner alone; these are to be shared.
-                path.chmod(mode)
-                with path.open("rb") as file:
-                    os.fsync(file.fileno())
+            for path in temporary.rglob("*"):
+                if path.is_file():
+                    # safetensors makes its files for their owner alone; these are to be shared.
+                    path.chmod(mode)
+                    with path.open("rb") as file:
+                        os.fsync(file.fileno())
             temporary.rename(output)
         except BlockingIOError as error:
             raise InputError(f"--output: another merge writes {output} now") from error
@@ -261,14 +286,14 @@ def _copy_beside(adapter: Path, base: Path, directory: Path) -> str | None:
         left_out += ["special_tokens_map.json", "added_tokens.json"]
         left_out += ["chat_template.jinja", "chat_template.json"]
     # Other directories hold weights in another format, caches or samples.
-    for path in (*base.iterdir(), *base.glob("additional_chat_templates/*.jinja")):
+    for path in chain(base.iterdir(), base.glob("additional_chat_templates/*.jinja")):
         is_kept = not path.name.startswith((".", "adapter_"))
         if path.is_file() and is_kept and not path.name.endswith(tuple(left_out)):
             _copy(path, source=base, directory=directory)
-    own = TokenizerFiles("adapter", adapter).files
-    for path in own:
+    tokenizer_files = TokenizerFiles("adapter", adapter).files
+    for path in tokenizer_files:
         _copy(path, source=adapter, directory=directory)
-    if own:
+    if tokenizer_files:
         return "adapter"
     if TokenizerFiles("base", base).files:
         return "base"
@@ -283,7 +308,9 @@ def _copy(path: Path, *, source: Path, directory: Path) -> None:
 
 def _card(base: str, adapter: str, dtype: str) -> str:
     """Return a model card of what was merged."""
-    of_base = f"base_model: {base}\n" if is_hub_id(base) else ""
+    of_base = ""
+    if is_hub_id(base):
+        of_base = f"base_model: {base}\n"
     return f"""---
 {of_base}library_name: transformers
 tags:

@@ -69,8 +69,9 @@ class Merge:
         self._adapter = Adapter(adapter)
         self._init = _init_of(self._adapter)
         self.checkpoint = Checkpoint(base)
-        is_half = self.checkpoint.stored == torch.float16
-        self.dtype = dtype or ("fp16" if is_half else "bf16")
+        self.dtype = dtype or "bf16"
+        if dtype is None and self.checkpoint.stored == torch.float16:
+            self.dtype = "fp16"
         self.notes: list[str] = []
         self._is_untied = False
         self._merged: dict[str, torch.Tensor] = {}
@@ -81,7 +82,7 @@ class Merge:
             try:
                 self._attach(form)
             except InputError as error:
-                # What the first of them says is about what `sweep train` trains.
+                # The first form is the one that `sweep train` trains: its fault is said.
                 fault = fault or error
             else:
                 return
@@ -91,37 +92,47 @@ class Merge:
         """Put the adapter on one of the checkpoint's models, and find what it changes."""
         model = form.skeleton()
         self._names = Names(model, self.checkpoint, form.key_mapping)
-        self._rows = self._adapter.vocabulary(model)
-        if self._rows == model.get_input_embeddings().weight.shape[0]:
-            self._rows = None
-        resize(model, self._rows)
-        self._resized_names: set[str] = set()
-        if self._rows is not None:
-            ends = {id(model.get_input_embeddings()), id(model.get_output_embeddings())}
-            for path, module in model.named_modules():
-                if id(module) in ends:
-                    self._resized_names |= {f"{path}.{n}" for n, _ in module.named_parameters()}
+        self._resize(model)
         self._find_tied(model)
         self._is_streamed = self._adapter.kind in _STREAMED
         self._make_hollow(model)
         parameters = model.named_parameters(remove_duplicate=False)
-        self._own: dict[str, torch.nn.Parameter] = dict(parameters)
+        self._parameters: dict[str, torch.nn.Parameter] = dict(parameters)
         self._target_of = {}
         self.replaced = {}
         if not self._is_streamed:
-            for name in self._own:
-                if self._source(name) is not None:
-                    self._own[name].data = self._load(name).clone()
-        changes = {} if self._init is None else {"init_lora_weights": True}
+            self._load_into(name for name in self._parameters if self._source(name) is not None)
+        changes = {}
+        if self._init is not None:
+            changes["init_lora_weights"] = True
         peft = self._adapter.attach(model, is_hollow=self._is_streamed, **changes)
         self._base: Any = peft.get_base_model()
-        self.targets = self._find_targets()
-        self.replaced = self._find_replaced()
+        self._find_targets()
+        self._find_replaced()
         # Before that it was not known what the adapter holds in full.
         self.notes.clear()
-        for name in (*self._target_of, *self.replaced):
+        for name in self._target_of | self.replaced:
             if self._source(name) is None:
                 raise InputError(f"the adapter changes '{name}', which the base does not hold")
+
+    def _resize(self, model: Any) -> None:
+        """Give a model the adapter's vocabulary, where that is another one than the base's."""
+        self._vocabulary = self._adapter.vocabulary(model)
+        self._resized_names: set[str] = set()
+        if self._vocabulary == model.get_input_embeddings().weight.shape[0]:
+            self._vocabulary = None
+        if self._vocabulary is None:
+            return
+        resize(model, self._vocabulary)
+        resized = {id(model.get_input_embeddings()), id(model.get_output_embeddings())}
+        for path, module in model.named_modules():
+            if id(module) in resized:
+                self._resized_names |= {f"{path}.{name}" for name, _ in module.named_parameters()}
+
+    def _load_into(self, names: Iterable[str]) -> None:
+        """Give parameters of the model their memory, with the base's weights in fp32."""
+        for name in names:
+            self._parameters[name].data = self._load(name).clone()
 
     def _find_tied(self, model: Any) -> None:
         """Find the parameters that are one and the same."""
@@ -144,51 +155,43 @@ class Merge:
                     made[id(parameter)] = hollow
                 setattr(module, name, hollow)
 
-    def _find_targets(self) -> list[str]:
-        """Return the outermost modules that PEFT wrapped and the adapter has something for."""
-        found: list[str] = []
+    def _find_targets(self) -> None:
+        """Find the outermost modules that PEFT wrapped and the adapter has something for."""
+        self.targets = []
+        outermost: tuple[str, ...] = ()
         for path, module in self._base.named_modules():
-            is_inside = any(path.startswith(f"{outer}.") for outer in found)
-            if is_target(module) and not is_inside:
-                found.append(path)
-        self._target_of = {}
-        targets = []
-        for path in found:
-            module = self._base.get_submodule(path)
+            if not is_target(module) or path.startswith(outermost):
+                continue
+            outermost += (f"{path}.",)
             if not any(parameter.is_meta for parameter in module.parameters()):
-                targets.append(path)
-                self._target_of |= dict.fromkeys(self._own_names([path]), path)
-        return targets
+                self.targets.append(path)
+                self._target_of |= dict.fromkeys(self._names_in(path), path)
 
-    def _own_names(self, targets: Iterable[str]) -> list[str]:
-        """Return the base's parameters in some of its modules."""
-        beginnings = tuple(f"{path}." for path in targets)
-        return [name for name in self._own if name.startswith(beginnings)]
+    def _names_in(self, path: str) -> list[str]:
+        """Return the base's parameters in one of its modules."""
+        return [name for name in self._parameters if name.startswith(f"{path}.")]
 
-    def _find_replaced(self) -> dict[str, torch.Tensor]:
-        """Return the base's parameters that the adapter has in full, among them those that are tied
-        to one."""
-        found: dict[str, torch.Tensor] = {}
-        for name, own in self._own.items():
+    def _find_replaced(self) -> None:
+        """Find the base's parameters that the adapter has in full, and those that are tied to
+        one."""
+        for name, parameter in self._parameters.items():
             path, _, leaf = name.rpartition(".")
             module: Any = self._base
             for part in path.split("."):
                 module = getattr(base_of(module), part)
             tensor = getattr(base_of(module), leaf)
-            if tensor is not own:
+            if tensor is not parameter:
                 # PEFT adds to the one on the model in its place.
-                found[name] = tensor.detach().clone()
-        for name in list(found):
+                self.replaced[name] = tensor.detach().clone()
+        for name in list(self.replaced):
             for other in self._tied[name]:
-                found.setdefault(other, found[name])
-        return found
+                self.replaced.setdefault(other, self.replaced[name])
 
     def _source(self, name: str) -> str | None:
         """Return a parameter's name, or that of one tied to it, that the base's files hold."""
-        for other in (name, *self._tied[name]):
-            if self._names.has(other):
-                return other
-        return None
+        if self._names.has(name):
+            return name
+        return next(filter(self._names.has, self._tied[name]), None)
 
     def _is_held_whole(self, name: str) -> bool:
         """Whether the adapter has a module's own copy (`modules_to_save`), and the base's is not
@@ -207,14 +210,14 @@ class Merge:
         tensor = self._names.load(source).float()
         if name not in self._resized_names:
             return tensor
-        assert self._rows is not None
-        lacking = self._rows - tensor.shape[0]
+        assert self._vocabulary is not None
+        lacking = self._vocabulary - tensor.shape[0]
         if lacking <= 0:
-            return tensor[: self._rows]
+            return tensor[: self._vocabulary]
         if not self._is_held_whole(name):
             note = (
                 f"{name}: neither the base nor the adapter holds the last {lacking} of its "
-                f"{self._rows} tokens, which are the mean of the others now"
+                f"{self._vocabulary} tokens, which are the mean of the others now"
             )
             if note not in self.notes:
                 self.notes.append(note)
@@ -223,10 +226,9 @@ class Merge:
 
     def _merge(self, path: str) -> None:
         """Have PEFT merge one module, in fp32; only one is in memory."""
-        names = self._own_names([path])
+        names = self._names_in(path)
         if self._is_streamed:
-            for name in names:
-                self._own[name].data = self._load(name).clone()
+            self._load_into(names)
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
@@ -241,15 +243,16 @@ class Merge:
             self._merged[full] = self._narrow(full, parameter.detach())
         if self._is_streamed:
             for name in names:
-                self._own[name].data = _hollow(self._own[name].shape)
+                self._parameters[name].data = _hollow(self._parameters[name].shape)
 
     def _unloaded(self, module: Any) -> Any:
         """Return the base's module of a wrapped one, with the adapter merged into it by PEFT."""
         if self._init is not None and isinstance(module, LoraLayer):
             self._begin_as_trained(module)
         if hasattr(module, "unload_and_optionally_merge_module"):
-            options: dict[str, Any] = {"safe_merge": False, "adapter_names": None}
-            return module.unload_and_optionally_merge_module(merge=True, **options)
+            return module.unload_and_optionally_merge_module(
+                merge=True, safe_merge=False, adapter_names=None
+            )
         module.merge()
         return module.get_base_layer()
 
@@ -271,11 +274,12 @@ class Merge:
 
     def _value(self, name: str) -> torch.Tensor:
         """Return a parameter of the merged model, in the type that it is written in."""
-        if path := self._target_of.get(name):
-            if name not in self._merged:
-                self._merge(path)
-            return self._merged.pop(name)
-        return self._narrow(name, self._load(name))
+        path = self._target_of.get(name)
+        if path is None:
+            return self._narrow(name, self._load(name))
+        if name not in self._merged:
+            self._merge(path)
+        return self._merged.pop(name)
 
     def _is_changed(self, name: str) -> bool:
         return name in self._target_of or name in self.replaced or name in self._resized_names
@@ -368,20 +372,21 @@ class Merge:
         config.pop("torch_dtype", None)
         parts = [config]
         for key in ("text_config", "llm_config"):
-            if isinstance(part := config.get(key), dict):
-                config[key] = dict(part)
+            if isinstance(config.get(key), dict):
+                config[key] = dict(config[key])
                 parts.append(config[key])
         for part in parts:
             if self._is_untied:
                 part[_TIED] = False
-            if self._rows is not None and (part is parts[-1] or "vocab_size" in part):
-                part["vocab_size"] = self._rows
+            has_vocabulary = part is parts[-1] or "vocab_size" in part
+            if self._vocabulary is not None and has_vocabulary:
+                part["vocab_size"] = self._vocabulary
         return config
 
 
 def _hollow(shape: torch.Size) -> torch.Tensor:
     """Return a tensor of a shape that takes no memory."""
-    return torch.zeros(1).expand(shape) if len(shape) else torch.zeros(())
+    return torch.zeros(()).expand(shape)
 
 
 def _init_of(adapter: Adapter) -> str | None:
@@ -399,4 +404,6 @@ def _init_of(adapter: Adapter) -> str | None:
             "training, and the adapter does not say how: save it with PEFT's "
             "path_initial_model_for_weight_conversion, and merge that"
         )
-    return init.lower() if init.lower() in _REPEATED else None
+    if init.lower() in _REPEATED:
+        return init.lower()
+    return None

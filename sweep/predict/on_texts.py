@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 from qlora_sweep.search_spaces.config import TrialConfig
 from qlora_sweep.search_spaces.errors import InputError
 from qlora_sweep.search_spaces.trainers import trainer_of
+from qlora_sweep.sweep.data.collation import rows_of_samples
 from qlora_sweep.sweep.data.epoch import Epoch
-from qlora_sweep.sweep.data.rows import rows_of_samples
 from qlora_sweep.sweep.data.study_epochs import StudyEpochs, batch_key
 from qlora_sweep.sweep.predict.memory.prediction import Known, WholeMemory
 from qlora_sweep.sweep.predict.memory.predictor import MemoryPredictor

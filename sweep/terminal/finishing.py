@@ -15,7 +15,7 @@ from qlora_sweep.search_spaces.documents import exists, read_json
 from qlora_sweep.search_spaces.errors import InputError, NothingFits, did_you_mean, quote
 from qlora_sweep.search_spaces.texts import CUT_MAX
 from qlora_sweep.storage.records import Lost, OutOfMemory
-from qlora_sweep.sweep.data.rows import percent
+from qlora_sweep.sweep.data.collation import percent
 from qlora_sweep.sweep.export.record import read_record, record_of
 from qlora_sweep.sweep.finetuning import checkpoints, protocol
 from qlora_sweep.sweep.finetuning import output as directories

@@ -21,7 +21,7 @@ from torch.utils.data import Dataset
 from transformers.modeling_outputs import CausalLMOutput
 
 from qlora_sweep.search_spaces.config import LOGITS_AT_ONCE
-from qlora_sweep.sweep.data.rows import IGNORED, by_member
+from qlora_sweep.sweep.data.collation import IGNORED, by_member
 
 REFERENCE = "reference"
 """Of a micro-batch, the reference's log-probability of each row's completion."""

@@ -27,7 +27,7 @@ from qlora_sweep.search_spaces.kinds import DEVICES
 from qlora_sweep.search_spaces.linears import LEAST_QUANTIZED_SHARE
 from qlora_sweep.storage.records import Ineffective
 from qlora_sweep.sweep.data.batches import TrialBatches, trained_epoch
-from qlora_sweep.sweep.data.rows import is_flattened
+from qlora_sweep.sweep.data.collation import is_flattened
 from qlora_sweep.sweep.training.adapters import local
 from qlora_sweep.sweep.training.eight_bit import TYPES as EIGHT_BIT_TYPES
 from qlora_sweep.sweep.training.eight_bit import EightBitLinear

@@ -39,7 +39,7 @@ from qlora_sweep.search_spaces.errors import words_of
 from qlora_sweep.search_spaces.learning_rates import MODEL_KEYS, learning_rate_of
 from qlora_sweep.storage.records import OutOfMemory, Stage
 from qlora_sweep.sweep.data.batches import WEIGHT, Batch
-from qlora_sweep.sweep.data.rows import IGNORED
+from qlora_sweep.sweep.data.collation import IGNORED
 from qlora_sweep.sweep.training.adapters import Attached, local
 from qlora_sweep.sweep.training.device import Device
 from qlora_sweep.sweep.training.exceptions import DETAIL_LENGTH, requested_bytes

@@ -54,8 +54,9 @@ def write_random_weights(spec: Any, directory: Path, *, tokenizer: Path) -> None
         for name in names:
             shape = tuple(tensors[name].shape)
             if len(shape) < 2:
-                make = torch.zeros if name.endswith("bias") else torch.ones
-                shard[name] = make(shape, dtype=torch.bfloat16)
+                shard[name] = torch.ones(shape, dtype=torch.bfloat16)
+                if name.endswith("bias"):
+                    shard[name].zero_()
                 continue
             if shape not in drawn:
                 drawn[shape] = torch.empty(shape, dtype=torch.bfloat16).normal_(0.0, _STD)
@@ -88,30 +89,38 @@ def train_with_trl(typed: argparse.Namespace) -> dict[str, Any]:
         share = min(1.0, typed.budget_bytes / total_bytes)
         torch.cuda.set_per_process_memory_fraction(share)
     method = import_module(f"trl.scripts.{config.method}")
-    columns = ["prompt", "chosen", "rejected"] if config.is_on_pairs else ["text"]
-    made = [{"path": "json", "data_files": typed.data, "columns": columns}]
-    options = {
-        **yaml.safe_load(Path(typed.file).read_text(encoding="utf-8")),
+    options = yaml.safe_load(Path(typed.file).read_text(encoding="utf-8"))
+    options |= {
         "model_name_or_path": typed.model,
-        **({"datasets": made} if record.texts is None else {"eval_strategy": "no"}),
         "output_dir": typed.output,
         "max_steps": typed.max_steps,
         "save_strategy": "no",
         "use_cpu": not torch.cuda.is_available(),
     }
+    if record.texts is None:
+        columns = ["text"]
+        if config.is_on_pairs:
+            columns = ["prompt", "chosen", "rejected"]
+        options["datasets"] = [{"path": "json", "data_files": typed.data, "columns": columns}]
+    else:
+        options["eval_strategy"] = "no"
     if "chat_template_path" in options:
         # It lies beside the file, whatever directory this runs in.
         options["chat_template_path"] = str(Path(typed.file).parent / options["chat_template_path"])
     path = Path(typed.output).with_suffix(".yaml")
     path.write_text(yaml.safe_dump(options, sort_keys=False), encoding="utf-8")
-    name, trained = f"{config.method.upper()}Trainer", []
-    own, clock = getattr(trl, name), ThroughputCallback(record, lambda _: None)
+    name = f"{config.method.upper()}Trainer"
+    trainer_class = getattr(trl, name)
+    clock = ThroughputCallback(record, lambda _: None)
+    trainers = []
 
     def with_clock(*args: Any, **kwargs: Any) -> Any:
-        trained.append(own(*args, **kwargs, callbacks=[clock]))
-        trained[0].save_model = lambda *_, **__: None
-        return trained[0]
+        trainer = trainer_class(*args, **kwargs, callbacks=[clock])
+        trainer.save_model = lambda *_, **__: None
+        trainers.append(trainer)
+        return trainer
 
+    # TRL's script has no option for a callback: it takes the trainer's class from `trl`.
     setattr(trl, name, with_clock)
     method.main(
         *method.make_parser().parse_args_and_config(
@@ -119,15 +128,19 @@ def train_with_trl(typed: argparse.Namespace) -> dict[str, Any]:
         )
     )
     seconds = clock.seconds()
-    # Random examples are full, and each of their tokens counts.
-    step = statistics.median(seconds[_WARMUP_STEPS:] or seconds)
-    rate = config.tokens_per_step / step if record.texts is None else clock.tokens_per_second
-    kinds = {str(p.dtype) for p in trained[0].model.parameters() if p.requires_grad}
+    rate = clock.tokens_per_second
+    if record.texts is None:
+        # Random examples are full, and each of their tokens is supervised.
+        rate = config.tokens_per_step / statistics.median(seconds[_WARMUP_STEPS:] or seconds)
+    dtypes = set()
+    for parameter in trainers[0].model.parameters():
+        if parameter.requires_grad:
+            dtypes.add(str(parameter.dtype).removeprefix("torch."))
     return {
         "steps": len(seconds),
         "tokens_per_second": rate,
         "peak_allocated_bytes": clock.peak_allocated_bytes(),
-        "adapter_dtypes": sorted(kind.removeprefix("torch.") for kind in kinds),
+        "adapter_dtypes": sorted(dtypes),
     }
 
 

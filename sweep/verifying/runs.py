@@ -44,14 +44,17 @@ from qlora_sweep.sweep.running.device_info import environment_with, read_card
 from qlora_sweep.sweep.scratch import scratch
 
 STEPS = 40
-_CHILD = (sys.executable, "-P", "-m", "qlora_sweep.sweep.verifying")
-_LOADING_SECONDS_MAX, _SLOWER_MAX = 1800.0, 20.0
-"""Beyond these a script hangs: it loads weights from a cold disk, and compiles."""
+_CHILD = [sys.executable, "-P", "-m", "qlora_sweep.sweep.verifying"]
+_LOADING_SECONDS_MAX = 1800.0
+"""Of a script, which loads weights from a cold disk, and compiles."""
+_SLOWER_MAX = 20.0
+"""Times as long as was measured a script may train; beyond that it hangs."""
 _TEXT_TOKENS_MAX = 2_000_000
 """Of generated texts; a longer run reads them again."""
 _WORDS = ("the", "training", "of", "a", "language", "model")
-_WORDS_A_TEXT, _TEXT_TOKENS = 200, 100
-"""Tokens that a text makes at least: words may be joined to their neighbours."""
+_WORDS_A_TEXT = 200
+_TEXT_TOKENS = 100
+"""Of so many words, at least: a tokenizer may join words."""
 
 Tell = Callable[[str, int, int], None]
 """Hears what is done, how much of it, of how much."""
@@ -79,7 +82,7 @@ class Verification:
     @property
     def differences(self) -> tuple[str, ...]:
         """All that differs, in words."""
-        return (*self.comparison.figures, *self.comparison.causes)
+        return self.comparison.figures + self.comparison.causes
 
     def to_json(self) -> dict[str, Any]:
         """Return the document that `sweep verify --json` prints."""
@@ -117,29 +120,35 @@ def verify(
         NothingFits: it ran out of memory.
         EnvironmentFault: no device, a library that is missing, a process that failed.
     """
-    if (cards := record.config.data_parallel) > 1:
+    gpus = record.config.data_parallel
+    if gpus > 1:
         raise InputError(
-            f"{record.label}: it was measured on {cards} GPUs at once (data_parallel), and a "
+            f"{record.label}: it was measured on {gpus} GPUs at once (data_parallel), and a "
             "verification runs on one: name a trial of one GPU with --trial, or run the exported "
             "script with torchrun, which compares itself"
         )
-    is_on_gpu = record.gpu.target.is_on_gpu
-    card = read_card() if is_on_gpu else None
-    if is_on_gpu and card is None:
-        raise EnvironmentFault(
-            f"{record.label} was measured on a GPU, and there is none here; `sweep doctor` says "
-            "more"
-        )
-    spec = record.model.spec if model is None else load_model_spec(model)
+    gpu = None
+    if record.gpu.target.is_on_gpu:
+        gpu = read_card()
+        if gpu is None:
+            raise EnvironmentFault(
+                f"{record.label} was measured on a GPU, and there is none here; `sweep doctor` "
+                "says more"
+            )
+    if model is None:
+        spec = record.model.spec
+        weights = record.weights
+    else:
+        spec = load_model_spec(model)
+        weights = "pretrained"
     make_directory(runs_directory())
     with scratch("verify", parent=runs_directory()) as place:
         if record.kind == "training":
-            weights = record.weights if model is None else "pretrained"
             reached = _train(record, spec, place, steps=steps, weights=weights, tell=tell)
         else:
             assert path is not None, "an export is a file"
             reached = _run_export(record, path, spec, place, steps=steps, tell=tell)
-    return judge(record, reached, steps=steps, environment=environment_with(card))
+    return judge(record, reached, steps=steps, environment=environment_with(gpu))
 
 
 def judge(
@@ -153,7 +162,7 @@ def judge(
         steps: that were asked for.
         environment: this machine's fingerprint.
     """
-    found = compared(
+    comparison = compared(
         record,
         tokens_per_second=reached.tokens_per_second,
         peak_allocated_bytes=reached.peak_allocated_bytes,
@@ -170,16 +179,18 @@ def judge(
     measured = COMPUTE_DTYPES[record.config.adapter_dtype].torch_name
     if kinds and kinds != [measured]:
         notes.append(f"TRL trained adapters of {' and '.join(kinds)}, measured were {measured}")
-    # Ours begins with the widest; others take the examples as they come.
+    # Our training begins with the longest examples; others take them in the dataset's order.
     is_padded = record.texts is not None and record.config.packing != "packed"
-    is_lower = (found.memory.ratio or 1.0) < 1.0 and not found.memory.is_within
+    memory = comparison.memory
+    is_lower = (memory.ratio or 1.0) < 1.0 and not memory.is_within
     if record.kind != "training" and is_padded and is_lower:
-        found = replace(found, memory=replace(found.memory, reached=None))
+        comparison = replace(comparison, memory=replace(memory, reached=None))
         notes.append(
             "the peak is lower and not compared: a script's few steps on padded texts may meet "
             "none of the longest rows"
         )
-    return Verification(record, reached.steps, replace(found, causes=(*found.causes, *notes)))
+    comparison = replace(comparison, causes=comparison.causes + tuple(notes))
+    return Verification(record, reached.steps, comparison)
 
 
 def _train(
@@ -191,16 +202,6 @@ def _train(
         if isinstance(event, TrainingProgress):
             tell("steps", event.step, steps)
 
-    texts: dict[str, Any] = {}
-    if (recorded := record.texts) is not None:
-        directory = runs_directory() / ".texts" / recorded.summary.fingerprint
-        texts = {"texts": str(directory), "eval_fraction": recorded.eval_fraction}
-        texts["seed"] = recorded.seed
-        if not directory.is_dir():
-            raise InputError(
-                f"{record.label} was measured on {recorded.summary.source}, which is not prepared "
-                f"here: `{_preparing(recorded, spec)}` does that"
-            )
     job = TrainingJob(
         config=record.config,
         model=spec.to_json(),
@@ -210,8 +211,22 @@ def _train(
         budget_bytes=record.gpu.budget_bytes,
         output=str(place),
         keeps_checkpoints=False,
-        **texts,
     )
+    recorded = record.texts
+    if recorded is not None:
+        directory = runs_directory() / ".texts" / recorded.summary.fingerprint
+        if not directory.is_dir():
+            raise InputError(
+                f"{record.label} was measured on {recorded.summary.source}, which is not prepared "
+                f"here: `{_preparing(recorded, spec)}` does that"
+            )
+        job = job.model_copy(
+            update={
+                "texts": str(directory),
+                "eval_fraction": recorded.eval_fraction,
+                "seed": recorded.seed,
+            }
+        )
     result = follow(job, observe=observe)
     if not isinstance(result, TrainingResult):
         raise fault_of(result)
@@ -230,52 +245,55 @@ def _preparing(recorded: RecordedTexts, spec: ModelSpec) -> str:
     }
     if summary.completions_only != on_completions(summary.kind, None):
         settings["completions_only"] = json.dumps(summary.completions_only)
-    typed = [
-        f"--set {shlex.quote(f'data.{key}={value}')}"
-        for key, value in settings.items()
-        if value is not None
-    ]
-    model = str(spec.path) if spec.source == "directory" else spec.name
-    words = ["sweep data", shlex.quote(recorded.source), "--model", shlex.quote(model), *typed]
-    return " ".join(words)
+    model = spec.name
+    if spec.source == "directory":
+        model = str(spec.path)
+    words = ["sweep", "data", recorded.source, "--model", model]
+    for key, value in settings.items():
+        if value is not None:
+            words += ["--set", f"data.{key}={value}"]
+    return shlex.join(words)
 
 
 def _run_export(
     record: Record, path: Path, spec: ModelSpec, place: Path, *, steps: int, tell: Tell
 ) -> Reached:
-    """Run an exported file as it is, on texts that are made for it, or the study's own."""
-    texts, is_trl, metrics = record.texts, record.kind == "trl", place / "metrics.json"
+    """Run an exported file as it is, on the study's dataset, or on one that is made for it."""
+    texts = record.texts
     if texts is not None and not Path(texts.summary.source).exists():
         raise InputError(
             f"{record.label} was measured on {texts.summary.source}, which is not here"
         )
-    if is_trl and find_spec("trl") is None:
-        raise EnvironmentFault("TRL is not installed here: `pip install trl`")
+    command = [sys.executable]
+    if record.kind == "trl":
+        command = list(_CHILD)
+        if find_spec("trl") is None:
+            raise EnvironmentFault("TRL is not installed here: `pip install trl`")
     weights = _weights(record, spec, place, tell=tell)
     tokens = steps * record.config.tokens_per_step
-    data = place / "texts.jsonl"
     if texts is None:
+        data = place / "texts.jsonl"
         if record.config.is_on_pairs:
-            rows = _made_pairs(record.config, steps)
-        elif is_trl:
-            # The last row of an epoch is shorter, and the mask that comes with it has the peak: a
-            # run is several epochs.
-            rows = _made(record.config.tokens_per_step)
+            examples = _made_pairs(record.config, steps)
+        elif record.kind == "trl":
+            # The last sequence of an epoch is shorter, and the mask that comes with it has the
+            # peak: a run is several epochs.
+            examples = _made(record.config.tokens_per_step)
         else:
-            rows = _made(tokens)
-        data.write_text("".join(f"{json.dumps(row)}\n" for row in rows), encoding="utf-8")
+            examples = _made(tokens)
+        lines = (f"{json.dumps(example)}\n" for example in examples)
+        data.write_text("".join(lines), encoding="utf-8")
     else:
-        data, tokens = Path(texts.summary.source).resolve(), tokens + texts.summary.tokens
+        # It reads the whole dataset, and evaluates what is held out of it.
+        data = Path(texts.summary.source).resolve()
+        tokens += texts.summary.tokens
     tell("steps", 0, steps)
-    command = [
-        *(_CHILD if is_trl else (sys.executable,)),
-        *(str(path), "--model", str(weights), "--data", str(data)),
-        *("--output", str(place / "adapter"), "--max-steps", str(steps)),
-        *("--metrics", str(metrics)),
-    ]
-    if is_trl and record.gpu.target.is_on_gpu:
+    metrics = place / "metrics.json"
+    command += [str(path), "--model", str(weights), "--data", str(data)]
+    command += ["--output", str(place / "adapter"), "--max-steps", str(steps)]
+    command += ["--metrics", str(metrics)]
+    if record.kind == "trl" and record.gpu.target.is_on_gpu:
         command += ["--budget-bytes", str(record.gpu.budget_bytes)]
-    # It reads all the texts, and evaluates those that are held out.
     seconds = _LOADING_SECONDS_MAX + _SLOWER_MAX * tokens / record.measurement.tokens_per_second
     _run(record, command, seconds=seconds, what=f"its {steps} steps")
     try:
@@ -289,17 +307,19 @@ def _run_export(
 
 def _made(tokens: int) -> Iterator[dict[str, str]]:
     """Yield texts of so many tokens."""
-    drawn, count = random.Random(0), int(min(tokens, _TEXT_TOKENS_MAX) / _TEXT_TOKENS) + 1
-    for _ in range(count):
+    drawn = random.Random(0)
+    for _ in range(int(min(tokens, _TEXT_TOKENS_MAX) / _TEXT_TOKENS) + 1):
         yield {"text": " ".join(drawn.choices(_WORDS, k=_WORDS_A_TEXT))}
 
 
 def _made_pairs(config: TrialConfig, steps: int) -> Iterator[dict[str, str]]:
-    """Yield the pairs of so many steps, so long that each row is cut, and full."""
-    drawn, words = random.Random(0), config.seq_len * _WORDS_A_TEXT // _TEXT_TOKENS
+    """Yield the pairs of so many steps, so long that each sequence is cut, and full."""
+    drawn = random.Random(0)
+    words = config.seq_len * _WORDS_A_TEXT // _TEXT_TOKENS
     most = _TEXT_TOKENS_MAX // config.seq_len + config.samples_per_step
     for _ in range(min(steps * config.samples_per_step, most)):
-        chosen, rejected = (" ".join(drawn.choices(_WORDS, k=words)) for _ in range(2))
+        chosen = " ".join(drawn.choices(_WORDS, k=words))
+        rejected = " ".join(drawn.choices(_WORDS, k=words))
         yield {"prompt": _WORDS[0], "chosen": f" yes {chosen}", "rejected": f" no {rejected}"}
 
 
@@ -346,8 +366,9 @@ def _run_child(
             end = child.end()
         words = f"{label}: the script ended with {end}{last_words(printed)}"
     if end.status != 0:
-        is_memory = "out of memory" in words.lower() or "OutOfMemoryError" in words
-        raise NothingFits(words) if is_memory else EnvironmentFault(words)
+        if "out of memory" in words.lower() or "OutOfMemoryError" in words:
+            raise NothingFits(words)
+        raise EnvironmentFault(words)
 
 
 def _weights(record: Record, spec: ModelSpec, place: Path, *, tell: Tell) -> Path:
@@ -368,9 +389,10 @@ def write_weights(spec: ModelSpec, place: Path) -> Path:
     """
     # A tokenizer whose tokens the architecture knows: its own, or the demo's small one.
     tokenizer = spec.tokenizer_path or load_model_spec("demo").tokenizer_path
-    directory, file = place / "model", place / "model.json"
+    directory = place / "model"
+    file = place / "model.json"
     file.write_text(json.dumps(spec.to_json()), encoding="utf-8")
-    command = [*_CHILD, str(file), "--model", str(tokenizer), "--output", str(directory)]
+    command = _CHILD + [str(file), "--model", str(tokenizer), "--output", str(directory)]
     _run_child(
         command,
         label=f"model '{spec.name}'",

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from qlora_sweep.storage.records import INTERRUPTED
-from qlora_sweep.sweep.data.rows import split
+from qlora_sweep.sweep.data.collation import split
 from qlora_sweep.sweep.data.study_epochs import StudyEpochs
 from qlora_sweep.sweep.finetuning import checkpoints
 from qlora_sweep.sweep.finetuning.protocol import TrainingResult

@@ -18,7 +18,7 @@ from qlora_sweep.sweep.data.batches import (
     training_rows,
     trial_batches,
 )
-from qlora_sweep.sweep.data.rows import IGNORED, Collator
+from qlora_sweep.sweep.data.collation import IGNORED, Collator
 from qlora_sweep.sweep.data.study_epochs import StudyEpochs
 from tests.sweep.data.prepared import configured, prepared
 

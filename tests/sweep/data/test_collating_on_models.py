@@ -10,7 +10,7 @@ import pytest
 from qlora_sweep.search_spaces.config import TrialConfig
 from qlora_sweep.search_spaces.errors import InputError
 from qlora_sweep.search_spaces.rules import WITHOUT_SDPA
-from qlora_sweep.sweep.data.rows import IGNORED, Collator
+from qlora_sweep.sweep.data.collation import IGNORED, Collator
 
 if TYPE_CHECKING:
     import torch

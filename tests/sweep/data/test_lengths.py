@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from qlora_sweep.search_spaces.texts import CUT_MAX
+from qlora_sweep.sweep.data.collation import Truncation, split
 from qlora_sweep.sweep.data.lengths import (
     candidate_lengths,
     histogram,
@@ -19,7 +20,6 @@ from qlora_sweep.sweep.data.lengths import (
     waste_at,
     worthwhile_lengths,
 )
-from qlora_sweep.sweep.data.rows import Truncation, split
 
 LIMITS = st.integers(1, 5000)
 LENGTHS = arrays(np.int32, st.integers(1, 200), elements=st.integers(2, 3000))

@@ -19,6 +19,7 @@ from qlora_sweep.search_spaces.models import load_model_spec
 from qlora_sweep.search_spaces.texts import TextsChoice, TextsSummary
 from qlora_sweep.sweep.data import texts as module
 from qlora_sweep.sweep.data.choice import refuse_other_kind
+from qlora_sweep.sweep.data.kinds import Asked
 from qlora_sweep.sweep.data.study_epochs import StudyEpochs
 from qlora_sweep.sweep.data.texts import (
     BROKEN,
@@ -49,7 +50,7 @@ def prepared(tmp_path: Path) -> Prepare:
         path.write_text(text, encoding="utf-8")
         question = {
             "source": str(path),
-            "asked": {"format": options.pop("format", "auto")},
+            "asked": Asked(format=options.pop("format", "auto")),
             "completions_only": None,
             "tokenizer": "demo",
             "tokenizer_directory": str(files.directory),

@@ -13,6 +13,7 @@ import pytest
 
 from qlora_sweep.search_spaces.models import ModelSpec
 from qlora_sweep.storage.definition import StudySnapshot
+from qlora_sweep.sweep.data.kinds import Asked
 from tests.sweep.export.studies import a_study, some_texts
 from tests.sweep.export.test_export_pairs import PAIRS
 from tests.sweep.export.weights import written_texts
@@ -30,7 +31,7 @@ def trained_by_sweep(source: Path, kind: Any, config: Any, model: ModelSpec) -> 
 
     place, beside = str(model.path), source.with_name("ours")
     only = kind == "preference"
-    asked = {"format": kind}
+    asked = Asked(format=kind)
     question = Question(str(source), asked, only, place, place, "", str(beside), "x")
     directory = prepare(question, on_progress=lambda *_: None)
     ours = job(

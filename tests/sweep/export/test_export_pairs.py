@@ -14,6 +14,7 @@ import pytest
 
 from qlora_sweep.search_spaces.models import ModelSpec
 from qlora_sweep.storage.definition import StudySnapshot
+from qlora_sweep.sweep.data.kinds import Asked
 from qlora_sweep.sweep.training import preference
 from tests.sweep.export.studies import a_study, some_texts
 from tests.sweep.training.tiny import tiny_config
@@ -103,7 +104,7 @@ def test_a_script_trains_on_the_pairs_of_our_own_training(
     source.write_text("".join(f"{json.dumps(row)}\n" for row in rows), encoding="utf-8")
     study = on_pairs(model, source, micro_batch_size=4)
     script, config = script_of(study), study.records[0].config
-    asked = {"format": "preference"}
+    asked = Asked(format="preference")
     question = Question(str(source), asked, True, place, place, "", str(tmp_path), "x")
     read = script.read(str(source), AutoTokenizer.from_pretrained(place))
     trained, held_out = script.split(len(read), 0.1, 0, 2)

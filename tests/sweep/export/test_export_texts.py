@@ -18,7 +18,8 @@ from qlora_sweep.search_spaces.config import TrialConfig
 from qlora_sweep.search_spaces.models import ModelSpec, load_model_spec
 from qlora_sweep.search_spaces.space import SearchSpace
 from qlora_sweep.storage.definition import StudySnapshot
-from qlora_sweep.sweep.data import rows
+from qlora_sweep.sweep.data import collation
+from qlora_sweep.sweep.data.kinds import Asked
 from qlora_sweep.sweep.export.formats import exported, format_names
 from tests.sweep.export.studies import HOSTILE, a_study, export, imported, some_texts
 from tests.sweep.export.test_export_formats import dataset_info
@@ -75,7 +76,7 @@ def test_the_script_trains_on_the_micro_batches_of_our_own_training(
     plain = [a_row(kind, index) for index in range(40)]
     source.write_text("".join(f"{json.dumps(row)}\n" for row in (*plain, *odd, *plain)))
     question = Question(
-        str(source), {"format": kind}, only, place, place, "", str(tmp_path / "p"), "x"
+        str(source), Asked(format=kind), only, place, place, "", str(tmp_path / "p"), "x"
     )
     directory = prepare(question, on_progress=lambda *_: None)
     count = len(open_prepared(directory).lengths())
@@ -86,7 +87,7 @@ def test_the_script_trains_on_the_micro_batches_of_our_own_training(
     found = script.cut(read, trained)
     assert len(found) == len(expected)
     assert len(expected) == len(epoch_of(directory, config, indices=trained, seed=0).rows)
-    collate, measured = script.Collator(script.ROWS), rows.Collator(config)
+    collate, measured = script.Collator(script.ROWS), collation.Collator(config)
     for first in range(0, len(found) - 3, 4):
         batch = collate([found[first + i] for i in range(4)])
         same = measured([expected[first + i] for i in range(4)])

@@ -19,7 +19,7 @@ from qlora_sweep.search_spaces.config import TrialConfig
 from qlora_sweep.search_spaces.errors import InputError, NothingFits
 from qlora_sweep.search_spaces.models import load_model_spec
 from qlora_sweep.search_spaces.texts import CUT_MAX, TextsChoice
-from qlora_sweep.sweep.data.rows import split
+from qlora_sweep.sweep.data.collation import split
 from qlora_sweep.sweep.data.study_epochs import StudyEpochs, TruncatedDataset
 from qlora_sweep.sweep.data.texts import prepare_texts
 from qlora_sweep.sweep.export.record import record_of

@@ -169,7 +169,7 @@ def test_a_host_whose_key_is_unknown_is_refused_whatever_is_configured(
 def test_what_keeps_one_out_is_said_with_what_to_do(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert "nobody listens there" in refused("me@127.0.0.1:1")
+    assert "nothing listens there" in refused("me@127.0.0.1:1")
     assert "no such host is known" in refused("me@no.such.host.invalid")
     monkeypatch.setenv("SWEEP_SSH", server.ssh(key="stranger"))
     assert "no key of yours is accepted there: run ssh-copy-id" in refused(server.address)
@@ -231,7 +231,7 @@ def test_a_study_outlives_what_follows_it_and_is_followed_again(
 def test_a_machine_that_stays_away_is_told_of(study: Study, server: Server) -> None:
     study.run(seconds=2)
     try:
-        with pytest.raises(ConnectionLostError, match="nobody listens there"):
+        with pytest.raises(ConnectionLostError, match="nothing listens there"):
             study.watch(server.stop, pauses=(0.1, 0.1))
     finally:
         server.start()

@@ -12,7 +12,7 @@ from qlora_sweep.search_spaces.config import TrialConfig
 from qlora_sweep.search_spaces.errors import EnvironmentFault, InputError
 from qlora_sweep.search_spaces.learning_rates import in_words, learning_rate_of
 from qlora_sweep.storage.records import Measured, Outcome, OutOfMemory
-from qlora_sweep.sweep.data.rows import split
+from qlora_sweep.sweep.data.collation import split
 from qlora_sweep.sweep.data.texts import texts_directory
 from qlora_sweep.sweep.request import RunRequest
 from qlora_sweep.sweep.running.replay import ReplayRunner

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from qlora_sweep.search_spaces.config import TrialConfig
-from qlora_sweep.sweep.data.rows import Collator
+from qlora_sweep.sweep.data.collation import Collator
 from qlora_sweep.sweep.training.adapters import attached
 from qlora_sweep.sweep.training.in_trl import InTrl
 from qlora_sweep.sweep.training.model import build_base

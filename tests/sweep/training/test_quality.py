@@ -148,7 +148,7 @@ def test_every_configuration_trains_on_the_same_texts_in_the_same_order(texts: A
 
 
 def test_none_of_what_was_held_out_is_trained_on(texts: Any) -> None:
-    from qlora_sweep.sweep.data.rows import split
+    from qlora_sweep.sweep.data.collation import split
 
     rows = batching.open_tokens(texts.directory)
     _, held = split(len(rows), texts.eval_fraction, texts.seed)

@@ -27,9 +27,10 @@ DATA_FILE = "data.jsonl"
 _NEEDED = ("text", "prompt", "completion", "instruction", "output", *CHATS)
 _OPTIONAL = ("input", "system", "history")
 """Fields of examples, by which a trainer is told of their columns."""
+_OF_TRL = ("prompt-completion", "preference", "messages", "conversations")
 _BY_NAME = {
-    "trl": ("prompt-completion", "preference", *CHATS),
-    "unsloth": ("prompt-completion", "preference", *CHATS),
+    "trl": _OF_TRL,
+    "unsloth": _OF_TRL,
     "axolotl": ("instruction", "preference"),
     "llama-factory": (),
 }
@@ -47,45 +48,59 @@ def filled(value: Any, values: Mapping[str, Any]) -> Any:
     """Return options with values in place of their names, without those that are null."""
     match value:
         case dict():
-            found = {key: filled(each, values) for key, each in value.items()}
-            return {key: each for key, each in found.items() if each is not None}
+            options = {}
+            for key, template in value.items():
+                option = filled(template, values)
+                if option is not None:
+                    options[key] = option
+            return options
         case list():
-            return [filled(each, values) for each in value]
+            return [filled(template, values) for template in value]
         case str() if value.startswith("$"):
             return values[value[1:]]
     return value
 
 
-def dataset_options(record: Record, whom: str) -> dict[str, Any]:
+def dataset_options(record: Record, reader: str) -> dict[str, Any]:
     """Return the options that say a trainer, or ``dataset_info``, what to train on."""
-    options, texts = table("datasets")["options"][whom], record.texts
+    options = table("datasets")["options"][reader]
+    texts = record.texts
     if texts is None:
-        kind = "full pairs" if record.config.is_on_pairs else "full"
+        kind = "full"
+        if record.config.is_on_pairs:
+            kind = "full pairs"
         return dict(filled(options[kind], {"data_file": DATA_FILE}))
-    summary, builder, source = texts.summary, _builder(texts.source), texts.source
-    # Of a file in a directory datasets sees by its ending that it has tabs.
-    trl = (str(Path(source).parent), Path(source).name) if _has_tabs(source) else (builder, source)
-    columns, share = summary.columns, texts.eval_fraction
-    values = {
+    summary = texts.summary
+    source = texts.source
+    values: dict[str, Any] = {
         "source": source,
-        "builder": builder,
-        "trl_path": trl[0] or source,
-        "trl_files": trl[1] if builder else None,
-        "file": source if builder else None,
-        "no_file": None if builder else source,
-        "pair_columns": [c for c in ("prompt", "chosen", "rejected") if c in columns],
-        **{f"{field}_column": texts.column(field) or field for field in _NEEDED},
-        **{f"{field}_column": texts.column(field) for field in _OPTIONAL},
+        "trl_path": source,
+        "pair_columns": [c for c in ("prompt", "chosen", "rejected") if c in summary.columns],
         "only": summary.completions_only,
         "everything": not summary.completions_only,
-        "template_file": TEMPLATE_FILE if summary.marked_template else None,
         "tokenizer": texts.tokenizer,
-        "eval_fraction": share,
-        "held_out": share or None,
-        "evaluations": 1 if share else None,
-        "each_epoch": "epoch" if share else None,
-        "eval_batch": record.config.micro_batch_size if share else None,
+        "eval_fraction": texts.eval_fraction,
     }
+    for field in _NEEDED:
+        values[f"{field}_column"] = texts.column(field) or field
+    for field in _OPTIONAL:
+        values[f"{field}_column"] = texts.column(field)
+    # What a case below does not give is null, and its option is left out.
+    values |= dict.fromkeys(("builder", "trl_files", "file", "no_file", "template_file"))
+    values |= dict.fromkeys(("held_out", "evaluations", "each_epoch", "eval_batch"))
+    builder = _builder(source)
+    if builder is None:
+        values["no_file"] = source
+    else:
+        values |= {"file": source, "builder": builder, "trl_path": builder, "trl_files": source}
+        if _has_tabs(source):
+            # Of a file in a directory datasets sees by its ending that it has tabs.
+            values |= {"trl_path": str(Path(source).parent), "trl_files": Path(source).name}
+    if summary.marked_template:
+        values["template_file"] = TEMPLATE_FILE
+    if texts.eval_fraction:
+        values |= {"held_out": texts.eval_fraction, "evaluations": 1, "each_epoch": "epoch"}
+        values["eval_batch"] = record.config.micro_batch_size
     return dict(filled(options["every"] | options[summary.kind], values))
 
 
@@ -109,19 +124,24 @@ def _has_tabs(source: str) -> bool:
     return _builder(source) == "csv" and ".tsv" in Path(source).name.lower()
 
 
-def lost_rows(record: Record, trainer: Trainer) -> tuple[str, ...]:
+def lost_of_dataset(record: Record, trainer: Trainer) -> tuple[str, ...]:
     """Return what a trainer cannot say of a dataset, and what its file does instead."""
     texts = record.texts
     if texts is None:
         return ()
-    path, builder, kind = Path(texts.source), _builder(texts.source), texts.summary.kind
+    path = Path(texts.source)
+    builder = _builder(texts.source)
+    kind = texts.summary.kind
+    is_chat = kind in CHATS
+    is_of_disk = is_saved(texts.source)
+    has_tabs = _has_tabs(texts.source)
+    renamed = _renamed(texts.summary)
     reads = (".json", ".jsonl", ".csv", ".parquet")
-    is_chat, is_of_disk = kind in ("messages", "conversations"), is_saved(texts.source)
-    told = {
+    applies = {
         "directory": builder is None and path.is_absolute() and not is_of_disk,
         "saved": is_of_disk and trainer != "axolotl",
         "ending": builder and trainer == "llama-factory" and path.suffix not in reads,
-        "tabs": trainer == "axolotl" and _has_tabs(texts.source),
+        "tabs": trainer == "axolotl" and has_tabs,
         "pattern": builder and glob.has_magic(texts.source),
         "chats": builder == "csv" and is_chat,
         "csv": builder == "csv" and not is_chat,
@@ -131,20 +151,26 @@ def lost_rows(record: Record, trainer: Trainer) -> tuple[str, ...]:
         "held_out": texts.eval_fraction,
         "silenced": texts.summary.silenced,
         "inputs": kind == "prompt-completion" and "messages" in texts.summary.columns_read,
-        "renamed": kind in _BY_NAME[trainer] and _renamed(texts.summary),
+        "renamed": kind in _BY_NAME[trainer] and renamed,
     }
-    of_kind = table("datasets")["kinds"][trainer].get(kind)
-    sentences = [table("datasets")["files"][key] for key, is_told in told.items() if is_told]
-    if of_kind is not None:
-        sentences.insert(0, of_kind)
+    described = table("datasets")
+    sentences = []
+    if kind in described["kinds"][trainer]:
+        sentences.append(described["kinds"][trainer][kind])
+    for key, does_apply in applies.items():
+        if does_apply:
+            sentences.append(described["files"][key])
+    marks = "commas"
+    if has_tabs:
+        marks = "tabs"
     values = {
         "name": path.name,
         "source": texts.source,
-        "marks": "tabs" if _has_tabs(texts.source) else "commas",
+        "marks": marks,
         "tokenizer": texts.tokenizer,
         "template": TEMPLATE_FILE,
         "broken": texts.summary.broken,
-        "renamed": _renamed(texts.summary),
+        "renamed": renamed,
         "silenced": texts.summary.silenced,
         "basis": record.basis,
     }

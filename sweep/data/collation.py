@@ -13,9 +13,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-INPUT, MASK, LENGTH, SEQ_LENGTHS = "input_ids", "completion_mask", "length", "seq_lengths"
-"""Columns of tokenized rows: tokens, 1 where one carries loss, tokens of an unpacked row, tokens of
-each example in a packed one."""
+INPUT = "input_ids"
+"""The column of tokens."""
+MASK = "completion_mask"
+"""The column with 1 for each token that carries loss."""
+LENGTH = "length"
+"""The column with the tokens of a row that is not packed."""
+SEQ_LENGTHS = "seq_lengths"
+"""The column with the tokens of each example of a packed row."""
 IGNORED = -100
 """The label of a token that carries no loss."""
 
@@ -178,8 +183,10 @@ def padded_widths(longest: ArrayLike, settings: Any) -> NDArray[np.int64]:
         settings: of the training.
     """
     lengths = np.asarray(longest, dtype=np.int64)
-    most = settings.seq_len * (settings.micro_batch_size if is_flattened(settings) else 1)
-    if settings.packing == "packed" and not is_flattened(settings):
+    most = settings.seq_len
+    if is_flattened(settings):
+        most *= settings.micro_batch_size
+    elif settings.packing == "packed":
         return np.full_like(lengths, most)
     if not settings.compile:
         return lengths
@@ -213,27 +220,30 @@ class Collator:
         """Return the micro-batch."""
         from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
-        settings, is_flat = self.settings, is_flattened(self.settings)
+        settings = self.settings
+        is_flat = is_flattened(settings)
         examples = [self._example(row) for row in rows]
         if settings.compile and not is_flat and not getattr(settings, "is_on_pairs", False):
             # The last micro-batch of an epoch would be compiled for its own number of rows.
             pads: dict[str, Any] = {INPUT: [self.pad_token_id], "labels": [IGNORED]}
-            pads |= {SEQ_LENGTHS: [1]} if SEQ_LENGTHS in examples[0] else {}
+            if SEQ_LENGTHS in examples[0]:
+                pads[SEQ_LENGTHS] = [1]
             examples += [pads] * (settings.micro_batch_size - len(examples))
         lengths = [len(example[INPUT]) for example in examples]
+        longest = max(lengths)
+        if is_flat:
+            longest = sum(lengths)
         collate = DataCollatorForLanguageModeling(
             pad_token_id=self.pad_token_id,
             padding_free=is_flat,
             return_position_ids=settings.packing == "packed",
-            pad_to_multiple_of=int(
-                padded_widths(sum(lengths) if is_flat else max(lengths), settings)
-            ),
+            pad_to_multiple_of=int(padded_widths(longest, settings)),
         )
         batch: dict[str, Any] = collate(examples)
         if settings.packing == "packed" or not getattr(settings, "masks_padding", False):
             batch.pop("attention_mask", None)
         if "position_ids" in batch:
-            # What begins an example is predicted from nothing, least of all from the one before.
+            # The first token of an example is not predicted from the example before it.
             batch["labels"][batch["position_ids"] == 0] = IGNORED
         return batch
 
@@ -244,5 +254,7 @@ class Collator:
         if MASK in row:
             labels[np.asarray(row[MASK][: self.settings.seq_len]) == 0] = IGNORED
         labels[0] = IGNORED
-        lengths = {SEQ_LENGTHS: list(map(int, row[SEQ_LENGTHS]))} if SEQ_LENGTHS in row else {}
-        return {INPUT: tokens, "labels": labels, **lengths}
+        example: dict[str, Any] = {INPUT: tokens, "labels": labels}
+        if SEQ_LENGTHS in row:
+            example[SEQ_LENGTHS] = list(map(int, row[SEQ_LENGTHS]))
+        return example
