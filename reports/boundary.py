@@ -20,7 +20,7 @@ from qlora_sweep.reports.figures import Section
 from qlora_sweep.reports.view import StudyView
 from qlora_sweep.reports.words import VERDICT_LABELS
 from qlora_sweep.search_spaces.config import KNOBS, SIZE_KEYS, canonical
-from qlora_sweep.storage.ranking import fitting, measured_of
+from qlora_sweep.storage.ranking import fitting
 from qlora_sweep.storage.records import (
     OUT_OF_MEMORY,
     Need,
@@ -82,7 +82,13 @@ def boundary_of(document: Document) -> Section | None:
     batches = sorted(values_of["micro_batch_size"])
     cells = _Cells(document)
     order = sorted(groups, key=lambda values: list(map(str, values)))
-    opened = max(order, key=lambda values: (view.winner in groups[values], len(groups[values])))
+
+    def prominence(values: tuple[object, ...]) -> tuple[bool, int]:
+        numbers = [record.number for record in groups[values]]
+        has_winner = view.winner is not None and view.winner.number in numbers
+        return has_winner, len(numbers)
+
+    opened = max(order, key=prominence)
     panels = []
     for values in order:
         phrases = map(units.phrase, panel_keys, values)
@@ -118,10 +124,10 @@ def _nearest(document: Document) -> Iterator[tuple[str, ...]]:
         need = _need(view, record)
         yield (
             str(record.number),
-            view.changes(record),
+            view.changes(record.config),
             words.need(need, document.unit),
             words.excess(need, budget_bytes=view.gpu.budget_bytes),
-            units.rate(view.ranking.expected_speed(record)),
+            units.rate(view.expected_speed(record)),
         )
 
 
@@ -144,9 +150,10 @@ class _Cells:
 
     def _speed(self, record: TrialRecord) -> float:
         """Return the speed of a trial that decides; 0 of one that was not measured."""
-        if record.measurement is None:
+        trial = self.document.view.measured_trials.get(record.number)
+        if trial is None:
             return 0.0
-        return self.document.view.speed_of(record)
+        return trial.estimate.value
 
     def row(
         self, group: Sequence[TrialRecord], batch: int, lengths: Iterable[int]
@@ -169,7 +176,7 @@ class _Cells:
             return Cell("untried")
         view = self.document.view
         config = model.config.changed(micro_batch_size=batch, seq_len=length)
-        forecast = view.snapshot.memory_forecasts.get(config)
+        forecast = view.memory_forecast(config)
         if forecast is None or view.space.params_of(config) is None:
             return Cell("untried")
         mark, words = _EXPECTED[forecast.fits]
@@ -195,7 +202,7 @@ class _Cells:
 
     def _measured(self, best: TrialRecord, tried: int, unfit: int) -> Cell:
         speed = self._speed(best)
-        peak = measured_of(best).peak_allocated_bytes
+        peak = self.document.view.measured_trials[best.number].measurement.peak_allocated_bytes
         kind: CellKind = "fits"
         text = units.short_rate(speed)
         rate = f"{units.rate(speed)} tokens/s"

@@ -27,8 +27,7 @@ from qlora_sweep.search_spaces.linears import CapacityClass
 from qlora_sweep.search_spaces.models import ModelSpec
 from qlora_sweep.search_spaces.prices import Offer
 from qlora_sweep.storage.definition import StudySnapshot
-from qlora_sweep.storage.ranking import measured_of, rank_study
-from qlora_sweep.storage.records import TrialRecord
+from qlora_sweep.storage.ranking import rank_study
 
 JOB_TOKENS = 10_000_000.0
 """What is priced until a reader says otherwise."""
@@ -121,12 +120,13 @@ def of_study(snapshot: StudySnapshot) -> Candidate:
     target = snapshot.definition.target
     model = ModelSpec.from_json(snapshot.definition.model)
     options = []
-    for record in rank_study(snapshot).ranked:
-        speed = snapshot.target_speed(record)
+    ranking = rank_study(snapshot)
+    for trial in ranking.ranked:
+        speed = ranking.target_speed(trial)
         if speed is None:
             continue
-        config = record.config
-        measured = measured_of(record)
+        config = trial.config
+        measured = trial.measurement
         tokens_per_sample = None
         if measured.loss_tokens_per_step is not None:
             tokens_per_sample = measured.loss_tokens_per_step / config.samples_per_step
@@ -144,7 +144,7 @@ def of_study(snapshot: StudySnapshot) -> Candidate:
                 *_speed(speed.tokens_per_second, speed.low, speed.high),
                 speed.basis,
                 measured.peak_allocated_bytes,
-                record.number,
+                trial.number,
                 tokens_per_sample,
             )
         )
@@ -259,11 +259,11 @@ def _entry(candidate: Candidate, option: Option, work: costs.AskedWork) -> Entry
     return Entry(candidate, option, seconds, bill)
 
 
-def training_words(snapshot: StudySnapshot, record: TrialRecord, work: costs.AskedWork) -> str:
+def training_words(snapshot: StudySnapshot, number: int, work: costs.AskedWork) -> str:
     """Return what a training as a trial ran takes and costs; empty where its speed is unknown."""
     candidate = of_study(snapshot)
     options = {option.number: option for option in candidate.options}
-    option = options.get(record.number)
+    option = options.get(number)
     if option is None:
         return ""
     entry = _entry(candidate, option, _priced(work))

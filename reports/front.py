@@ -30,7 +30,7 @@ from qlora_sweep.reports.figures import (
     whiskers,
 )
 from qlora_sweep.reports.words import VERDICT_LABELS
-from qlora_sweep.storage.ranking import fitting, measured_of
+from qlora_sweep.storage.ranking import fitting
 from qlora_sweep.storage.records import TrialRecord, Verdict, predicted_need
 
 MEMORY = "peak_allocated"
@@ -304,13 +304,11 @@ def _need(document: Document, record: TrialRecord) -> tuple[float | None, bool]:
 
 def _intervals(document: Document, rows: Sequence[int]) -> dict[str, Any]:
     """Return the 95 % intervals of measured speeds as error bars; none where there are none."""
-    # What was measured again has the speed and the interval of those runs.
-    decisive = {record.number: record for record in document.view.ranking.records}
     speeds = []
     ends = []
     for row in rows:
-        record = document.records[row]
-        measured = measured_of(decisive.get(record.number, record))
+        trial = document.view.measured_trials[document.records[row].number]
+        measured = trial.measurement
         speed = measured.tokens_per_second
         speeds.append(speed)
         ends.append(measured.speed_interval or (speed, speed))
@@ -333,7 +331,7 @@ def _apart(front: Sequence[int], across: Sequence[Any], up: Sequence[Any]) -> li
 def _measured(document: Document, front: Sequence[int], y: str) -> Iterator[go.Scatter]:
     """Yield what was measured: all of it faded, the front joined, winner and baseline marked."""
     records = document.records
-    ranking = document.view.ranking
+    view = document.view
     across = document.columns[MEMORY].values
     up = document.columns[y].values
 
@@ -384,10 +382,9 @@ def _measured(document: Document, front: Sequence[int], y: str) -> Iterator[go.S
         textposition="top left",
         error_y=intervals,
     )
-    looks = (
-        ("winner", ranking.winner, {"symbol": "star", "size": 17, "color": AMBER}),
-        ("baseline", ranking.baseline, {"symbol": "diamond-open", "size": 14, "color": AMBER}),
-    )
-    for name, record, marker in looks:
-        if record is not None:
-            yield trace(name, [document.rows[record.number]], "others", marker=marker)
+    star = {"symbol": "star", "size": 17, "color": AMBER}
+    diamond = {"symbol": "diamond-open", "size": 14, "color": AMBER}
+    looks = (("winner", view.winner, star), ("baseline", view.measured_baseline, diamond))
+    for name, trial, marker in looks:
+        if trial is not None:
+            yield trace(name, [document.rows[trial.number]], "others", marker=marker)

@@ -13,7 +13,7 @@ from qlora_sweep.reports.advice import how_to_go_faster
 from qlora_sweep.reports.document import Document
 from qlora_sweep.reports.figures import Section
 from qlora_sweep.reports.view import StudyView
-from qlora_sweep.storage.records import TrialRecord
+from qlora_sweep.storage.ranking import RankedTrial
 
 
 def next_steps_of(view: StudyView) -> Section | None:
@@ -65,11 +65,11 @@ def texts_of(view: StudyView) -> Section | None:
 def _by_length(view: StudyView) -> Iterator[tuple[str, ...]]:
     """Yield the fastest of each length: length, trial, tokens/s, share of the tokens that it cuts
     off or leaves out, epoch."""
-    fastest: dict[int, TrialRecord] = {}
-    for record in sorted(view.ranked, key=view.speed_of, reverse=True):
-        fastest.setdefault(record.config.seq_len, record)
-    for length, record in sorted(fastest.items()):
-        epoch = view.epoch_of(record)
+    fastest: dict[int, RankedTrial] = {}
+    for trial in sorted(view.ranked, key=lambda ranked: ranked.estimate.value, reverse=True):
+        fastest.setdefault(trial.config.seq_len, trial)
+    for length, trial in sorted(fastest.items()):
+        epoch = view.epoch_of(trial)
         if epoch is None:
             continue
         epoch_words = units.duration(epoch.seconds)
@@ -77,8 +77,8 @@ def _by_length(view: StudyView) -> Iterator[tuple[str, ...]]:
             epoch_words += f", {units.usd(epoch.dollars)}"
         yield (
             units.count(length),
-            str(record.number),
-            units.rate(view.speed_of(record)),
+            str(trial.number),
+            units.rate(trial.estimate.value),
             units.share(epoch.tokens_cut + epoch.tokens_left_out),
             epoch_words,
         )

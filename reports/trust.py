@@ -14,8 +14,7 @@ from qlora_sweep.reports.figures import Section
 from qlora_sweep.reports.sections import environment_rows
 from qlora_sweep.reports.timeline import timeline_of
 from qlora_sweep.reports.words import VERDICT_LABELS
-from qlora_sweep.storage.ranking import measured_of
-from qlora_sweep.storage.records import TrialRecord
+from qlora_sweep.storage.ranking import RankedTrial
 
 TOP_SHOWN = 5
 _QUANTITIES: tuple[Literal["memory", "speed"], ...] = ("memory", "speed")
@@ -55,7 +54,7 @@ def _memory(document: Document) -> str:
     winner = document.view.winner
     if winner is None:
         return ""
-    measured = measured_of(winner)
+    measured = winner.measurement
     allocated = units.gib(measured.peak_allocated_bytes, document.unit)
     reserved = units.gib(measured.peak_reserved_bytes, document.unit)
     in_use = units.gib(measured.peak_device_bytes, document.unit)
@@ -71,7 +70,7 @@ def _memory_parts(document: Document) -> Iterator[tuple[str, str, float]]:
     winner = document.view.winner
     if winner is None:
         return
-    forecast = document.view.snapshot.memory_forecasts.get(winner.config)
+    forecast = document.view.memory_forecast(winner.config)
     if forecast is None:
         return
     total = sum(forecast.parts.values())
@@ -80,17 +79,16 @@ def _memory_parts(document: Document) -> Iterator[tuple[str, str, float]]:
             yield name, units.gib(count), count / total
 
 
-def _steps(document: Document, record: TrialRecord) -> tuple[str, ...]:
+def _steps(document: Document, trial: RankedTrial) -> tuple[str, ...]:
     """Return a trial's number, median step, interval, steps, and what each later run had."""
-    searched = document.records[document.rows[record.number]].measurement
+    searched = document.records[document.rows[trial.number]].measurement
     assert searched is not None, "only measured trials are ranked"
     interval = "too few steps for one"
     if searched.step_seconds_ci95:
         interval = " to ".join(map(units.step_time, searched.step_seconds_ci95))
-    confirmations = document.view.ranking.confirmations
-    runs = confirmations.runs(record.config, series=confirmations.series)
+    runs = document.view.runs_of(trial.config)
     return (
-        str(record.number),
+        str(trial.number),
         units.step_time(searched.step_seconds),
         interval,
         f"{searched.steps_measured} after {searched.steps_warmup} to warm up",

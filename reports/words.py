@@ -333,16 +333,20 @@ def outcome_line(record: TrialRecord, *, budget_bytes: int) -> str:
     Where it trained for its held-out loss, that stands behind.
     """
     label = VERDICT_LABELS[record.verdict]
-    measured = record.measurement
-    if measured is not None:
-        line = f"{label}, {speed(measured)}, {value('peak_memory', measured)}"
-        if measured.quality is not None:
-            line += f", {value('eval_loss', measured)}"
-        return line
+    if record.measurement is not None:
+        return f"{label}, {measured_line(record.measurement)}"
     why = reason(record, budget_bytes=budget_bytes)
     if not why:
         return label
     return f"{label} ({why})"
+
+
+def measured_line(measured: Measurement) -> str:
+    """Return speed and memory, and a held-out loss: ``7,006 tokens/s, 6.65 GiB``."""
+    line = f"{speed(measured)}, {value('peak_memory', measured)}"
+    if measured.quality is not None:
+        line += f", {value('eval_loss', measured)}"
+    return line
 
 
 def reason(record: TrialRecord, *, budget_bytes: int) -> str:

@@ -5,15 +5,13 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, PositiveInt
 
 from qlora_sweep.search_spaces.config import TrialConfig
-from qlora_sweep.search_spaces.costs import usd_per_million_tokens
 from qlora_sweep.search_spaces.errors import InputError, quote
 from qlora_sweep.search_spaces.kinds import DEVICES, DeviceName
 from qlora_sweep.search_spaces.prices import Offer
@@ -236,33 +234,3 @@ class StudySnapshot:
     def trials(self) -> tuple[TrialRecord, ...]:
         """The finished trials of the search without attempts that were repeated, by number."""
         return without_repeated(self.records)
-
-    def target_speed(self, record: TrialRecord) -> TargetSpeed | None:
-        """Return how fast a measured trial is on the target GPU: as measured where that ran it.
-
-        Where another GPU stood in it is what is predicted; None where nothing was measured, or
-        nothing can be predicted.
-        """
-        measured = record.measurement
-        if measured is None:
-            return None
-        if self.definition.target.emulated_on is not None:
-            return self.target_speeds.get(record.number)
-        low, high = measured.speed_interval or (None, None)
-        return TargetSpeed(measured.tokens_per_second, low, high, "measured")
-
-    def usd_per_million_tokens(self, record: TrialRecord) -> float | None:
-        """Return what tokens cost at a trial's speed on the target GPU; None without a price."""
-        speed, price = self.target_speed(record), self._price(record)
-        return None if speed is None or price is None else price(speed.tokens_per_second)
-
-    def usd_interval(self, record: TrialRecord) -> tuple[float, float] | None:
-        """Return the least and the most that a million tokens cost, by that speed's interval."""
-        speed, price = self.target_speed(record), self._price(record)
-        if price is None or speed is None or speed.low is None or speed.high is None:
-            return None
-        return price(speed.high), price(speed.low)
-
-    def _price(self, record: TrialRecord) -> Callable[[float], float] | None:
-        gpus = record.config.data_parallel
-        return None if self.offer is None else partial(usd_per_million_tokens, self.offer, gpus)

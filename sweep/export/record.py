@@ -37,15 +37,14 @@ from qlora_sweep.search_spaces.models import ModelSpec, load_model_spec, shipped
 from qlora_sweep.search_spaces.space import Weights
 from qlora_sweep.search_spaces.texts import TextsChoice, TextsSummary
 from qlora_sweep.storage.confirmations import Ratio
-from qlora_sweep.storage.definition import StudySnapshot, Target
+from qlora_sweep.storage.definition import StudySnapshot, Target, TargetSpeed
 from qlora_sweep.storage.files import WRITTEN_BY
-from qlora_sweep.storage.ranking import NoGain, Ranking, measured_of, rank_study
+from qlora_sweep.storage.ranking import NoGain, RankedTrial, Ranking, rank_study
 from qlora_sweep.storage.records import (
     NOT_SHOWN,
     Count,
     EpochRecord,
     Measurement,
-    TrialRecord,
     Verdict,
 )
 from qlora_sweep.sweep.predict.forecast import Forecast
@@ -298,7 +297,7 @@ def record_of(snapshot: StudySnapshot, *, number: int | None = None) -> Record:
             f"study {quote(snapshot.name)} has nothing to export: no trial of its space was "
             "measured to fit"
         )
-    measured, spec = measured_of(trial), ModelSpec.from_json(definition.model)
+    measured, spec = trial.measurement, ModelSpec.from_json(definition.model)
     again = ranking.is_measured_again(trial)
     is_best = best is not None and trial.number == best.number
     is_confirmed = ranking.is_confirmed if is_best else again
@@ -317,10 +316,10 @@ def record_of(snapshot: StudySnapshot, *, number: int | None = None) -> Record:
         provenance=Provenance(
             study=snapshot.name,
             trial=trial.number,
-            date=trial.started_at,
+            date=trial.record.started_at,
             environment=snapshot.environment,
             tokens_per_second_ci95=measured.speed_interval,
-            target_tokens_per_second=_predicted(snapshot, trial),
+            target_tokens_per_second=_predicted(ranking.target_speed(trial)),
             confirmed=is_confirmed,
             role=words.best_by(definition.space.objectives, is_confirmed=is_confirmed)
             if is_best
@@ -329,7 +328,7 @@ def record_of(snapshot: StudySnapshot, *, number: int | None = None) -> Record:
             if is_best
             else f"{'' if again else 'not '}measured again",
             baseline_trial=baseline and baseline.number,
-            baseline_tokens_per_second=baseline and measured_of(baseline).tokens_per_second,
+            baseline_tokens_per_second=baseline and baseline.measurement.tokens_per_second,
             gain=gain.ratio,
             measured_gain=gain.measured,
             no_gain=gain.reason,
@@ -404,26 +403,25 @@ def _written_out(config: TrialConfig, spec: ModelSpec) -> TrialConfig:
     return canonical(config).changed(target_modules=targets)
 
 
-def _predicted(snapshot: StudySnapshot, trial: TrialRecord) -> PredictedSpeed | None:
-    speed = snapshot.target_speed(trial)
+def _predicted(speed: TargetSpeed | None) -> PredictedSpeed | None:
     if speed is None or speed.basis != "predicted":
         return None
     return PredictedSpeed(value=speed.tokens_per_second, low=speed.low, high=speed.high)
 
 
-def _trial(snapshot: StudySnapshot, ranking: Ranking, number: int) -> TrialRecord:
+def _trial(snapshot: StudySnapshot, ranking: Ranking, number: int) -> RankedTrial:
     """Return a trial as it is ranked: what was measured again with the speed of those runs."""
     if number not in {record.number for record in snapshot.records}:
         raise InputError(
             f"study {quote(snapshot.name)} has no trial {number}; `sweep report` shows all of them"
         )
-    record = next((record for record in ranking.records if record.number == number), None)
-    if record is None or record.verdict is not Verdict.FITS:
+    trial = ranking.trials.get(number)
+    if trial is None or trial.record.verdict is not Verdict.FITS:
         raise InputError(
             f"trial {number} of study {quote(snapshot.name)} was not measured to fit: name one "
             "that was"
         )
-    return record
+    return trial
 
 
 def recorded_texts(snapshot: StudySnapshot, epoch: EpochRecord | None) -> RecordedTexts | None:

@@ -231,8 +231,7 @@ class Rivals:
     def learn(self, records: Iterable[TrialRecord]) -> None:
         """Take in finished trials of the search, later than every one before.
 
-        They are ranked, but with the speed that the search measured: what runs is measured by the
-        search as well.
+        Their speed is that which the search measured: what runs is measured by the search as well.
         """
         told = {record.number: record for record in records}
         ranking = rank(told.values(), self._definition, self._confirmations)
@@ -242,8 +241,7 @@ class Rivals:
             new = [record for record in told.values() if record.measurement is not None]
             self._measured = (*self._measured, *new)
             self._running = {}
-        for ranked in ranking.records:
-            record = ranked if ranked.number in ranking.fallen else told[ranked.number]
+        for record in ranking.records:
             if record.verdict not in CONCLUSIVE or not self._space.holds(record.config):
                 continue
             key, measured = identity(record.config), record.measurement

@@ -20,7 +20,8 @@ from qlora_sweep.reports import units, words
 from qlora_sweep.reports.words import outcome_line, verdict_words
 from qlora_sweep.search_spaces.config import TrialConfig
 from qlora_sweep.storage.definition import StudySnapshot
-from qlora_sweep.storage.records import Errand, Phase, Purpose, TrialRecord
+from qlora_sweep.storage.ranking import RankedTrial
+from qlora_sweep.storage.records import Errand, Phase, Purpose, TrialRecord, Verdict
 from qlora_sweep.sweep.predict.forecast import TRACED
 from qlora_sweep.sweep.study import events
 from qlora_sweep.sweep.terminal import console
@@ -204,11 +205,11 @@ def panel(board: Board) -> RenderableType:
     return Group(Text(headline, style="bold"), facts(rows.items()), *stopping)
 
 
-def _best(board: Board, best: TrialRecord) -> str:
+def _best(board: Board, best: RankedTrial) -> str:
     ratio, gain = board.ranking.gain.ratio, ""
     if ratio is not None and ratio.value != 1:
         gain = f", {words.factor(ratio)} {words.reference_of(board.ranking, best.config)}"
-    ended = outcome_line(best, budget_bytes=board.definition.target.budget_bytes)
+    ended = f"{words.VERDICT_LABELS[Verdict.FITS]}, {words.measured_line(best.measurement)}"
     return f"trial {best.number}: {ended}{gain}: {board.describe(best.config)}"
 
 

@@ -11,7 +11,6 @@ from qlora_sweep.reports.view import StudyView, view_of
 from qlora_sweep.search_spaces import redaction
 from qlora_sweep.search_spaces.errors import quote
 from qlora_sweep.storage.definition import StudySnapshot, UnreadableStudy
-from qlora_sweep.storage.ranking import measured_of
 from qlora_sweep.storage.records import Invalid, Purpose
 from qlora_sweep.sweep.terminal.console import folded
 from qlora_sweep.sweep.terminal.drawing import table
@@ -152,7 +151,7 @@ def _best_of(view: StudyView) -> str:
     as well."""
     if view.winner is None:
         return units.DASH
-    measured, predicted = measured_of(view.winner), view.target_tokens_per_second
+    measured, predicted = view.winner.measurement, view.target_tokens_per_second
     speed = words.speed(measured)
     if predicted is not None and predicted.basis == "predicted":
         ends = (predicted.low, predicted.high)
