@@ -33,7 +33,7 @@ MEMORY_TOLERANCE = 0.2
 NVML counts 3 % more than CUDA, error correction takes 6 %, and a hypervisor may keep some."""
 
 
-class Source(Strict):
+class Citation(Strict):
     """Where a figure was read, and when."""
 
     what: str
@@ -129,7 +129,7 @@ class GpuSpec(Strict):
     compute_capability: tuple[int, int]
     interconnect: Interconnect | None = None
     """With its neighbours in one host; None where that is not known."""
-    sources: tuple[Source, ...] = ()
+    sources: tuple[Citation, ...] = ()
 
     @property
     def budget_bytes(self) -> int:
@@ -259,8 +259,12 @@ def _by_bare_name() -> dict[str, list[GpuSpec]]:
     calls them so."""
     found: dict[str, list[GpuSpec]] = {}
     catalogue = gpu_catalogue().values()
-    named = [(name, spec) for spec in catalogue for name in (spec.name, *spec.aliases)]
-    for name, spec in [*named, *((spec.product, spec) for spec in catalogue)]:
+    named = []
+    for spec in catalogue:
+        named.append((spec.name, spec))
+        named += ((alias, spec) for alias in spec.aliases)
+    named += ((spec.product, spec) for spec in catalogue)
+    for name, spec in named:
         alike = found.setdefault(_bare(name), [])
         if spec not in alike:
             alike.append(spec)
