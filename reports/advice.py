@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from qlora_sweep.reports import units, words
+from qlora_sweep.reports import format as units
+from qlora_sweep.reports import words
 from qlora_sweep.reports.view import StudyView
 from qlora_sweep.search_spaces.config import KNOBS, SIZE_KEYS, canonical
 from qlora_sweep.search_spaces.dimensions import Choices
@@ -25,7 +26,7 @@ def how_to_go_faster(view: StudyView) -> list[str]:
     else:
         advice = list(_for_the_winner(view, view.winner))
     failed = 0
-    for record in view.snapshot.trials:
+    for record in view.finished:
         failed += record.verdict in records.RETRYABLE
     if failed:
         trials = units.plural(failed, "trial")
@@ -133,7 +134,8 @@ def _edges(view: StudyView, winner: RankedTrial) -> Iterator[str]:
 
 def _why_nothing_fits(view: StudyView) -> Iterator[str]:
     baseline = view.measured_baseline
-    if view.of_space and baseline is not None and not view.ranking.is_baseline_in_space:
+    is_outside = view.baseline is not None and not view.baseline.in_space
+    if view.of_space and baseline is not None and is_outside:
         peak = units.gib(baseline.measurement.peak_allocated_bytes)
         yield (
             f"The baseline fits at {peak}: a space that holds what it sets has an answer "

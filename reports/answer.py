@@ -8,8 +8,9 @@ from itertools import groupby
 from operator import attrgetter
 from typing import NamedTuple
 
-from qlora_sweep.reports import units, words
-from qlora_sweep.reports.view import Cost, Epoch, StudyView
+from qlora_sweep.reports import format as units
+from qlora_sweep.reports import words
+from qlora_sweep.reports.view import EpochEstimate, StudyView, TokenCost
 from qlora_sweep.search_spaces.config import (
     CAPACITY_KEYS,
     SIZE_KEYS,
@@ -60,7 +61,7 @@ def _nothing_fits(view: StudyView) -> str:
         return "No trial has come to a conclusion yet: the same command tries them again."
     budget = units.gib(view.gpu.budget_bytes)
     baseline = view.measured_baseline
-    if baseline is None or view.ranking.is_baseline_in_space:
+    if baseline is None or view.baseline is None or view.baseline.in_space:
         return f"Nothing that was tried was measured to fit in {budget}."
     return (
         f"Nothing of the space was measured to fit in {budget}. Its baseline fits, at "
@@ -85,7 +86,7 @@ def facts(view: StudyView) -> Iterator[tuple[str, str]]:
     do; of a study without one, how its trials ended."""
     if view.winner is not None:
         yield from winner_facts(view, view.winner)
-    trials = f"{len(view.snapshot.trials):,} in {units.duration(view.seconds['wall'])}"
+    trials = f"{len(view.finished):,} in {units.duration(view.seconds['wall'])}"
     carried = sum(record.carried is not None for record in view.records)
     if carried:
         trials += f", {carried} of them carried over"
@@ -109,7 +110,7 @@ def winner_facts(view: StudyView, winner: RankedTrial) -> Iterator[tuple[str, st
         yield "size", f"{words.value('trainable_parameters', measured)} parameters"
     yield "gain", f"{gain_clause(view, winner)}{_gain_of_class(view, winner)}"
     configs = [winner.config]
-    other = view.ranking.other_numerics
+    other = view.other_numerics
     if other is not None:
         yield "compute", _numerics(view, winner, other)
         configs.append(other.config)
@@ -135,7 +136,7 @@ def _loss(measured: Measurement, quality: QualityReport) -> str:
     return sentence
 
 
-def _cost(view: StudyView, cost: Cost) -> str:
+def _cost(view: StudyView, cost: TokenCost) -> str:
     """Return what tokens cost as the winner trains, and the offer that says so."""
     offer = view.offer
     assert offer is not None, "what has a cost has an offer"
@@ -191,10 +192,10 @@ def gain_words(view: StudyView, trial: RankedTrial) -> str:
     """Return a trial's gain with what it is over: ``2.2x the baseline (2.1–2.3x)``; empty where
     none is stated, and for the baseline itself. Where it is predicted of the target, what the GPU
     that stood in measured is named beside it."""
-    gain = view.ranking.gain_of(trial)
+    gain = view.gain_of(trial)
     if gain.ratio is None or gain.ratio.value == 1:
         return ""
-    stated = words.gain(gain.ratio, words.reference_of(view.ranking, trial.config))
+    stated = words.gain(gain.ratio, view.reference_name(trial.config))
     if gain.measured is None or view.gpu.emulated_on is None:
         return stated
     host = units.gpu_name(view.gpu.emulated_on)
@@ -204,40 +205,40 @@ def gain_words(view: StudyView, trial: RankedTrial) -> str:
 def gain_clause(view: StudyView, trial: RankedTrial) -> str:
     """Return a trial's gain or why none is stated, and that what it is over is the faster of both
     and no answer all the same, where that is so."""
-    gain = view.ranking.gain_of(trial)
-    over = words.reference_of(view.ranking, trial.config)
+    gain = view.gain_of(trial)
+    over = view.reference_name(trial.config)
     clause = gain_words(view, trial) or f"none: it is {over}"
     if gain.ratio is None:
         clause = f"none stated: {words.why_no_gain(gain.reason, over)}"
-    return f"{clause}{_faster_and_no_answer(view.ranking, trial)}"
+    return f"{clause}{_faster_and_no_answer(view, trial)}"
 
 
 def _gain_of_class(view: StudyView, winner: RankedTrial) -> str:
     """Return what the baseline's own class gained where the winner is of another."""
-    fastest = view.ranking.fastest_of_baselines_class
+    fastest = view.fastest_of_baselines_class
     if fastest is None or view.ranking.is_of_baselines_class(winner.config):
         return ""
     gained = gain_words(view, fastest) or "no faster than the baseline"
     return f"; the fastest of the baseline's class is trial {fastest.number}, {gained}"
 
 
-def _faster_and_no_answer(ranking: Ranking, trial: RankedTrial) -> str:
+def _faster_and_no_answer(view: StudyView, trial: RankedTrial) -> str:
     """Return that what a trial's gain is over is the faster of both, and why it is no answer all
     the same: a clause after a semicolon, empty where that is not so."""
-    named = words.reference_of(ranking, trial.config)
-    over = ranking.reference_for(trial.config)
+    named = view.reference_name(trial.config)
+    over = view.reference_for(trial.config)
     if over is None:
         named = "the baseline"
-        over = ranking.baseline
-    if over is None or ranking.holds(over.config):
+        over = view.measured_baseline
+    if over is None or view.ranking.holds(over.config):
         return ""
     if over.estimate.value <= trial.estimate.value:
         return ""
     why = "the space does not hold it"
-    is_offered = over.config.seq_len in ranking.definition.space.values_of("seq_len")
+    is_offered = over.config.seq_len in view.space.values_of("seq_len")
     if over.epoch is not None and not over.epoch.is_whole and not is_offered:
         why = f"its {words.cut_in_words(over.epoch, over.config)}"
-    if ranking.is_predicted:
+    if view.is_predicted:
         return f"; {named} is predicted to be faster and is no answer: {why}"
     return f"; {named} was measured faster and is no answer: {why}"
 
@@ -249,7 +250,7 @@ def _numerics(view: StudyView, winner: RankedTrial, other: RankedTrial) -> str:
     if winner.config.is_8bit_compute:
         return f"The fastest with 16-bit compute is trial {other.number}: {speed}."
     computes = units.phrase("compute_dtype", other.config.compute_dtype)
-    times = words.times(view.ranking.ratio(other, winner))
+    times = words.times(view.ratio(other, winner))
     comparison = f"With {computes} trial {other.number} is {times} as fast: {speed}"
     if view.numerics_choice == "measured":
         return f"{comparison}; that is not sure to be faster."
@@ -257,7 +258,7 @@ def _numerics(view: StudyView, winner: RankedTrial, other: RankedTrial) -> str:
     return f"{comparison}; only `sweep run` on {gpu} can measure which is faster."
 
 
-def _epoch(epoch: Epoch, config: TrialConfig) -> str:
+def _epoch(epoch: EpochEstimate, config: TrialConfig) -> str:
     """Return what an epoch takes: time, dollars, tokens, and what its length cuts off."""
     sentence = units.duration(epoch.seconds)
     if epoch.seconds_low is not None and epoch.seconds_high is not None:
@@ -290,14 +291,14 @@ def status_words(ranking: Ranking, *, study: str, is_driven: bool = False) -> st
 
 
 def _sureness(view: StudyView) -> str:
-    ranking = view.ranking
-    status = status_words(ranking, study=view.study, is_driven=view.is_driven)
-    if ranking.soak is not None:
-        status += f"; {_soak(measured_of(ranking.soak))}"
+    status = status_words(view.ranking, study=view.study, is_driven=view.is_driven)
+    soak = view.ranking.soak
+    if soak is not None:
+        status += f"; {_soak(measured_of(soak))}"
     sentences = [status]
     if view.tied:
         sentences.append(f"Statistically indistinguishable: {_tied(view)}")
-    for number, run in ranking.fallen.items():
+    for number, run in view.fallen.items():
         sentences.append(f"Trial {number} fitted in the search and {words.fell(run)}, so it lost")
     return ". ".join(sentences)
 
@@ -358,8 +359,7 @@ def stopped_words(snapshot: StudySnapshot) -> str:
 def commands(view: StudyView) -> tuple[str, ...]:
     """Return what to type next, of a study that has an answer: to be surer, to train, to take it
     elsewhere, and for the whole configuration."""
-    is_surface = view.definition.target.recorded is not None and not view.snapshot.identity
-    if view.winner is None or is_surface:
+    if view.winner is None or view.is_surface:
         return ()
     name = shlex.quote(view.study)
     train = f"sweep train {name}"
@@ -380,14 +380,13 @@ def commands(view: StudyView) -> tuple[str, ...]:
 
 def confirmed_rows(view: StudyView) -> Iterator[ConfirmedRow]:
     """Yield what was measured again, in the order of the answer; what gains are over among it."""
-    ranking = view.ranking
     results: dict[int, str] = {}
     references = [view.measured_baseline]
     if view.measured_baseline is not None:
         results[view.measured_baseline.number] = "baseline"
     results |= dict.fromkeys(view.tied, "as fast")
     if view.winner is not None:
-        references.insert(0, ranking.reference_for(view.winner.config))
+        references.insert(0, view.reference_for(view.winner.config))
         results[view.winner.number] = "recommended"
     shown = {trial.number: trial for trial in view.ranked if view.is_measured_again(trial)}
     for reference in references:
@@ -398,15 +397,15 @@ def confirmed_rows(view: StudyView) -> Iterator[ConfirmedRow]:
     for trial in shown.values():
         yield _confirmed_row(view, trial, results.get(trial.number, "slower"))
     for record in view.records:
-        if record.number in ranking.fallen:
-            yield _fallen_row(view, record, ranking.fallen[record.number])
+        if record.number in view.fallen:
+            yield _fallen_row(view, record, view.fallen[record.number])
 
 
 def _confirmed_row(view: StudyView, trial: RankedTrial, result: str) -> ConfirmedRow:
     number = str(trial.number)
     if trial.record.purpose != "search":
         number = units.DASH
-        result = words.reference_of(view.ranking, trial.config).removeprefix("the ")
+        result = view.reference_name(trial.config).removeprefix("the ")
     return ConfirmedRow(
         number=number,
         changes=view.changes(trial.config),

@@ -14,8 +14,9 @@ from functools import cached_property
 from operator import attrgetter
 from typing import Literal
 
-from qlora_sweep.reports import units, words
-from qlora_sweep.reports.document import Document
+from qlora_sweep.reports import format as units
+from qlora_sweep.reports import words
+from qlora_sweep.reports.document import TrialTable
 from qlora_sweep.reports.figures import Section
 from qlora_sweep.reports.view import StudyView
 from qlora_sweep.reports.words import VERDICT_LABELS
@@ -61,7 +62,7 @@ class Cell:
     trial: int | None = None
 
 
-def boundary_of(document: Document) -> Section | None:
+def boundary_of(document: TrialTable) -> Section | None:
     """Return the boundary of a study; None where it has no trial of its space.
 
     A baseline that the space does not hold is left out: it differs in what the space fixes.
@@ -84,9 +85,8 @@ def boundary_of(document: Document) -> Section | None:
     order = sorted(groups, key=lambda values: list(map(str, values)))
 
     def prominence(values: tuple[object, ...]) -> tuple[bool, int]:
-        numbers = [record.number for record in groups[values]]
-        has_winner = view.winner is not None and view.winner.number in numbers
-        return has_winner, len(numbers)
+        group = groups[values]
+        return view.winner is not None and view.winner.record in group, len(group)
 
     opened = max(order, key=prominence)
     panels = []
@@ -117,7 +117,7 @@ def boundary_of(document: Document) -> Section | None:
     )
 
 
-def _nearest(document: Document) -> Iterator[tuple[str, ...]]:
+def _nearest(document: TrialTable) -> Iterator[tuple[str, ...]]:
     """Yield what came nearest to fitting: trial, changes, need, excess, predicted tokens/s."""
     view = document.view
     for record in nearest_to_fitting(view.of_space)[:NEAREST_SHOWN]:
@@ -141,7 +141,7 @@ def _need(view: StudyView, record: TrialRecord) -> Need:
 class _Cells:
     """Makes cells that compare with each other."""
 
-    document: Document
+    document: TrialTable
 
     @cached_property
     def fastest(self) -> float:

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import plotly.graph_objects as go
 
-from qlora_sweep.reports import units
+from qlora_sweep.reports import format as units
 from qlora_sweep.reports.figures import MARKS, PageFigure, Section, framed, whiskers
 from qlora_sweep.search_spaces import costs
 from qlora_sweep.search_spaces.config import TrialConfig, as_typed, targets_in_words
@@ -62,7 +62,7 @@ class Option:
 
 
 @dataclass(frozen=True)
-class Candidate:
+class ComparedGpu:
     """One GPU, as a study knows it."""
 
     label: str
@@ -80,7 +80,7 @@ class Candidate:
 class Entry:
     """What a GPU is recommended to run on a ground, and what the work takes with it."""
 
-    candidate: Candidate
+    candidate: ComparedGpu
     option: Option
     seconds: costs.Range
     """Of training alone."""
@@ -100,10 +100,10 @@ class Group:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class GpuComparison:
     """Several GPUs beside each other."""
 
-    candidates: tuple[Candidate, ...]
+    candidates: tuple[ComparedGpu, ...]
     work: costs.AskedWork
     groups: tuple[Group, ...]
     """Of at least two GPUs, the one with the most GPUs first."""
@@ -111,7 +111,7 @@ class Comparison:
     """The fastest on each ground that a single GPU has."""
 
 
-def of_study(snapshot: StudySnapshot) -> Candidate:
+def of_study(snapshot: StudySnapshot) -> ComparedGpu:
     """Return the GPU that a study is for, with all that was measured to fit on it.
 
     Speeds are the target GPU's, predicted where another stood in, and which configuration stands
@@ -151,7 +151,7 @@ def of_study(snapshot: StudySnapshot) -> Candidate:
     source = f"study {snapshot.name}"
     if target.emulated_on:
         source += f", run on {target.emulated_on}"
-    return Candidate(
+    return ComparedGpu(
         label=snapshot.name,
         gpu=target.gpu,
         source=source,
@@ -170,7 +170,7 @@ def _speed(value: float, low: float | None, high: float | None) -> tuple[costs.R
     return costs.Range(value, low, high), has_interval
 
 
-def compare(candidates: Sequence[Candidate], *, work: costs.AskedWork) -> Comparison:
+def compare(candidates: Sequence[ComparedGpu], *, work: costs.AskedWork) -> GpuComparison:
     """Return what can be told of several GPUs.
 
     Raises:
@@ -197,10 +197,10 @@ def compare(candidates: Sequence[Candidate], *, work: costs.AskedWork) -> Compar
             offered = costs.compare_offers(bills)
         groups.append(Group(ground, tuple(of_ground), offered))
     groups.sort(key=lambda group: -len(group.entries))
-    return Comparison(named, work, tuple(groups), tuple(alone))
+    return GpuComparison(named, work, tuple(groups), tuple(alone))
 
 
-def _told_apart(candidates: Sequence[Candidate]) -> tuple[Candidate, ...]:
+def _told_apart(candidates: Sequence[ComparedGpu]) -> tuple[ComparedGpu, ...]:
     """Return candidates of which no two are called alike: those of one label are numbered."""
     totals = Counter(candidate.label for candidate in candidates)
     counts: Counter[str] = Counter()
@@ -235,7 +235,7 @@ def _cheapest_first(entry: Entry) -> tuple[bool, float]:
     return False, entry.bill.usd
 
 
-def _entry(candidate: Candidate, option: Option, work: costs.AskedWork) -> Entry:
+def _entry(candidate: ComparedGpu, option: Option, work: costs.AskedWork) -> Entry:
     amount = work.workload(
         option.config,
         tokens_per_sample=option.tokens_per_sample,
@@ -278,7 +278,7 @@ def training_words(snapshot: StudySnapshot, number: int, work: costs.AskedWork) 
     return f"{_work(work)}: {seconds}, {usd} in all"
 
 
-def comparison_words(comparison: Comparison) -> Section:
+def comparison_words(comparison: GpuComparison) -> Section:
     """Return the words and figures of a comparison."""
     candidates = comparison.candidates
     names = [units.gpu_name(candidate.gpu) for candidate in candidates]
@@ -391,7 +391,7 @@ def _range(number: costs.Range, words: Callable[[float], str]) -> str:
     return f"{words(number.value)} ({words(number.low)} to {words(number.high)})"
 
 
-def _absent(group: Group, candidates: Sequence[Candidate]) -> Iterator[str]:
+def _absent(group: Group, candidates: Sequence[ComparedGpu]) -> Iterator[str]:
     """Yield which GPUs are not in a comparison, and what would bring them in."""
     present = {entry.candidate.label for entry in group.entries}
     option = group.entries[0].option
@@ -444,7 +444,7 @@ def _row(entry: Entry) -> tuple[str, ...]:
     )
 
 
-def _apart(comparison: Comparison) -> Iterator[str]:
+def _apart(comparison: GpuComparison) -> Iterator[str]:
     """Yield what is not compared: nothing is left out silently."""
     models: dict[str, None] = {}
     for candidate in comparison.candidates:

@@ -11,10 +11,12 @@ import json
 import shlex
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from operator import attrgetter
 
 import yaml
 
-from qlora_sweep.reports import answer, units, words
+from qlora_sweep.reports import answer, words
+from qlora_sweep.reports import format as units
 from qlora_sweep.reports.advice import how_to_go_faster
 from qlora_sweep.reports.comparison import training_words
 from qlora_sweep.reports.view import StudyView
@@ -142,16 +144,16 @@ def _other_questions(
     view: StudyView, winner: RankedTrial
 ) -> Iterator[tuple[str, RankedTrial | None]]:
     """Yield what else may be asked of what fits, with the trial that answers it; None for none."""
-    ranking = view.ranking
-    fitting = [trial for trial in ranking.by_speed if trial in view.ranked]
-    if not ranking.ratio(fitting[0], winner).is_open:
+    numbers = {trial.number for trial in view.ranked}
+    fitting = [trial for trial in view.ranking.by_speed if trial.number in numbers]
+    if not view.ratio(fitting[0], winner).is_open:
         yield "Fastest", fitting[0]
-    of_class = ranking.fastest_of_baselines_class or view.measured_baseline
+    of_class = view.fastest_of_baselines_class or view.measured_baseline
     yield f"Fastest at {words.capacity(view.baseline_config)}, as the baseline", of_class
     yield "Cheapest per token", _surely_cheapest(view, winner, fitting)
-    if ranking.is_for_speed_alone:
-        fitting = [trial for trial in fitting if ranking.is_asked(trial.config)]
-    least = (1.0 - SPEED_LOSS) * max(trial.estimate.value for trial in fitting)
+    if view.is_for_speed_alone:
+        fitting = [trial for trial in fitting if view.ranking.is_asked(trial.config)]
+    least = (1.0 - SPEED_LOSS) * max(map(attrgetter("estimate.value"), fitting))
     fast = (trial for trial in fitting if trial.estimate.value >= least)
     yield (
         f"Most memory left, at most {units.percent(SPEED_LOSS)} slower than the fastest",
@@ -163,16 +165,14 @@ def _surely_cheapest(
     view: StudyView, winner: RankedTrial, fitting: Iterable[RankedTrial]
 ) -> RankedTrial | None:
     """Return the cheapest trial of those that surely cost less than the winner; None for none."""
-    winners = view.usd_per_million_tokens(winner)
-    if winners is None or winners.low is None:
+    of_winner = view.usd_interval(winner)
+    if of_winner is None:
         return None
     costs = {}
     cheaper = []
     for trial in fitting:
-        dollars = view.usd_per_million_tokens(trial)
-        if dollars is None or dollars.low is None or dollars.high is None:
-            continue
-        if dollars.high < winners.low:
-            costs[trial.number] = dollars.low + dollars.high
+        ends = view.usd_interval(trial)
+        if ends is not None and ends[1] < of_winner[0]:
+            costs[trial.number] = sum(ends)
             cheaper.append(trial)
     return min(cheaper, key=lambda trial: costs[trial.number], default=None)

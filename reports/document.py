@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from qlora_sweep.reports import units, words
+from qlora_sweep.reports import format as units
+from qlora_sweep.reports import words
 from qlora_sweep.reports.view import StudyView
 from qlora_sweep.search_spaces.config import KNOBS, TrialConfig
 from qlora_sweep.search_spaces.gpus import gpu_catalogue
@@ -37,7 +38,7 @@ AXES = {
 
 
 @dataclass(frozen=True)
-class Column:
+class TrialColumn:
     """One thing that is known of trials."""
 
     label: str
@@ -67,7 +68,7 @@ class Column:
 
 
 @dataclass(frozen=True)
-class Document:
+class TrialTable:
     """The trials of a study, as a page has them."""
 
     view: StudyView
@@ -75,7 +76,7 @@ class Document:
     """The trials, with the baseline where the confirmation alone measured it."""
     unit: units.MemoryUnit
     """Of all sizes: its largest peak's, before any its budget's."""
-    columns: Mapping[str, Column]
+    columns: Mapping[str, TrialColumn]
     """Of what is known of any trial, by key, in the order of the table; settings come last."""
 
     @cached_property
@@ -121,7 +122,7 @@ class Document:
         }
 
 
-def document_of(view: StudyView) -> Document:
+def document_of(view: StudyView) -> TrialTable:
     """Return what a page knows of a study's trials."""
     records = view.records
     ended = {record.number: record for record in view.ranking.records}
@@ -156,14 +157,14 @@ def document_of(view: StudyView) -> Document:
     for key, label in labels.items():
         pairs = tuple(row.get(key, UNKNOWN) for row in rows)
         if set(pairs) - {UNKNOWN}:
-            columns[key] = Column(label, pairs, key not in _HIDDEN)
+            columns[key] = TrialColumn(label, pairs, key not in _HIDDEN)
     for key in TrialConfig.model_fields:
         settings = []
         for record in records:
             value = getattr(record.config, key)
             settings.append((value, setting_words(value)))
-        columns[key] = Column(KNOBS[key].label, tuple(settings), len(set(settings)) > 1)
-    return Document(view, records, unit, columns)
+        columns[key] = TrialColumn(KNOBS[key].label, tuple(settings), len(set(settings)) > 1)
+    return TrialTable(view, records, unit, columns)
 
 
 _SHOWN = {
@@ -237,9 +238,8 @@ def _measured(trial: RankedTrial, view: StudyView, unit: units.MemoryUnit) -> di
         "step_seconds": _number(measured.step_seconds, units.step_time(measured.step_seconds)),
         "flags": _text(", ".join(measured.flags)),
     }
-    dollars = view.usd_per_million_tokens(trial)
-    if dollars is not None:
-        row["usd_per_million_tokens"] = _number(dollars.value, units.usd(dollars.value))
+    usd = view.usd_per_million_tokens(trial)
+    row["usd_per_million_tokens"] = _number(usd, units.usd(usd))
     speed = view.target_speed(trial)
     if speed is not None and view.gpu.emulated_on is not None:
         remarks = []

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from plotly.subplots import make_subplots
 
-from qlora_sweep.reports.document import Document
+from qlora_sweep.reports.document import TrialTable
 from qlora_sweep.reports.figures import AMBER, BLUE, PageFigure, Section, digits, framed, whiskers
 from qlora_sweep.reports.words import held_out
 from qlora_sweep.storage.ranking import RankedTrial
 from qlora_sweep.storage.records import QualityReport
 
 
-def quality_of(document: Document) -> Section | None:
+def quality_of(document: TrialTable) -> Section | None:
     """Return the section on held-out losses; None of a study that has none."""
     view = document.view
     judged: list[RankedTrial] = []

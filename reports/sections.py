@@ -8,9 +8,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from qlora_sweep.reports import answer, units, words
+from qlora_sweep.reports import answer, words
+from qlora_sweep.reports import format as units
 from qlora_sweep.reports.advice import how_to_go_faster
-from qlora_sweep.reports.document import Document
+from qlora_sweep.reports.document import TrialTable
 from qlora_sweep.reports.figures import Section
 from qlora_sweep.reports.view import StudyView
 from qlora_sweep.storage.ranking import RankedTrial
@@ -84,7 +85,7 @@ def _by_length(view: StudyView) -> Iterator[tuple[str, ...]]:
         )
 
 
-def trials_of(document: Document) -> Section | None:
+def trials_of(document: TrialTable) -> Section | None:
     """Return what the table of all trials may be filtered by; None where there are none."""
     if not document.records:
         return None
@@ -111,7 +112,7 @@ def environment_rows(view: StudyView) -> list[tuple[str, str]]:
         "search space": f"{space.name} (sampler {space.sampler}, seed {space.seed})",
         "driver time": units.duration(view.seconds["wall"]),
     }
-    for key, value in view.snapshot.environment.items():
+    for key, value in view.environment.items():
         named: Mapping[str, Any] = {key.replace("_", " "): value}
         if isinstance(value, Mapping):
             named = value

@@ -11,7 +11,8 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, InstanceOf
 
-from qlora_sweep.reports import units
+from qlora_sweep.reports import format as units
+from qlora_sweep.reports import words
 from qlora_sweep.search_spaces.config import TrialConfig
 from qlora_sweep.search_spaces.costs import usd_per_million_tokens, usd_per_training_second
 from qlora_sweep.search_spaces.learning_rates import LearningRate, learning_rate_of
@@ -19,16 +20,17 @@ from qlora_sweep.search_spaces.linears import CapacityClass
 from qlora_sweep.search_spaces.prices import Offer
 from qlora_sweep.search_spaces.quality import KnownQuality
 from qlora_sweep.search_spaces.space import Objective, SearchSpace
+from qlora_sweep.storage.confirmations import Ratio
 from qlora_sweep.storage.definition import (
     MemoryForecast,
     StudyDefinition,
     StudySnapshot,
     TargetSpeed,
 )
-from qlora_sweep.storage.estimate import Estimate
 from qlora_sweep.storage.ranking import (
     ClassBest,
     NoGain,
+    RankedGain,
     RankedTrial,
     Ranking,
     measured_of,
@@ -63,11 +65,11 @@ _SOAK_SHOWN = {
 """Of the measurement of a soak, what is in the document."""
 
 
-class _Part(BaseModel):
+class _ViewPart(BaseModel):
     model_config = ConfigDict(frozen=True, from_attributes=True)
 
 
-class Gpu(_Part):
+class Gpu(_ViewPart):
     """The GPU that the study is for."""
 
     name: str
@@ -76,7 +78,7 @@ class Gpu(_Part):
     """The GPU that measured in its place, capped to its memory; None where it did itself."""
 
 
-class Speed(_Part):
+class Speed(_ViewPart):
     """How fast a configuration trains on that GPU, in supervised tokens/s."""
 
     value: float = Field(validation_alias="tokens_per_second")
@@ -85,7 +87,7 @@ class Speed(_Part):
     basis: Literal["measured", "predicted"]
 
 
-class Cost(_Part):
+class TokenCost(_ViewPart):
     """What tokens cost as the winner trains, with the ends of the speed's interval."""
 
     usd_per_million_tokens: float
@@ -97,7 +99,7 @@ class Cost(_Part):
     date: str
 
 
-class Epoch(EpochRecord):
+class EpochEstimate(EpochRecord):
     """One pass over the rows of the dataset that are not held out; start-up, evaluation and
     checkpoints come on top."""
 
@@ -111,14 +113,14 @@ class Epoch(EpochRecord):
     dollars_high: float | None = None
 
 
-class Sureness(_Part):
+class Sureness(_ViewPart):
     """How surely a speed is known, on whatever GPU ran."""
 
     tokens_per_second_ci95: tuple[float, float] | None
     noisy: bool
 
 
-class Trial(Sureness):
+class WinnerTrial(Sureness):
     """The winner."""
 
     number: int
@@ -132,7 +134,7 @@ class Trial(Sureness):
     target_tokens_per_second: Speed | None
 
 
-class Times(_Part):
+class Times(_ViewPart):
     """How many times as fast, with the ends of the 95 % interval; null where nothing bounds it."""
 
     ratio: float = Field(validation_alias="value")
@@ -183,7 +185,7 @@ class Baseline(OfClass):
     class_gain: ClassGain | None
 
 
-class OnFront(_Part):
+class OnFront(_ViewPart):
     """A trial of the Pareto front."""
 
     number: int
@@ -191,7 +193,7 @@ class OnFront(_Part):
     config: TrialConfig
 
 
-class Confirmed(_Part):
+class Confirmed(_ViewPart):
     """What measuring the winner again came to."""
 
     runs: int
@@ -202,7 +204,7 @@ class Confirmed(_Part):
     soak: Mapping[str, Any] | None
 
 
-class StudyView(_Part):
+class StudyView(_ViewPart):
     """What is known of a study."""
 
     snapshot: InstanceOf[StudySnapshot] = Field(exclude=True, repr=False)
@@ -219,11 +221,11 @@ class StudyView(_Part):
     """How many there are in ``total``, and of each verdict."""
     ended: Mapping[str, Any] | None
     """Why the search ended last; None where it has not."""
-    best: Trial | None
+    best: WinnerTrial | None
     """The winner, of several objectives the knee of their front; None where nothing fits."""
-    cost: Cost | None
+    cost: TokenCost | None
     texts: Mapping[str, Any] | None
-    epoch: Epoch | None
+    epoch: EpochEstimate | None
     target_tokens_per_second: Speed | None
     gain: Gain | None
     no_gain: NoGain | None
@@ -312,10 +314,24 @@ class StudyView(_Part):
         """Return how fast a trial is on the GPU that the study is for; None where unknown."""
         return self.ranking.target_speed(trial)
 
-    def usd_per_million_tokens(self, trial: RankedTrial) -> Estimate | None:
-        """Return what a million tokens cost at a trial's speed on that GPU, with the ends of the
-        speed's interval; None without a price or a speed."""
-        return _dollars(self.ranking, self.offer, trial)
+    def usd_per_million_tokens(self, trial: RankedTrial) -> float | None:
+        """Return what a million tokens cost at a trial's speed on that GPU; None without a price or
+        a speed."""
+        cost = _cost(self.ranking, self.offer, trial)
+        if cost is None:
+            return None
+        return cost.usd_per_million_tokens
+
+    def usd_interval(self, trial: RankedTrial) -> tuple[float, float] | None:
+        """Return the least and the most that they cost, by that speed's interval."""
+        cost = _cost(self.ranking, self.offer, trial)
+        if cost is None:
+            return None
+        low = cost.usd_per_million_tokens_low
+        high = cost.usd_per_million_tokens_high
+        if low is None or high is None:
+            return None
+        return low, high
 
     @property
     def measured_trials(self) -> Mapping[int, RankedTrial]:
@@ -331,6 +347,63 @@ class StudyView(_Part):
     def is_driven(self) -> bool:
         """Whether a process drives the study now."""
         return self.snapshot.holder is not None
+
+    @property
+    def finished(self) -> tuple[TrialRecord, ...]:
+        """The trials of the search without attempts that were repeated, by number."""
+        return self.snapshot.trials
+
+    @property
+    def environment(self) -> Mapping[str, Any]:
+        """What the newest run ran on."""
+        return self.snapshot.environment
+
+    @property
+    def is_surface(self) -> bool:
+        """Whether it shows a file of recorded trials, and no study."""
+        return self.definition.target.recorded is not None and not self.snapshot.identity
+
+    @property
+    def confirmation_runs(self) -> tuple[TrialRecord, ...]:
+        """What measured winners again, by number."""
+        return self.snapshot.confirmations
+
+    @property
+    def fallen(self) -> Mapping[int, TrialRecord]:
+        """Trials that fitted in the search and did not hold, by number, each with the run that says
+        so."""
+        return self.ranking.fallen
+
+    @property
+    def is_for_speed_alone(self) -> bool:
+        """Whether nothing but speed is asked for."""
+        return self.ranking.is_for_speed_alone
+
+    @property
+    def other_numerics(self) -> RankedTrial | None:
+        """The fastest of the other class of numerics than the winner's; None for none to name."""
+        return self.ranking.other_numerics
+
+    @property
+    def fastest_of_baselines_class(self) -> RankedTrial | None:
+        """The fastest trial of the space in the baseline's capacity class."""
+        return self.ranking.fastest_of_baselines_class
+
+    def gain_of(self, trial: RankedTrial) -> RankedGain:
+        """Return what a trial gained within its capacity class, or why that is not stated."""
+        return self.ranking.gain_of(trial)
+
+    def ratio(self, trial: RankedTrial, over: RankedTrial) -> Ratio:
+        """Return how much faster a trial is than another."""
+        return self.ranking.ratio(trial, over)
+
+    def reference_for(self, config: TrialConfig) -> RankedTrial | None:
+        """Return what a configuration's gain is stated over; None where it was not measured."""
+        return self.ranking.reference_for(config)
+
+    def reference_name(self, config: TrialConfig) -> str:
+        """Return what that is called: ``the baseline``, ``the baseline at rank 8 on q,v``."""
+        return words.reference_of(self.ranking, config)
 
     def is_measured_again(self, trial: RankedTrial) -> bool:
         """Whether a trial's speed is that of several runs which confirm it."""
@@ -356,7 +429,7 @@ class StudyView(_Part):
         """Return the memory that a trial needs which did not fit; None where nothing is known."""
         return need_of(record, budget_bytes=self.gpu.budget_bytes)
 
-    def epoch_of(self, trial: RankedTrial) -> Epoch | None:
+    def epoch_of(self, trial: RankedTrial) -> EpochEstimate | None:
         """Return what an epoch of the study's dataset takes as a trial trains; None without one."""
         return _epoch(self.snapshot, self.ranking, trial)
 
@@ -417,7 +490,7 @@ def _device_seconds(records: Iterable[TrialRecord]) -> float:
     return sum(record.device_seconds for record in records)
 
 
-def _epoch(snapshot: StudySnapshot, ranking: Ranking, trial: RankedTrial) -> Epoch | None:
+def _epoch(snapshot: StudySnapshot, ranking: Ranking, trial: RankedTrial) -> EpochEstimate | None:
     if trial.epoch is None:
         return None
     figures: dict[str, float] = {}
@@ -433,7 +506,7 @@ def _epoch(snapshot: StudySnapshot, ranking: Ranking, trial: RankedTrial) -> Epo
             if snapshot.offer is not None:
                 price = usd_per_training_second(snapshot.offer, trial.config.data_parallel)
                 figures[f"dollars{end}"] = seconds * price
-    return Epoch(**trial.epoch.model_dump(), **figures)
+    return EpochEstimate(**trial.epoch.model_dump(), **figures)
 
 
 def _gain(ranking: Ranking) -> Gain | None:
@@ -463,12 +536,12 @@ def _on_front(trial: RankedTrial, objectives: Iterable[Objective]) -> OnFront:
     return OnFront(number=trial.number, values=values, config=trial.config)
 
 
-def _winner(snapshot: StudySnapshot, trial: RankedTrial, speed: TargetSpeed | None) -> Trial:
+def _winner(snapshot: StudySnapshot, trial: RankedTrial, speed: TargetSpeed | None) -> WinnerTrial:
     measurement = trial.measurement.model_dump(mode="json", exclude=NOT_SHOWN)
     if snapshot.definition.target.recorded:
         measurement |= dict.fromkeys(_NOT_RECORDED)
     model = snapshot.definition.model.get("config", {})
-    return Trial(
+    return WinnerTrial(
         number=trial.number,
         config=trial.config,
         learning_rate=learning_rate_of(trial.config, model),
@@ -483,25 +556,21 @@ def _sureness(measured: Measurement) -> dict[str, Any]:
     return {"tokens_per_second_ci95": measured.speed_interval, "noisy": measured.is_noisy}
 
 
-def _dollars(ranking: Ranking, offer: Offer | None, trial: RankedTrial) -> Estimate | None:
+def _cost(ranking: Ranking, offer: Offer | None, trial: RankedTrial) -> TokenCost | None:
     speed = ranking.target_speed(trial)
     if speed is None or offer is None:
         return None
     price = partial(usd_per_million_tokens, offer, trial.config.data_parallel)
-    value = price(speed.tokens_per_second)
-    if speed.low is None or speed.high is None:
-        return Estimate(value)
-    return Estimate(value, price(speed.high), price(speed.low))
-
-
-def _cost(ranking: Ranking, offer: Offer | None, winner: RankedTrial) -> Cost | None:
-    dollars = _dollars(ranking, offer, winner)
-    if dollars is None or offer is None:
-        return None
-    return Cost(
-        usd_per_million_tokens=dollars.value,
-        usd_per_million_tokens_low=dollars.low,
-        usd_per_million_tokens_high=dollars.high,
+    low = None
+    high = None
+    if speed.low is not None and speed.high is not None:
+        # The high end of the speed is the low end of the price.
+        low = price(speed.high)
+        high = price(speed.low)
+    return TokenCost(
+        usd_per_million_tokens=price(speed.tokens_per_second),
+        usd_per_million_tokens_low=low,
+        usd_per_million_tokens_high=high,
         **offer.model_dump(mode="json", include={"usd_per_hour", "provider", "is_spot", "date"}),
     )
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import assert_never
 
-from qlora_sweep.reports import units
+from qlora_sweep.reports import format as units
 from qlora_sweep.search_spaces.config import TrialConfig, targets_in_words
 from qlora_sweep.search_spaces.space import Objective
 from qlora_sweep.storage import records as ended

@@ -95,48 +95,67 @@ def differences(stored: StudyDefinition, given: StudyDefinition) -> tuple[str, .
     fingerprint, not by spelling. So do texts; with them the seed counts too, as it says which of
     their rows are held out.
     """
-    old, new = _compared(stored), _compared(given)
+    old = _compared(stored)
+    new = _compared(given)
     absent = (None, "(absent)")
-    found = {
-        key: (old.get(key, absent), new.get(key, absent)) for key in sorted(old.keys() | new.keys())
-    }
-    lines = {key: f"{key}: {a[1]} -> {b[1]}" for key, (a, b) in found.items() if a[0] != b[0]}
+    lines = {}
+    for key in sorted(old.keys() | new.keys()):
+        old_value, old_words = old.get(key, absent)
+        new_value, new_words = new.get(key, absent)
+        if old_value != new_value:
+            lines[key] = f"{key}: {old_words} -> {new_words}"
     # A baseline inherits what is fixed: one change there is one line. Of other texts all else is.
     implied = {f"baseline.{key.removeprefix('fixed.')}" for key in lines}
-    implied |= set(_OF_TEXTS) if "texts" in lines else set()
+    if "texts" in lines:
+        implied.update(_OF_TEXTS)
     return tuple(line for key, line in lines.items() if key not in implied)
 
 
 def step_differences(stored: StudyDefinition, given: StudyDefinition) -> tuple[str, ...]:
     """Return one ``key: old -> new`` per difference in how long a trial trains."""
-    old, new = (of.space.steps.model_dump() for of in (stored, given))
-    return tuple(f"{key}: {old[key]} -> {new[key]}" for key in old if old[key] != new[key])
+    new = given.space.steps.model_dump()
+    lines = []
+    for key, old in stored.space.steps.model_dump().items():
+        if old != new[key]:
+            lines.append(f"{key}: {old} -> {new[key]}")
+    return tuple(lines)
 
 
 def _compared(definition: StudyDefinition) -> dict[str, tuple[object, str]]:
     """Return what counts of a definition, by key, each with how it is shown."""
-    space, texts = definition.space, definition.texts
+    space = definition.space
+    texts = definition.texts
     dumped = space.model_dump(mode="json")
+    values = {key: dumped[key] for key in ("weights", "objectives", "numerics", "leave_out")}
     # What is neither searched nor fixed is the recipe's, and a baseline is what it resolves to:
     # writing a default out changes nothing.
-    rest = {key: value for key, value in _RECIPE.items() if key not in space.dimensions}
+    fixed = _RECIPE | dumped["fixed"]
+    for key in space.dimensions:
+        if key not in dumped["fixed"]:
+            fixed.pop(key, None)
     nested = {
         "dimensions": dumped["dimensions"],
-        "fixed": rest | dumped["fixed"],
+        "fixed": fixed,
         "baseline": space.baseline_config().model_dump(mode="json"),
         "target": definition.target.model_dump(mode="json"),
     }
-    plain = {key: dumped[key] for key in ("weights", "objectives", "numerics", "leave_out")}
-    plain |= {f"{outer}.{key}": of for outer, inner in nested.items() for key, of in inner.items()}
+    for outer, inner in nested.items():
+        for key, value in inner.items():
+            values[f"{outer}.{key}"] = value
     if texts is not None:
-        chosen = {f"data.{key}": value for key, value in (dumped["data"] or {}).items()}
-        plain |= {key: (chosen | {"seed": space.seed}).get(key) for key in _OF_TEXTS}
-    compared: dict[str, tuple[object, str]] = {k: (v, json.dumps(v)) for k, v in plain.items()}
-    model, named = definition.model_fingerprint, definition.model.get("name")
-    compared["model"] = model, f"{named} (config {model})"
-    compared["texts"] = None, "none"
+        chosen = dumped["data"] or {}
+        values["data.eval_fraction"] = chosen.get("eval_fraction")
+        values["data.quality_tokens"] = chosen.get("quality_tokens")
+        values["seed"] = space.seed
+    compared: dict[str, tuple[object, str]] = {}
+    for key, value in values.items():
+        compared[key] = (value, json.dumps(value))
+    model = definition.model_fingerprint
+    compared["model"] = (model, f"{definition.model.get('name')} (config {model})")
+    compared["texts"] = (None, "none")
     if texts is not None:
-        compared["texts"] = texts.fingerprint, f"{texts.source} (fingerprint {texts.fingerprint})"
+        shown = f"{texts.source} (fingerprint {texts.fingerprint})"
+        compared["texts"] = (texts.fingerprint, shown)
     return compared
 
 

@@ -41,6 +41,7 @@ widens its interval; only where that holds 1 is no gain stated.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -48,9 +49,11 @@ from types import MappingProxyType
 from typing import Literal, assert_never
 from weakref import WeakKeyDictionary
 
+import numpy as np
 from pydantic import BaseModel, ConfigDict
 
 from qlora_sweep.search_spaces.config import TrialConfig, canonical
+from qlora_sweep.search_spaces.estimates import Estimate
 from qlora_sweep.search_spaces.kinds import Numerics
 from qlora_sweep.search_spaces.linears import CapacityClass, nearest_capacity
 from qlora_sweep.search_spaces.models import ModelSpec
@@ -66,7 +69,6 @@ from qlora_sweep.storage.confirmations import (
     soaked_long_enough,
 )
 from qlora_sweep.storage.definition import StudyDefinition, StudySnapshot, TargetSpeed
-from qlora_sweep.storage.estimate import Estimate
 from qlora_sweep.storage.records import (
     EpochRecord,
     Measurement,
@@ -148,13 +150,13 @@ def undominated(points: Mapping[int, tuple[float, ...]]) -> set[int]:
     for point in sorted(set(points.values()), reverse=True):
         if not any(all(map(float.__ge__, other, point)) for other in front):
             front.add(point)
-    return {number for number, point in points.items() if point in front}
+    return {number for number in points if points[number] in front}
 
 
 def verdict_counts(records: Iterable[TrialRecord]) -> dict[str, int]:
     """Return the number of trials of every verdict, zero included."""
-    verdicts = [record.verdict for record in records]
-    return {str(verdict): verdicts.count(verdict) for verdict in Verdict}
+    counts = Counter(record.verdict for record in records)
+    return {str(verdict): counts[verdict] for verdict in Verdict}
 
 
 @dataclass(frozen=True)
@@ -168,7 +170,7 @@ class RankedTrial:
     what the search measured, its speed times `Ranking.scale`."""
     estimate: Estimate
     """Tokens/s that decide, with the interval: 95 % of what was measured, of what is predicted
-    where nine in ten are."""
+    where nine in ten are; from 0 to infinity where nothing bounds it."""
     basis: Basis
 
     @property
@@ -206,7 +208,7 @@ class ClassBest(BaseModel):
 
 
 @dataclass(frozen=True)
-class Gain:
+class RankedGain:
     """How many times as fast a trial is as the baseline in its capacity class."""
 
     ratio: Ratio | None = None
@@ -331,18 +333,21 @@ class Ranking:
     @cached_property
     def trials(self) -> Mapping[int, RankedTrial]:
         """Every measured trial of the search, by number, in the space or not."""
-        return {
-            record.number: self._ranked_trial(record, self._measurements[record.number])
-            for record in self.records
-            if record.number in self._measurements
-        }
+        trials = {}
+        for record in self.records:
+            if record.number in self._measurements:
+                measured = self._measurements[record.number]
+                trials[record.number] = self._ranked_trial(record, measured)
+        return trials
 
     def _ranked_trial(self, record: TrialRecord, measured: Measurement) -> RankedTrial:
         on_target = self.target_speeds.get(record.number)
         if on_target is not None and self.is_predicted:
-            speed = Estimate(on_target.tokens_per_second, on_target.low, on_target.high)
+            low = on_target.low or 0.0
+            high = on_target.high or math.inf
+            speed = Estimate(on_target.tokens_per_second, low, high)
             return RankedTrial(record, measured, speed, "predicted")
-        low, high = measured.speed_interval or (None, None)
+        low, high = measured.speed_interval or (0.0, math.inf)
         speed = Estimate(measured.tokens_per_second, low, high)
         if record.number in self._repeated or record.purpose == "confirm":
             return RankedTrial(record, measured, speed, "confirmed")
@@ -469,14 +474,13 @@ class Ranking:
         makes no difference."""
         if self.is_predicted or not self.is_for_speed_alone:
             return None
-        speeds = [
-            self._searched[record.number].tokens_per_second
-            for record in self._fitting_of_space
-            if record.number in self._repeated
-        ]
-        if not speeds:
+        fastest = 0.0
+        for record in self._fitting_of_space:
+            if record.number in self._repeated:
+                fastest = max(fastest, self._searched[record.number].tokens_per_second)
+        if not fastest:
             return None
-        return self.scale * max(speeds)
+        return self.scale * fastest
 
     @cached_property
     def _merits(self) -> Mapping[int, tuple[float, ...]]:
@@ -485,9 +489,15 @@ class Ranking:
 
         A held-out loss that is not told from the lowest counts as that.
         """
-        judged = [trial for trial in self.by_speed if _is_judged(trial, self.objectives)]
-        qualities = [trial.measurement.quality for trial in judged if trial.measurement.quality]
-        best = min(qualities, key=lambda quality: quality.eval_loss, default=None)
+        judged = []
+        best = None
+        for trial in self.by_speed:
+            if not _is_judged(trial, self.objectives):
+                continue
+            judged.append(trial)
+            quality = trial.measurement.quality
+            if quality and (best is None or quality.eval_loss < best.eval_loss):
+                best = quality
         merits = {}
         for trial in judged:
             values = []
@@ -518,18 +528,18 @@ class Ranking:
         """
         if self.is_for_speed_alone:
             return tuple(sorted(self.by_speed, key=lambda trial: not self.is_asked(trial.config)))
-        front = [self._merits[number] for number in self._on_front]
-        scales = [(max(column), max(column) - min(column)) for column in zip(*front, strict=True)]
+        front = np.array(
+            [self._merits[number] for number in self._on_front]
+        )  # (trials, objectives)
 
         def order(trial: RankedTrial) -> tuple[bool, float, tuple[float, ...]]:
-            merits = self._merits[trial.number]
-            away = []
-            for value, (best, extent) in zip(merits, scales, strict=True):
-                # An objective in which all of the front are equal says nothing.
-                if extent > 0:
-                    away.append((best - value) / extent)
-            falling = tuple(-value for value in merits)
-            return trial.number not in self._on_front, math.hypot(*away), falling
+            merits = np.array(self._merits[trial.number])  # (objectives,)
+            best = front.max(axis=0)
+            extent = best - front.min(axis=0)
+            # An objective in which all of the front are equal says nothing.
+            differs = extent > 0
+            away = (best - merits)[differs] / extent[differs]
+            return trial.number not in self._on_front, math.hypot(*away), tuple(-merits)
 
         judged = [trial for trial in self.by_speed if trial.number in self._merits]
         return tuple(sorted(judged, key=order))
@@ -578,13 +588,12 @@ class Ranking:
         """What ties with the fastest of the class of numerics that is chosen, that among it, less
         what another one beats."""
         fastest = self._fastest_of_numerics[self._chosen_numerics]
-        rivals = [
-            trial
-            for trial in self.by_speed
-            if self.is_asked(trial.config)
-            and trial.config.numerics == fastest.config.numerics
-            and self._place(trial) == self._place(fastest)
-        ]
+        rivals = []
+        for trial in self.by_speed:
+            is_alike = trial.config.numerics == fastest.config.numerics
+            is_beside = self._place(trial) == self._place(fastest)
+            if self.is_asked(trial.config) and is_alike and is_beside:
+                rivals.append(trial)
         least = fastest.estimate.value / (1.0 + TIE)
         alternatives = []
         for trial in rivals:
@@ -810,15 +819,11 @@ class Ranking:
         pooled = self.confirmations.pooled(wanted)
         if pooled is None or wanted in self.confirmations.fallen:
             return None
-        first = next(
-            run
-            for run in self.confirmations.records
-            if run.series == self.confirmations.series
-            and run.purpose == "confirm"
-            and run.verdict is Verdict.FITS
-            and canonical(run.config) == wanted
-        )
-        return self._ranked_trial(first, pooled)
+        for run in self.confirmations.records:
+            is_run = run.series == self.confirmations.series and run.purpose == "confirm"
+            if is_run and run.verdict is Verdict.FITS and canonical(run.config) == wanted:
+                return self._ranked_trial(run, pooled)
+        raise AssertionError("its runs are pooled")
 
     @cached_property
     def _fitting(self) -> Mapping[TrialConfig, RankedTrial]:
@@ -827,27 +832,27 @@ class Ranking:
         return {canonical(record.config): self.trials[record.number] for record in fits}
 
     @cached_property
-    def gain(self) -> Gain:
+    def gain(self) -> RankedGain:
         """What the winner gained within its capacity class."""
         if self.winner is None:
-            return Gain(reason="no_winner")
+            return RankedGain(reason="no_winner")
         return self.gain_of(self.winner)
 
-    def gain_of(self, trial: RankedTrial) -> Gain:
+    def gain_of(self, trial: RankedTrial) -> RankedGain:
         """Return what a trial gained within its capacity class, or why that is not stated."""
         over = self.reference_for(trial.config)
         if over is None:
             if canonical(self.recipe_for(trial.config)) in self.confirmations.fallen:
-                return Gain(reason="did_not_fit")
-            return Gain(reason="not_measured")
+                return RankedGain(reason="did_not_fit")
+            return RankedGain(reason="not_measured")
         ratio = self.ratio(trial, over)
         measured = None
         if self.is_predicted:
             measured = self.measured_ratio(trial, over)
         is_itself = canonical(trial.config) == canonical(over.config)
         if ratio.is_open and not is_itself:
-            return Gain(reason="not_shown", over=over, measured=measured)
-        return Gain(ratio, over=over, measured=measured)
+            return RankedGain(reason="not_shown", over=over, measured=measured)
+        return RankedGain(ratio, over=over, measured=measured)
 
     @cached_property
     def fastest_by_class(self) -> tuple[ClassBest, ...]:
@@ -857,11 +862,10 @@ class Ranking:
         Where nothing of a class was measured to the end, its fastest partial measurement stands for
         it, marked as such.
         """
-        stopped = [
-            self.trials[record.number]
-            for record in self.of_space
-            if record.verdict is Verdict.PRUNED_SLOW
-        ]
+        stopped = []
+        for record in self.of_space:
+            if record.verdict is Verdict.PRUNED_SLOW:
+                stopped.append(self.trials[record.number])
         stopped.sort(key=lambda trial: _speed_order(trial.number, trial.measurement))
         best: dict[tuple[CapacityClass, Numerics, int], ClassBest] = {}
         for trial in list(self.by_speed) + stopped:

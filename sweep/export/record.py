@@ -24,7 +24,8 @@ from pydantic import (
     computed_field,
 )
 
-from qlora_sweep.reports import units, words
+from qlora_sweep.reports import format as units
+from qlora_sweep.reports import words
 from qlora_sweep.reports.answer import status_words
 from qlora_sweep.search_spaces.config import KNOBS, TrialConfig, canonical
 from qlora_sweep.search_spaces.documents import home_expanded, is_directory, parse_object, read_text

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from qlora_sweep.reports import units
+from qlora_sweep.reports import format as units
 from qlora_sweep.reports.answer import facts, headline
 from qlora_sweep.reports.view import StudyView, view_of
 from qlora_sweep.reports.words import verdict_words

@@ -11,7 +11,7 @@ from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 
-from qlora_sweep.reports import units
+from qlora_sweep.reports import format as units
 from qlora_sweep.reports.answer import stopped_words
 from qlora_sweep.reports.page import render, write_page
 from qlora_sweep.reports.view import view_of

@@ -16,7 +16,8 @@ from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.text import Text
 
-from qlora_sweep.reports import units, words
+from qlora_sweep.reports import format as units
+from qlora_sweep.reports import words
 from qlora_sweep.reports.words import outcome_line, verdict_words
 from qlora_sweep.search_spaces.config import TrialConfig
 from qlora_sweep.storage.definition import StudySnapshot

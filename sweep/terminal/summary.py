@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from qlora_sweep.reports import answer, units, words
+from qlora_sweep.reports import answer, words
+from qlora_sweep.reports import format as units
 from qlora_sweep.reports.advice import how_to_go_faster
 from qlora_sweep.reports.view import StudyView, view_of
 from qlora_sweep.search_spaces import redaction

@@ -27,7 +27,7 @@ from qlora_sweep.storage.confirmations import (
 )
 from qlora_sweep.storage.definition import StudySnapshot, TargetSpeed
 from qlora_sweep.storage.ranking import (
-    Gain,
+    RankedGain,
     Ranking,
     measured_of,
     rank,
@@ -280,7 +280,8 @@ def test_the_baseline_has_a_recipe_in_every_class_and_is_its_own() -> None:
     assert ranking.reference_for(own.config).record == base
     assert ranking.reference_for(other.config) is None
     recipe = classed(3, fits(150.0), lora_rank=64, target_modules="qv")
-    assert ranked(base, other, recipe, dimensions=CLASSES).reference_for(other.config) == recipe
+    ranking = ranked(base, other, recipe, dimensions=CLASSES)
+    assert ranking.reference_for(other.config).record == recipe
 
 
 # Classes of numerics, where another GPU may stand in for the target
@@ -832,7 +833,7 @@ def test_across_capacity_classes_the_baselines_own_class_has_its_gain() -> None:
     assert of_class.value == pytest.approx(1.5)
 
 
-def in_another_class(config: dict[str, Any], *outcomes: Outcome) -> Gain:
+def in_another_class(config: dict[str, Any], *outcomes: Outcome) -> RankedGain:
     """Return the gain of a winner of rank 64 where a confirmation ran another recipe as well."""
     records = searched((fits(100.0), {}), (fits(300.0, spread=0.01), {"lora_rank": 64, **TWO}))
     errand = {"purpose": "confirm", "series": 1, "confirms": None}

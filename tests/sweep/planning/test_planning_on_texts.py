@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from qlora_sweep.reports import units
+from qlora_sweep.reports import format as units
 from qlora_sweep.reports.answer import facts
 from qlora_sweep.reports.comparison import compare, comparison_words, of_study
 from qlora_sweep.reports.view import view_of
