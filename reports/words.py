@@ -399,7 +399,7 @@ def fell(record: TrialRecord) -> str:
 def verdict_words(records: Iterable[TrialRecord]) -> str:
     """Return how many trials ended in each way: ``5 fits, 3 ran out of memory``.
 
-    An attempt that came to nothing and was repeated is no trial of its own, and is said so.
+    An attempt that failed and was repeated is no trial of its own, and is counted apart.
     """
     records = tuple(records)
     trials = without_repeated(records)

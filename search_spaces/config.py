@@ -157,7 +157,7 @@ class Knob:
     """The value that stands for a value when tensors are counted; None where every value has the
     same tensors, perhaps of other sizes."""
     tried: tuple[Any, ...] = ()
-    """Values that are worth a look where nobody names a space: of settings that change speed and
+    """Values that are worth a look where no space is named: of settings that change speed and
     memory, and leave the trained model what it is."""
 
     def phrase(self, value: Any) -> str:
@@ -541,7 +541,7 @@ class TrialConfig(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _of_trainer(cls, values: Any) -> Any:
-        """Let what nobody names be what the trainer does."""
+        """Let what is not named be what the trainer does."""
         if not isinstance(values, dict):
             return values
         trainer = values.get("trainer", "sweep")

@@ -20,7 +20,7 @@ from qlora_sweep.search_spaces.documents import (
 from qlora_sweep.search_spaces.errors import quote
 
 VALUES_MAX = 10_000
-"""More values than this in one dimension is a slip: nobody measures them."""
+"""More values than this in one dimension is a slip."""
 
 
 class Choices(Strict):

@@ -29,7 +29,7 @@ YAML_MAX = 256 * 1024
 NESTED_MAX = 100
 """Levels of YAML, of which the fast parser would overflow the stack."""
 FAULTS_TOLD = 5
-"""Of a file at once: whoever corrects one wants to know of the next."""
+"""Faults of one file in one message."""
 FAULTS_READ = 100
 """Of which those are chosen: a file may have as many as lines."""
 
@@ -90,7 +90,7 @@ def is_directory(path: Path, *, label: str) -> bool:
     """Return whether there is such a directory.
 
     Raises:
-        EnvironmentFault: nobody can tell, as around it is a directory that may not be searched.
+        EnvironmentFault: a directory above it may not be searched.
     """
     return stat.S_ISDIR(_mode(path, label=label))
 
@@ -108,7 +108,7 @@ def _mode(path: Path, *, label: str) -> int:
             return 0
         raise EnvironmentFault(f"{label}: cannot be read: {error.strerror}") from error
     except ValueError:
-        # A name with a null character in it is nobody's.
+        # No file has a null character in its name.
         return 0
 
 
@@ -139,7 +139,7 @@ def read_text(path: Path, *, label: str) -> str:
 
 
 _HANDED_OVER = re.compile(r"/dev/(stdin|fd/\d+)|/proc/self/fd/\d+")
-"""A descriptor that the shell opened, as for ``<(command)``: whoever writes to it ends."""
+"""A descriptor that the shell opened, as for ``<(command)``: its writer ends."""
 
 _KINDS = {
     stat.S_IFDIR: "a directory",
@@ -350,7 +350,7 @@ _RULES = {
     "model": "must map keys to values",
     "missing": "is missing",
 }
-"""What pydantic's errors mean for whoever wrote the value, by what their types begin with."""
+"""What pydantic's errors mean for their author, by what their types begin with."""
 
 
 def validate(

@@ -67,7 +67,7 @@ def install_extra(name: str) -> str:
 def quote(value: object) -> str:
     """Return a value as a message quotes it: as it was typed in YAML or JSON, cut where long."""
     try:
-        # Before it is cut: of half a URL nobody could tell what was a password.
+        # Before it is cut: in half a URL a password is not recognized.
         text = redact(_written(value))
     except ValueError:
         # Python refuses to write out whole numbers of thousands of digits.

@@ -267,7 +267,7 @@ def with_texts(
 ) -> Offered:
     """Return a space that searches what a dataset makes worth searching.
 
-    Packing is searched where nobody fixed it. Lengths are, where the person named none: those of a
+    Packing is searched where it is not fixed. Lengths are, where the person named none: those of a
     preset are for random sequences. The baseline stays the published recipe, which does not pack.
 
     Args:

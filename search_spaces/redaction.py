@@ -223,7 +223,7 @@ _HINTS = re.compile(
     r"|npm_|pypi-|ya29|rpa_|r8_|nvapi-|wandb_|dop_|hvs\.|gh[pousr]_|github_pat_|eyj|_pat|_pw"
     r"|hooks)"
 )
-"""Of which one is in every text that has a secret which nobody was told of."""
+"""Of which one is in every text that has a secret by its form or place."""
 
 
 def _starred(found: re.Match[str]) -> str:

@@ -170,7 +170,7 @@ def without_sdpa(model: ModelSpec) -> str | None:
 
 
 def attention_of(model: ModelSpec) -> Attention:
-    """Return the attention that a model takes where nobody asks for another one."""
+    """Return the attention that a model takes where none is named."""
     if without_sdpa(model) is None:
         return "sdpa"
     return "eager"
@@ -185,7 +185,7 @@ def attention_words(model: ModelSpec) -> str | None:
 
 
 def own_settings(model: ModelSpec) -> Mapping[str, tuple[Any, str]]:
-    """Return the settings that a model decides where nobody names them: each one's value, and why
+    """Return the settings that a model decides where they are not named: each one's value, and why
     it has that."""
     found: dict[str, tuple[Any, str]] = {}
     if (why := attention_words(model)) is not None:

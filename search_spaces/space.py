@@ -58,7 +58,7 @@ the whole accumulation, and so is the time of a micro-step.
 TOGETHER_MAX = 1_000_000
 """Combinations of settings of which only some go together, which are gone through one by one."""
 DEFAULT_MODEL = "mistral-7b-v0.3"
-"""What is trained where nobody names a model."""
+"""What is trained where no model is named."""
 
 Objective = Literal["tokens_per_second", "peak_memory", "trainable_parameters", "eval_loss"]
 SamplerName = Literal["guided", "tpe", "gp", "random", "grid"]

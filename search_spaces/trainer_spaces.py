@@ -25,13 +25,13 @@ def for_trainer(
 ) -> Offered:
     """Return what of a space the trainer can run that was typed, or that the space names.
 
-    Values that it cannot run are left out of what is searched, and what nobody named takes a value
+    Values that it cannot run are left out of what is searched, and what is not named takes a value
     that it runs. The baseline is what the trainer does in its place.
 
     Args:
         space: as it was named.
         model: what is trained.
-        is_preset: whether nobody wrote the space, so that what it fixes gives way too.
+        is_preset: whether no person wrote the space, so that what it fixes gives way too.
         held: settings that were typed.
 
     Raises:

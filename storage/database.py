@@ -164,7 +164,7 @@ def retried(action: Callable[[], T], *, more_seconds: tuple[float, ...] = ()) ->
     """Return ``action()``, tried again where a connection was lost or something was locked.
 
     Args:
-        action: safe to repeat, also where it did all that it should and nobody was told.
+        action: safe to repeat, also after it was committed.
         more_seconds: further pauses before it is given up.
     """
     for pause in _RETRY_SECONDS + more_seconds:
@@ -287,7 +287,7 @@ def has_tables(url: DatabaseUrl) -> bool:
         names = set(inspector.get_table_names())
         foreign = {"alembic_version"} & names
         if foreign and "version_info" in names:
-            # Optuna makes the first of them last: whoever is stopped before begins anew.
+            # Optuna makes the first of them last: a process that is stopped before begins anew.
             return True
         for table in names & _OWN_COLUMNS.keys():
             if _OWN_COLUMNS[table] not in (c["name"] for c in inspector.get_columns(table)):

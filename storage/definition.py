@@ -231,7 +231,7 @@ class StudySnapshot:
     wall_seconds: float = 0.0
     """Driver time over all runs of the study."""
     holder: str | None = None
-    """Who drives it now (``host:pid``), here or elsewhere; None where nobody does."""
+    """Who drives it now (``host:pid``), here or elsewhere; None where no process does."""
     driven_since: str | None = None
     """When that began, UTC in ISO 8601; None where the database does not tell."""
     warnings: tuple[str, ...] = ()

@@ -42,7 +42,7 @@ LINE_BYTES_MAX = 2**22
 WORTH_KEEPING = frozenset(
     {Verdict.FITS, Verdict.OOM, Verdict.PRUNED_SLOW, Verdict.DIVERGED, Verdict.INEFFECTIVE}
 )
-"""What the device found out. The rest came to nothing, or is judged anew for nothing."""
+"""What the device found out. The rest failed, or costs nothing to be judged anew."""
 
 
 class StudyFile(BaseModel):
@@ -93,7 +93,7 @@ def stranger_words(directory: Path, study: str, identity: str | None, database: 
 
 
 def note_identity(directory: Path, ours: StudyFile) -> None:
-    """Write whose the directory is, where nobody else was faster.
+    """Write whose the directory is, unless another process was faster.
 
     Raises:
         InputError: since anybody looked it has become another study's.
@@ -248,7 +248,7 @@ def kept_among(
 def spool_words(
     spool: Spool, *, study: str, known: Sequence[TrialRecord], running: Iterable[TrialRecord]
 ) -> tuple[str, ...]:
-    """Return what a person should know of the spool of a study that nobody drives.
+    """Return what a person should know of the spool of a study that is not driven.
 
     Args:
         spool: read after the database was.
@@ -322,7 +322,7 @@ class OutcomeFile:
     def take(self, attempt: str, config: TrialConfig) -> Outcome | None:
         """Return the outcome of this very attempt; None where it, or its configuration, is another.
 
-        It stays where it is until the next one: whoever took it may die before it is told.
+        It stays where it is until the next one: the process that took it may die before it is told.
         """
         left = self.read()
         if left is None or (left.attempt.id, left.config) != (attempt, config):

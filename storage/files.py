@@ -194,7 +194,7 @@ def sweep_temporary(directory: Path) -> None:
     with suppress(OSError):
         for path in filter(is_temporary, directory.iterdir()):
             with suppress(OSError), open_reading(path) as file:
-                # Where there are no locks nobody knows: it stays.
+                # Where the file system has no locks this fails, and the file stays.
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 path.unlink()
 

@@ -179,7 +179,7 @@ class FileLease:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             return False
-        # Whoever has a file of that name by now has the lease.
+        # Another process may have replaced the file: the one that has the name holds the lease.
         return os.path.samestat(os.fstat(self._file.fileno()), self.path.stat())
 
     def release(self) -> None:
@@ -188,10 +188,10 @@ class FileLease:
             self._file.close()
 
     def holder(self) -> Holder | None:
-        """Return who has it now, ourselves included; None where nobody does. Creates nothing."""
+        """Return who has it now, ourselves included; None where it is free. Creates nothing."""
         try:
             with files.open_reading(self.path) as file:
-                # A shared lock waits for nobody but the driver.
+                # A shared lock conflicts with the driver's alone.
                 fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
             return self._written()

@@ -15,7 +15,7 @@ _number = attrgetter("number")
 
 
 def attempts(records: Iterable[TrialRecord], config: TrialConfig, *, since: int = 0) -> int:
-    """Return how often ``config`` was tried and came to nothing that says something about it.
+    """Return how often ``config`` was tried and failed without a result.
 
     What somebody interrupted is no attempt, however often that happens.
 
@@ -140,7 +140,7 @@ class TrialLedger:
         return any(record.purpose == "search" for record in self._of_config.get(config, ()))
 
     def to_retry(self, *, since: int = 0) -> tuple[TrialConfig, ...]:
-        """Return what came to nothing, fewer than three times, and never concluded.
+        """Return what failed fewer than three times, and never concluded.
 
         In the order in which it was first tried.
 
@@ -168,6 +168,6 @@ class TrialLedger:
 
 
 def _has_failed(record: TrialRecord) -> bool:
-    """Whether a trial came to nothing, and its result is not known on disk either."""
+    """Whether a trial failed, and its result is not on disk either."""
     is_kept = isinstance(record.outcome, Lost) and record.outcome.is_kept
     return record.verdict in RETRYABLE and not is_kept

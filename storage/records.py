@@ -389,7 +389,7 @@ class Crashed(_Detailed):
     verdict: Literal[Verdict.CRASHED] = Verdict.CRASHED
     phase: Phase
     cause: CrashCause | None = None
-    """None where nobody knows."""
+    """None where that is unknown."""
 
 
 class Lost(_Detailed):
@@ -556,7 +556,7 @@ class TrialRecord(Errand):
 
 
 def without_repeated(records: Iterable[TrialRecord]) -> tuple[TrialRecord, ...]:
-    """Return trials, in their order, without attempts that came to nothing beside another.
+    """Return trials, in their order, without failed attempts of a configuration that has others.
 
     A configuration that failed whenever it was tried stays once, as it did last.
     """

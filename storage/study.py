@@ -182,7 +182,7 @@ def _continued(
     """Return a study's attributes as its new driver keeps them."""
     if stored is None:
         return fresh
-    # An earlier attempt may have written the run although nobody was told.
+    # An earlier attempt may have written the run before its connection failed.
     earlier = [run for run in stored.attributes.runs if run not in fresh.runs]
     changes = {key: getattr(fresh, key) for key in _OF_A_RUN - {"identity"}}
     return stored.attributes.model_copy(update=changes | {"runs": earlier + fresh.runs})
@@ -243,7 +243,7 @@ class OpenStudy(AbstractContextManager["OpenStudy"]):
     environment: Mapping[str, Any]
     """Fingerprint of this run."""
     ledger: TrialLedger
-    """Every finished trial, from memory: nobody else writes."""
+    """Every finished trial, from memory: no other process writes."""
     known: codec.StudyAttributes
     """What is stored of the study itself, from memory."""
     soundness: Soundness
@@ -297,7 +297,7 @@ class OpenStudy(AbstractContextManager["OpenStudy"]):
         """
 
         def close_never_begun() -> None:
-            # Read anew each time: an earlier attempt may have gone through although nobody knew.
+            # Read anew each time: an earlier attempt may have committed and lost its connection.
             for trial in self._storage.trials_of(self.name, *_OPEN):
                 if codec.begun_of(trial) is None:
                     self._close(trial)
@@ -321,7 +321,7 @@ class OpenStudy(AbstractContextManager["OpenStudy"]):
         for record in lost.values():
             known = ended.get(record.attempt_id, record)
             record = known if known.config == record.config else record
-            # What nobody could tell any more was paid for, too.
+            # The time of a lost trial was paid for, too.
             if self._has_stored(record, spent_seconds=record.wall_seconds, cards=_cards_of(record)):
                 self.ledger.add(record)
         for words in spooled.problems:
@@ -379,7 +379,7 @@ class OpenStudy(AbstractContextManager["OpenStudy"]):
         """Return the next trial, with ``params`` where given and the sampler's choice elsewhere."""
 
         def create() -> Trial:
-            # An earlier attempt may have gone through although nobody was told.
+            # An earlier attempt may have committed before its connection failed.
             for trial in self._storage.trials_of(self.name, TrialState.RUNNING):
                 if trial.number not in self._open and codec.RECORD not in trial.user_attrs:
                     self._close(trial)
@@ -571,7 +571,7 @@ class OpenStudy(AbstractContextManager["OpenStudy"]):
         """Do something in one transaction, all of it or nothing, where the study is ours.
 
         Args:
-            action: may be repeated, also where it went through and nobody was told.
+            action: may be repeated, also after it was committed.
         """
 
         mark = uuid.uuid4().hex

@@ -70,7 +70,7 @@ def take_in(
     if identity_in(there, name) is None:
         return
     with ExitStack() as closing:
-        # What is looked at can no longer change: whoever goes on with it here needs the lease.
+        # Nothing here can change from now on: resuming the study needs the lease.
         target = open_leased(here, name, closing.callback)
         is_there = identity_in(here, name) is not None
         if is_there:
@@ -179,7 +179,7 @@ def remove_study(name: str, *, url: str, home: Path) -> Removed:
             if folder.is_dir() and not left:
                 folder.rmdir()
             if isinstance(database, SqliteUrl):
-                # Whoever waits for it finds it gone, and is refused.
+                # A process that waits for the lock finds it gone, and is refused.
                 FileLease(database.path, name).path.unlink(missing_ok=True)
         except OSError as error:
             raise EnvironmentFault(f"cannot remove {folder}: {words_of(error)}") from error
