@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, InstanceOf
 
@@ -317,21 +317,17 @@ class StudyView(_ViewPart):
     def usd_per_million_tokens(self, trial: RankedTrial) -> float | None:
         """Return what a million tokens cost at a trial's speed on that GPU; None without a price or
         a speed."""
-        cost = _cost(self.ranking, self.offer, trial)
-        if cost is None:
+        dollars = _dollars(self.ranking, self.offer, trial)
+        if dollars is None:
             return None
-        return cost.usd_per_million_tokens
+        return dollars.value
 
     def usd_interval(self, trial: RankedTrial) -> tuple[float, float] | None:
         """Return the least and the most that they cost, by that speed's interval."""
-        cost = _cost(self.ranking, self.offer, trial)
-        if cost is None:
+        dollars = _dollars(self.ranking, self.offer, trial)
+        if dollars is None or dollars.low is None or dollars.high is None:
             return None
-        low = cost.usd_per_million_tokens_low
-        high = cost.usd_per_million_tokens_high
-        if low is None or high is None:
-            return None
-        return low, high
+        return dollars.low, dollars.high
 
     @property
     def measured_trials(self) -> Mapping[int, RankedTrial]:
@@ -556,21 +552,34 @@ def _sureness(measured: Measurement) -> dict[str, Any]:
     return {"tokens_per_second_ci95": measured.speed_interval, "noisy": measured.is_noisy}
 
 
-def _cost(ranking: Ranking, offer: Offer | None, trial: RankedTrial) -> TokenCost | None:
+class _Dollars(NamedTuple):
+    """What a million tokens cost, with the ends of the speed's interval."""
+
+    value: float
+    low: float | None
+    high: float | None
+
+
+def _dollars(ranking: Ranking, offer: Offer | None, trial: RankedTrial) -> _Dollars | None:
     speed = ranking.target_speed(trial)
     if speed is None or offer is None:
         return None
     price = partial(usd_per_million_tokens, offer, trial.config.data_parallel)
-    low = None
-    high = None
-    if speed.low is not None and speed.high is not None:
-        # The high end of the speed is the low end of the price.
-        low = price(speed.high)
-        high = price(speed.low)
+    value = price(speed.tokens_per_second)
+    if speed.low is None or speed.high is None:
+        return _Dollars(value, None, None)
+    # The high end of the speed is the low end of the price.
+    return _Dollars(value, price(speed.high), price(speed.low))
+
+
+def _cost(ranking: Ranking, offer: Offer | None, winner: RankedTrial) -> TokenCost | None:
+    dollars = _dollars(ranking, offer, winner)
+    if dollars is None or offer is None:
+        return None
     return TokenCost(
-        usd_per_million_tokens=price(speed.tokens_per_second),
-        usd_per_million_tokens_low=low,
-        usd_per_million_tokens_high=high,
+        usd_per_million_tokens=dollars.value,
+        usd_per_million_tokens_low=dollars.low,
+        usd_per_million_tokens_high=dollars.high,
         **offer.model_dump(mode="json", include={"usd_per_hour", "provider", "is_spot", "date"}),
     )
 
