@@ -8,8 +8,8 @@ from typing import Literal
 
 import plotly.graph_objects as go
 
-from qlora_sweep.reports import units
-from qlora_sweep.reports.document import Document
+from qlora_sweep.reports import format as units
+from qlora_sweep.reports.document import TrialTable
 from qlora_sweep.reports.figures import BLUE, ORANGE, PageFigure, digits, framed
 from qlora_sweep.storage.records import Verdict
 
@@ -50,7 +50,7 @@ class Accuracy:
         )
 
 
-def accuracy_of(document: Document, quantity: Quantity) -> Accuracy | None:
+def accuracy_of(document: TrialTable, quantity: Quantity) -> Accuracy | None:
     """Return how far predictions were off; None where none was made.
 
     What was stopped early has no speed to hold one against, and what ran out has no peak.
@@ -67,7 +67,7 @@ def accuracy_of(document: Document, quantity: Quantity) -> Accuracy | None:
     return Accuracy(quantity, tuple(trials))
 
 
-def accuracy_figure(document: Document, accuracy: Accuracy) -> PageFigure:
+def accuracy_figure(document: TrialTable, accuracy: Accuracy) -> PageFigure:
     """Return what was predicted against what was measured, a mark a trial."""
     unit = 1
     title = "tokens/s"

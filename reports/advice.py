@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from qlora_sweep.reports import units, words
+from qlora_sweep.reports import format as units
+from qlora_sweep.reports import words
 from qlora_sweep.reports.view import StudyView
 from qlora_sweep.search_spaces.config import KNOBS, SIZE_KEYS, canonical
 from qlora_sweep.search_spaces.dimensions import Choices
 from qlora_sweep.search_spaces.models import ModelSpec
 from qlora_sweep.storage import records
-from qlora_sweep.storage.ranking import measured_of
+from qlora_sweep.storage.ranking import RankedTrial
 
 _NEAREST_SHOWN = 2
 
@@ -25,7 +26,7 @@ def how_to_go_faster(view: StudyView) -> list[str]:
     else:
         advice = list(_for_the_winner(view, view.winner))
     failed = 0
-    for record in view.snapshot.trials:
+    for record in view.finished:
         failed += record.verdict in records.RETRYABLE
     if failed:
         trials = units.plural(failed, "trial")
@@ -33,7 +34,7 @@ def how_to_go_faster(view: StudyView) -> list[str]:
     return advice
 
 
-def _for_the_winner(view: StudyView, winner: records.TrialRecord) -> Iterator[str]:
+def _for_the_winner(view: StudyView, winner: RankedTrial) -> Iterator[str]:
     space = view.space
     if "tokens_per_second" in view.objectives:
         yield from _too_large(view, winner)
@@ -54,7 +55,7 @@ def _for_the_winner(view: StudyView, winner: records.TrialRecord) -> Iterator[st
 
 
 def _named(record: records.TrialRecord, view: StudyView) -> str:
-    return f"trial {record.number} ({view.changes(record)})"
+    return f"trial {record.number} ({view.changes(record.config)})"
 
 
 def _excess(record: records.TrialRecord, view: StudyView) -> str:
@@ -67,22 +68,21 @@ def _out_of_memory(view: StudyView) -> list[records.TrialRecord]:
     return [record for record in view.records if record.verdict in records.OUT_OF_MEMORY]
 
 
-def _too_large(view: StudyView, winner: records.TrialRecord) -> Iterator[str]:
+def _too_large(view: StudyView, winner: RankedTrial) -> Iterator[str]:
     """Yield what more memory would buy, by expected speed; without any, what missed narrowly."""
-    ranking = view.ranking
     expected = {}
     faster = []
     for record in _out_of_memory(view):
-        rate = ranking.expected_speed(record)
+        rate = view.expected_speed(record)
         if rate is not None:
             expected[record.number] = rate
-            if rate > view.speed_of(winner):
+            if rate > winner.estimate.value:
                 faster.append(record)
     if not expected:
         yield from _nearest_to_fitting(view)
     faster.sort(key=lambda record: (records.predicted_need(record) or 0, record.number))
     unit = "tokens/s"
-    if view.gpu.emulated_on is not None and not ranking.is_predicted:
+    if view.gpu.emulated_on is not None and not view.is_predicted:
         unit = f"tokens/s on {view.gpu.emulated_on}"
     for record in faster[:_NEAREST_SHOWN]:
         yield (
@@ -103,7 +103,7 @@ def _nearest_to_fitting(view: StudyView) -> Iterator[str]:
         yield f"{units.plural(len(unfit), 'trial')} did not fit; by how much is not known."
 
 
-def _edges(view: StudyView, winner: records.TrialRecord) -> Iterator[str]:
+def _edges(view: StudyView, winner: RankedTrial) -> Iterator[str]:
     """Yield which size the space could offer more of; not where a larger one is none: it does not
     go into the effective batch that the space fixes, the model has no positions for it, or no row
     of the dataset is as long."""
@@ -124,7 +124,7 @@ def _edges(view: StudyView, winner: records.TrialRecord) -> Iterator[str]:
         else:
             largest = dimension.high
         if getattr(config, key) >= largest:
-            used = measured_of(winner).peak_allocated_bytes / view.gpu.budget_bytes
+            used = winner.measurement.peak_allocated_bytes / view.gpu.budget_bytes
             yield (
                 f"A wider space: the winner has the largest {KNOBS[key].label} that the space "
                 f"'{space.name}' offers ({largest:g}) and uses {units.percent(used)} of the "
@@ -133,10 +133,10 @@ def _edges(view: StudyView, winner: records.TrialRecord) -> Iterator[str]:
 
 
 def _why_nothing_fits(view: StudyView) -> Iterator[str]:
-    ranking = view.ranking
-    baseline = ranking.baseline
-    if ranking.of_space and baseline is not None and not ranking.is_baseline_in_space:
-        peak = units.gib(measured_of(baseline).peak_allocated_bytes)
+    baseline = view.measured_baseline
+    is_outside = view.baseline is not None and not view.baseline.in_space
+    if view.of_space and baseline is not None and is_outside:
+        peak = units.gib(baseline.measurement.peak_allocated_bytes)
         yield (
             f"The baseline fits at {peak}: a space that holds what it sets has an answer "
             f"({words.capacity(baseline.config)}, {units.shape(baseline.config)})."

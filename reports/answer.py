@@ -8,8 +8,9 @@ from itertools import groupby
 from operator import attrgetter
 from typing import NamedTuple
 
-from qlora_sweep.reports import units, words
-from qlora_sweep.reports.view import Cost, Epoch, StudyView
+from qlora_sweep.reports import format as units
+from qlora_sweep.reports import words
+from qlora_sweep.reports.view import EpochEstimate, StudyView, TokenCost
 from qlora_sweep.search_spaces.config import (
     CAPACITY_KEYS,
     SIZE_KEYS,
@@ -22,7 +23,7 @@ from qlora_sweep.search_spaces.texts import CUT_MAX
 from qlora_sweep.search_spaces.trainers import trainer_of
 from qlora_sweep.storage.confirmations import FEW_ROWS
 from qlora_sweep.storage.definition import StudySnapshot
-from qlora_sweep.storage.ranking import Ranking, measured_of
+from qlora_sweep.storage.ranking import RankedTrial, Ranking, measured_of
 from qlora_sweep.storage.records import RETRYABLE, Measurement, QualityReport, TrialRecord
 
 
@@ -59,12 +60,12 @@ def _nothing_fits(view: StudyView) -> str:
     if all(record.verdict in RETRYABLE for record in view.records):
         return "No trial has come to a conclusion yet: the same command tries them again."
     budget = units.gib(view.gpu.budget_bytes)
-    baseline = view.ranking.baseline
-    if baseline is None or view.ranking.is_baseline_in_space:
+    baseline = view.measured_baseline
+    if baseline is None or view.baseline is None or view.baseline.in_space:
         return f"Nothing that was tried was measured to fit in {budget}."
     return (
         f"Nothing of the space was measured to fit in {budget}. Its baseline fits, at "
-        f"{words.speed(measured_of(baseline))}: a reference that the space does not hold, and so "
+        f"{words.speed(baseline.measurement)}: a reference that the space does not hold, and so "
         "no answer."
     )
 
@@ -85,7 +86,7 @@ def facts(view: StudyView) -> Iterator[tuple[str, str]]:
     do; of a study without one, how its trials ended."""
     if view.winner is not None:
         yield from winner_facts(view, view.winner)
-    trials = f"{len(view.snapshot.trials):,} in {units.duration(view.seconds['wall'])}"
+    trials = f"{len(view.finished):,} in {units.duration(view.seconds['wall'])}"
     carried = sum(record.carried is not None for record in view.records)
     if carried:
         trials += f", {carried} of them carried over"
@@ -96,9 +97,9 @@ def facts(view: StudyView) -> Iterator[tuple[str, str]]:
         yield "warning", warning
 
 
-def winner_facts(view: StudyView, winner: TrialRecord) -> Iterator[tuple[str, str]]:
+def winner_facts(view: StudyView, winner: RankedTrial) -> Iterator[tuple[str, str]]:
     """Yield what a person asks of a winner, each with its name."""
-    measured = measured_of(winner)
+    measured = winner.measurement
     yield "speed", speed_on_target(view, winner)
     if measured.quality is not None:
         yield "loss", _loss(measured, measured.quality)
@@ -109,7 +110,7 @@ def winner_facts(view: StudyView, winner: TrialRecord) -> Iterator[tuple[str, st
         yield "size", f"{words.value('trainable_parameters', measured)} parameters"
     yield "gain", f"{gain_clause(view, winner)}{_gain_of_class(view, winner)}"
     configs = [winner.config]
-    other = view.ranking.other_numerics
+    other = view.other_numerics
     if other is not None:
         yield "compute", _numerics(view, winner, other)
         configs.append(other.config)
@@ -135,7 +136,7 @@ def _loss(measured: Measurement, quality: QualityReport) -> str:
     return sentence
 
 
-def _cost(view: StudyView, cost: Cost) -> str:
+def _cost(view: StudyView, cost: TokenCost) -> str:
     """Return what tokens cost as the winner trains, and the offer that says so."""
     offer = view.offer
     assert offer is not None, "what has a cost has an offer"
@@ -156,20 +157,20 @@ def trainer_words(config: TrialConfig) -> str:
     )
 
 
-def speed_on_target(view: StudyView, record: TrialRecord) -> str:
+def speed_on_target(view: StudyView, trial: RankedTrial) -> str:
     """Return a trial's speed on the GPU that the study is for, how sure it is, and what another
     GPU reached that stood in."""
-    measured = measured_of(record)
+    measured = trial.measurement
     rate = units.rate(measured.tokens_per_second)
     sureness = _with_doubts(measured)
     if view.gpu.emulated_on is None:
-        if record.config.is_on_pairs:
+        if trial.config.is_on_pairs:
             return f"{measured.samples_per_second:.3g} pairs/s, {rate} tokens/s ({sureness})"
         return f"{rate} tokens/s ({sureness})"
     host = f"measured on {view.gpu.emulated_on}"
     if view.definition.target.recorded is not None:
         host = f"recorded on {view.gpu.emulated_on}"
-    speed = view.target_speed(record)
+    speed = view.target_speed(trial)
     if speed is None:
         return f"{rate} tokens/s {host}; not predicted on {view.gpu.name}"
     predicted = "predicted"
@@ -187,69 +188,69 @@ def _with_doubts(measured: Measurement, *more: str) -> str:
     return ", ".join(filter(None, (words.interval(measured), words.doubts(measured), *more)))
 
 
-def gain_words(view: StudyView, record: TrialRecord) -> str:
+def gain_words(view: StudyView, trial: RankedTrial) -> str:
     """Return a trial's gain with what it is over: ``2.2x the baseline (2.1–2.3x)``; empty where
     none is stated, and for the baseline itself. Where it is predicted of the target, what the GPU
     that stood in measured is named beside it."""
-    gain = view.ranking.gain_of(record)
+    gain = view.gain_of(trial)
     if gain.ratio is None or gain.ratio.value == 1:
         return ""
-    stated = words.gain(gain.ratio, words.reference_of(view.ranking, record.config))
+    stated = words.gain(gain.ratio, view.reference_name(trial.config))
     if gain.measured is None or view.gpu.emulated_on is None:
         return stated
     host = units.gpu_name(view.gpu.emulated_on)
     return f"{stated}; measured on the {host}: {words.gain(gain.measured)}"
 
 
-def gain_clause(view: StudyView, record: TrialRecord) -> str:
+def gain_clause(view: StudyView, trial: RankedTrial) -> str:
     """Return a trial's gain or why none is stated, and that what it is over is the faster of both
     and no answer all the same, where that is so."""
-    gain = view.ranking.gain_of(record)
-    over = words.reference_of(view.ranking, record.config)
-    clause = gain_words(view, record) or f"none: it is {over}"
+    gain = view.gain_of(trial)
+    over = view.reference_name(trial.config)
+    clause = gain_words(view, trial) or f"none: it is {over}"
     if gain.ratio is None:
         clause = f"none stated: {words.why_no_gain(gain.reason, over)}"
-    return f"{clause}{_faster_and_no_answer(view.ranking, record)}"
+    return f"{clause}{_faster_and_no_answer(view, trial)}"
 
 
-def _gain_of_class(view: StudyView, winner: TrialRecord) -> str:
+def _gain_of_class(view: StudyView, winner: RankedTrial) -> str:
     """Return what the baseline's own class gained where the winner is of another."""
-    fastest = view.ranking.fastest_of_baselines_class
+    fastest = view.fastest_of_baselines_class
     if fastest is None or view.ranking.is_of_baselines_class(winner.config):
         return ""
     gained = gain_words(view, fastest) or "no faster than the baseline"
     return f"; the fastest of the baseline's class is trial {fastest.number}, {gained}"
 
 
-def _faster_and_no_answer(ranking: Ranking, record: TrialRecord) -> str:
+def _faster_and_no_answer(view: StudyView, trial: RankedTrial) -> str:
     """Return that what a trial's gain is over is the faster of both, and why it is no answer all
     the same: a clause after a semicolon, empty where that is not so."""
-    named = words.reference_of(ranking, record.config)
-    over = ranking.reference_for(record.config)
+    named = view.reference_name(trial.config)
+    over = view.reference_for(trial.config)
     if over is None:
         named = "the baseline"
-        over = ranking.baseline
-    if over is None or ranking.holds(over.config):
+        over = view.measured_baseline
+    if over is None or view.ranking.holds(over.config):
         return ""
-    if ranking.speed_of(over) <= ranking.speed_of(record):
+    if over.estimate.value <= trial.estimate.value:
         return ""
     why = "the space does not hold it"
-    is_offered = over.config.seq_len in ranking.definition.space.values_of("seq_len")
+    is_offered = over.config.seq_len in view.space.values_of("seq_len")
     if over.epoch is not None and not over.epoch.is_whole and not is_offered:
         why = f"its {words.cut_in_words(over.epoch, over.config)}"
-    if ranking.is_predicted:
+    if view.is_predicted:
         return f"; {named} is predicted to be faster and is no answer: {why}"
     return f"; {named} was measured faster and is no answer: {why}"
 
 
-def _numerics(view: StudyView, winner: TrialRecord, other: TrialRecord) -> str:
+def _numerics(view: StudyView, winner: RankedTrial, other: RankedTrial) -> str:
     """Return how fast the fastest of the other class of numerics is, 16-bit compute or 8 bits, and
     what would settle which is the faster where that is not sure."""
     speed = speed_on_target(view, other)
     if winner.config.is_8bit_compute:
         return f"The fastest with 16-bit compute is trial {other.number}: {speed}."
     computes = units.phrase("compute_dtype", other.config.compute_dtype)
-    times = words.times(view.ranking.ratio(other, winner))
+    times = words.times(view.ratio(other, winner))
     comparison = f"With {computes} trial {other.number} is {times} as fast: {speed}"
     if view.numerics_choice == "measured":
         return f"{comparison}; that is not sure to be faster."
@@ -257,7 +258,7 @@ def _numerics(view: StudyView, winner: TrialRecord, other: TrialRecord) -> str:
     return f"{comparison}; only `sweep run` on {gpu} can measure which is faster."
 
 
-def _epoch(epoch: Epoch, config: TrialConfig) -> str:
+def _epoch(epoch: EpochEstimate, config: TrialConfig) -> str:
     """Return what an epoch takes: time, dollars, tokens, and what its length cuts off."""
     sentence = units.duration(epoch.seconds)
     if epoch.seconds_low is not None and epoch.seconds_high is not None:
@@ -281,22 +282,23 @@ def status_words(ranking: Ranking, *, study: str, is_driven: bool = False) -> st
     """
     if ranking.definition.target.recorded is not None:
         return "recorded once, and not measured again"
-    if ranking.is_confirmed:
-        return f"confirmed ({units.plural(ranking.runs, 'run')})"
+    if ranking.is_confirmed and ranking.winner is not None:
+        runs = ranking.runs_of(ranking.winner.config)
+        return f"confirmed ({units.plural(len(runs), 'run')})"
     if is_driven:
         return "not confirmed yet"
     return f"not confirmed: sweep confirm {shlex.quote(study)}"
 
 
 def _sureness(view: StudyView) -> str:
-    ranking = view.ranking
-    status = status_words(ranking, study=view.study, is_driven=view.snapshot.holder is not None)
-    if ranking.soak is not None:
-        status += f"; {_soak(measured_of(ranking.soak))}"
+    status = status_words(view.ranking, study=view.study, is_driven=view.is_driven)
+    soak = view.ranking.soak
+    if soak is not None:
+        status += f"; {_soak(measured_of(soak))}"
     sentences = [status]
     if view.tied:
         sentences.append(f"Statistically indistinguishable: {_tied(view)}")
-    for number, run in ranking.fallen.items():
+    for number, run in view.fallen.items():
         sentences.append(f"Trial {number} fitted in the search and {words.fell(run)}, so it lost")
     return ". ".join(sentences)
 
@@ -321,8 +323,8 @@ def _soak(measured: Measurement) -> str:
 def _tied(view: StudyView) -> str:
     """Return what is statistically indistinguishable from the winner, with the memory of each,
     those of the least first."""
-    tied = (record for record in view.ranked if record.number in view.tied)
-    peaks = sorted((measured_of(record).peak_allocated_bytes, record.number) for record in tied)
+    tied = (trial for trial in view.ranked if trial.number in view.tied)
+    peaks = sorted((trial.measurement.peak_allocated_bytes, trial.number) for trial in tied)
     return ", ".join(f"trial {number} ({units.gib(peak)})" for peak, number in peaks)
 
 
@@ -331,7 +333,7 @@ def notes(view: StudyView) -> Iterator[str]:
     emulation = words.emulation_note(view.definition.target)
     if emulation:
         yield emulation
-    if view.snapshot.holder is not None:
+    if view.is_driven:
         yield "The study is running: this is how it stood when the report was written."
     if abs(view.ranking.scale - 1) >= 0.005:
         yield (
@@ -357,8 +359,7 @@ def stopped_words(snapshot: StudySnapshot) -> str:
 def commands(view: StudyView) -> tuple[str, ...]:
     """Return what to type next, of a study that has an answer: to be surer, to train, to take it
     elsewhere, and for the whole configuration."""
-    is_surface = view.definition.target.recorded is not None and not view.snapshot.identity
-    if view.winner is None or is_surface:
+    if view.winner is None or view.is_surface:
         return ()
     name = shlex.quote(view.study)
     train = f"sweep train {name}"
@@ -379,80 +380,84 @@ def commands(view: StudyView) -> tuple[str, ...]:
 
 def confirmed_rows(view: StudyView) -> Iterator[ConfirmedRow]:
     """Yield what was measured again, in the order of the answer; what gains are over among it."""
-    ranking = view.ranking
-    shown: dict[int, TrialRecord] = {}
     results: dict[int, str] = {}
-    for record in ranking.ranked:
-        if ranking.is_measured_again(record):
-            shown[record.number] = record
-    references = [ranking.baseline]
-    if ranking.baseline is not None:
-        results[ranking.baseline.number] = "baseline"
+    references = [view.measured_baseline]
+    if view.measured_baseline is not None:
+        results[view.measured_baseline.number] = "baseline"
     results |= dict.fromkeys(view.tied, "as fast")
     if view.winner is not None:
-        references.insert(0, ranking.reference_for(view.winner.config))
+        references.insert(0, view.reference_for(view.winner.config))
         results[view.winner.number] = "recommended"
+    shown = {trial.number: trial for trial in view.ranked if view.is_measured_again(trial)}
     for reference in references:
         if reference is None:
             continue
-        if reference.purpose == "confirm" or ranking.is_measured_again(reference):
+        if reference.record.purpose == "confirm" or view.is_measured_again(reference):
             shown.setdefault(reference.number, reference)
+    for trial in shown.values():
+        yield _confirmed_row(view, trial, results.get(trial.number, "slower"))
     for record in view.records:
-        if record.number in ranking.fallen:
-            shown[record.number] = record
-            results[record.number] = words.fell(ranking.fallen[record.number])
-    for record in shown.values():
-        yield _confirmed_row(view, record, results.get(record.number, "slower"))
+        if record.number in view.fallen:
+            yield _fallen_row(view, record, view.fallen[record.number])
 
 
-def _confirmed_row(view: StudyView, record: TrialRecord, result: str) -> ConfirmedRow:
-    ranking = view.ranking
-    measured = measured_of(record)
-    number = str(record.number)
-    if record.purpose != "search":
+def _confirmed_row(view: StudyView, trial: RankedTrial, result: str) -> ConfirmedRow:
+    number = str(trial.number)
+    if trial.record.purpose != "search":
         number = units.DASH
-        result = words.reference_of(ranking, record.config).removeprefix("the ")
-    rate = units.rate(measured.tokens_per_second)
-    interval = words.interval(measured)
-    if record.number in ranking.fallen:
-        rate = units.DASH
-        interval = units.DASH
-    runs = ranking.confirmations.runs(record.config, series=ranking.confirmations.series)
+        result = view.reference_name(trial.config).removeprefix("the ")
     return ConfirmedRow(
         number=number,
-        changes=view.changes(record),
-        runs=", ".join(units.rate(run.tokens_per_second) for run in runs) or units.DASH,
-        tokens_per_second=rate,
-        interval=interval,
-        peak_allocated=units.gib(measured.peak_allocated_bytes),
+        changes=view.changes(trial.config),
+        runs=_runs(view, trial.config),
+        tokens_per_second=units.rate(trial.measurement.tokens_per_second),
+        interval=words.interval(trial.measurement),
+        peak_allocated=units.gib(trial.measurement.peak_allocated_bytes),
         result=result,
     )
+
+
+def _fallen_row(view: StudyView, record: TrialRecord, run: TrialRecord) -> ConfirmedRow:
+    """Return the row of a trial that fitted in the search and did not hold in a run."""
+    return ConfirmedRow(
+        number=str(record.number),
+        changes=view.changes(record.config),
+        runs=_runs(view, record.config),
+        tokens_per_second=units.DASH,
+        interval=units.DASH,
+        peak_allocated=units.gib(measured_of(record).peak_allocated_bytes),
+        result=words.fell(run),
+    )
+
+
+def _runs(view: StudyView, config: TrialConfig) -> str:
+    """Return the speed of each run that measured a configuration again."""
+    rates = [units.rate(run.tokens_per_second) for run in view.runs_of(config)]
+    return ", ".join(rates) or units.DASH
 
 
 def runners_up(view: StudyView) -> Iterator[str]:
     """Yield the next best configurations, of several objectives the rest of the front, each by what
     it changes over the winner: only the first few."""
-    ranking = view.ranking
-    for record in ranking.front[1:6] or ranking.ranked[1:4]:
-        measured = measured_of(record)
-        values = [_rate_of(view, record), units.gib(measured.peak_allocated_bytes)]
+    for trial in view.ranking.front[1:6] or view.ranked[1:4]:
+        measured = trial.measurement
+        values = [_rate_of(view, trial), units.gib(measured.peak_allocated_bytes)]
         for objective in view.objectives:
             if objective not in ("tokens_per_second", "peak_memory"):
                 values.append(words.value(objective, measured))
-        changes = units.changes(record.config, baseline=ranking.ranked[0].config)
-        yield f"trial {record.number}: {', '.join(values)}: {changes}"
+        changes = units.changes(trial.config, baseline=view.ranked[0].config)
+        yield f"trial {trial.number}: {', '.join(values)}: {changes}"
 
 
-def _rate_of(view: StudyView, record: TrialRecord) -> str:
+def _rate_of(view: StudyView, trial: RankedTrial) -> str:
     """Return the speed of a trial that decides, and how sure it is."""
-    ranking = view.ranking
-    if ranking.is_predicted:
-        return speed_on_target(view, record)
-    measured = measured_of(record)
-    sureness = _with_doubts(measured)
-    if ranking.searched and not ranking.is_measured_again(record):
-        sureness = _with_doubts(measured, "scaled")
-    return f"{units.rate(measured.tokens_per_second)} tokens/s ({sureness})"
+    if view.is_predicted:
+        return speed_on_target(view, trial)
+    sureness = _with_doubts(trial.measurement)
+    has_confirmed = any(other.basis == "confirmed" for other in view.measured_trials.values())
+    if has_confirmed and trial.basis == "searched":
+        sureness = _with_doubts(trial.measurement, "scaled")
+    return f"{units.rate(trial.estimate.value)} tokens/s ({sureness})"
 
 
 def classes(view: StudyView) -> Iterator[str]:
@@ -481,9 +486,8 @@ def classes(view: StudyView) -> Iterator[str]:
 def unmeasured_classes(view: StudyView) -> Iterator[tuple[TrialConfig, float]]:
     """Yield what is predicted to be the fastest of each capacity class in which nothing was
     measured, with its tokens/s on the GPU that the study is for."""
-    ranking = view.ranking
-    measured = {ranking.capacity_class(record.config) for record in ranking.ranked}
+    measured = {view.capacity_class(trial.config) for trial in view.ranked}
     for known in (view.ended or {}).get("unmeasured_classes", ()):
         config = TrialConfig.model_validate(known["config"])
-        if ranking.capacity_class(config) not in measured:
+        if view.capacity_class(config) not in measured:
             yield config, float(known["tokens_per_second"])

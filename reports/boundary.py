@@ -14,13 +14,14 @@ from functools import cached_property
 from operator import attrgetter
 from typing import Literal
 
-from qlora_sweep.reports import units, words
-from qlora_sweep.reports.document import Document
+from qlora_sweep.reports import format as units
+from qlora_sweep.reports import words
+from qlora_sweep.reports.document import TrialTable
 from qlora_sweep.reports.figures import Section
 from qlora_sweep.reports.view import StudyView
 from qlora_sweep.reports.words import VERDICT_LABELS
 from qlora_sweep.search_spaces.config import KNOBS, SIZE_KEYS, canonical
-from qlora_sweep.storage.ranking import fitting, measured_of
+from qlora_sweep.storage.ranking import fitting
 from qlora_sweep.storage.records import (
     OUT_OF_MEMORY,
     Need,
@@ -61,7 +62,7 @@ class Cell:
     trial: int | None = None
 
 
-def boundary_of(document: Document) -> Section | None:
+def boundary_of(document: TrialTable) -> Section | None:
     """Return the boundary of a study; None where it has no trial of its space.
 
     A baseline that the space does not hold is left out: it differs in what the space fixes.
@@ -82,7 +83,12 @@ def boundary_of(document: Document) -> Section | None:
     batches = sorted(values_of["micro_batch_size"])
     cells = _Cells(document)
     order = sorted(groups, key=lambda values: list(map(str, values)))
-    opened = max(order, key=lambda values: (view.winner in groups[values], len(groups[values])))
+
+    def prominence(values: tuple[object, ...]) -> tuple[bool, int]:
+        group = groups[values]
+        return view.winner is not None and view.winner.record in group, len(group)
+
+    opened = max(order, key=prominence)
     panels = []
     for values in order:
         phrases = map(units.phrase, panel_keys, values)
@@ -111,17 +117,17 @@ def boundary_of(document: Document) -> Section | None:
     )
 
 
-def _nearest(document: Document) -> Iterator[tuple[str, ...]]:
+def _nearest(document: TrialTable) -> Iterator[tuple[str, ...]]:
     """Yield what came nearest to fitting: trial, changes, need, excess, predicted tokens/s."""
     view = document.view
     for record in nearest_to_fitting(view.of_space)[:NEAREST_SHOWN]:
         need = _need(view, record)
         yield (
             str(record.number),
-            view.changes(record),
+            view.changes(record.config),
             words.need(need, document.unit),
             words.excess(need, budget_bytes=view.gpu.budget_bytes),
-            units.rate(view.ranking.expected_speed(record)),
+            units.rate(view.expected_speed(record)),
         )
 
 
@@ -135,7 +141,7 @@ def _need(view: StudyView, record: TrialRecord) -> Need:
 class _Cells:
     """Makes cells that compare with each other."""
 
-    document: Document
+    document: TrialTable
 
     @cached_property
     def fastest(self) -> float:
@@ -144,9 +150,10 @@ class _Cells:
 
     def _speed(self, record: TrialRecord) -> float:
         """Return the speed of a trial that decides; 0 of one that was not measured."""
-        if record.measurement is None:
+        trial = self.document.view.measured_trials.get(record.number)
+        if trial is None:
             return 0.0
-        return self.document.view.speed_of(record)
+        return trial.estimate.value
 
     def row(
         self, group: Sequence[TrialRecord], batch: int, lengths: Iterable[int]
@@ -169,7 +176,7 @@ class _Cells:
             return Cell("untried")
         view = self.document.view
         config = model.config.changed(micro_batch_size=batch, seq_len=length)
-        forecast = view.snapshot.memory_forecasts.get(config)
+        forecast = view.memory_forecast(config)
         if forecast is None or view.space.params_of(config) is None:
             return Cell("untried")
         mark, words = _EXPECTED[forecast.fits]
@@ -195,7 +202,7 @@ class _Cells:
 
     def _measured(self, best: TrialRecord, tried: int, unfit: int) -> Cell:
         speed = self._speed(best)
-        peak = measured_of(best).peak_allocated_bytes
+        peak = self.document.view.measured_trials[best.number].measurement.peak_allocated_bytes
         kind: CellKind = "fits"
         text = units.short_rate(speed)
         rate = f"{units.rate(speed)} tokens/s"

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import plotly.graph_objects as go
 
-from qlora_sweep.reports import units
+from qlora_sweep.reports import format as units
 from qlora_sweep.reports.figures import MARKS, PageFigure, Section, framed, whiskers
 from qlora_sweep.search_spaces import costs
 from qlora_sweep.search_spaces.config import TrialConfig, as_typed, targets_in_words
@@ -28,8 +28,7 @@ from qlora_sweep.search_spaces.linears import CapacityClass
 from qlora_sweep.search_spaces.models import ModelSpec
 from qlora_sweep.search_spaces.prices import Offer
 from qlora_sweep.storage.definition import StudySnapshot
-from qlora_sweep.storage.ranking import measured_of, rank_study
-from qlora_sweep.storage.records import TrialRecord
+from qlora_sweep.storage.ranking import rank_study
 
 JOB_TOKENS = 10_000_000.0
 """What is priced until a reader says otherwise."""
@@ -64,7 +63,7 @@ class Option:
 
 
 @dataclass(frozen=True)
-class Candidate:
+class ComparedGpu:
     """One GPU, as a study knows it."""
 
     label: str
@@ -82,7 +81,7 @@ class Candidate:
 class Entry:
     """What a GPU is recommended to run on a ground, and what the work takes with it."""
 
-    candidate: Candidate
+    candidate: ComparedGpu
     option: Option
     seconds: Estimate
     """Of training alone."""
@@ -102,10 +101,10 @@ class Group:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class GpuComparison:
     """Several GPUs beside each other."""
 
-    candidates: tuple[Candidate, ...]
+    candidates: tuple[ComparedGpu, ...]
     work: costs.AskedWork
     groups: tuple[Group, ...]
     """Of at least two GPUs, the one with the most GPUs first."""
@@ -113,7 +112,7 @@ class Comparison:
     """The fastest on each ground that a single GPU has."""
 
 
-def of_study(snapshot: StudySnapshot) -> Candidate:
+def of_study(snapshot: StudySnapshot) -> ComparedGpu:
     """Return the GPU that a study is for, with all that was measured to fit on it.
 
     Speeds are the target GPU's, predicted where another stood in, and which configuration stands
@@ -122,12 +121,13 @@ def of_study(snapshot: StudySnapshot) -> Candidate:
     target = snapshot.definition.target
     model = ModelSpec.from_json(snapshot.definition.model)
     options = []
-    for record in rank_study(snapshot).ranked:
-        speed = snapshot.target_speed(record)
+    ranking = rank_study(snapshot)
+    for trial in ranking.ranked:
+        speed = ranking.target_speed(trial)
         if speed is None:
             continue
-        config = record.config
-        measured = measured_of(record)
+        config = trial.config
+        measured = trial.measurement
         tokens_per_sample = None
         if measured.loss_tokens_per_step is not None:
             tokens_per_sample = measured.loss_tokens_per_step / config.samples_per_step
@@ -145,14 +145,14 @@ def of_study(snapshot: StudySnapshot) -> Candidate:
                 *_speed(speed.tokens_per_second, speed.low, speed.high),
                 speed.basis,
                 measured.peak_allocated_bytes,
-                record.number,
+                trial.number,
                 tokens_per_sample,
             )
         )
     source = f"study {snapshot.name}"
     if target.emulated_on:
         source += f", run on {target.emulated_on}"
-    return Candidate(
+    return ComparedGpu(
         label=snapshot.name,
         gpu=target.gpu,
         source=source,
@@ -171,7 +171,7 @@ def _speed(value: float, low: float | None, high: float | None) -> tuple[Estimat
     return Estimate(value, low, high), has_interval
 
 
-def compare(candidates: Sequence[Candidate], *, work: costs.AskedWork) -> Comparison:
+def compare(candidates: Sequence[ComparedGpu], *, work: costs.AskedWork) -> GpuComparison:
     """Return what can be told of several GPUs.
 
     Raises:
@@ -198,10 +198,10 @@ def compare(candidates: Sequence[Candidate], *, work: costs.AskedWork) -> Compar
             offered = costs.compare_offers(bills)
         groups.append(Group(ground, tuple(of_ground), offered))
     groups.sort(key=lambda group: -len(group.entries))
-    return Comparison(named, work, tuple(groups), tuple(alone))
+    return GpuComparison(named, work, tuple(groups), tuple(alone))
 
 
-def _told_apart(candidates: Sequence[Candidate]) -> tuple[Candidate, ...]:
+def _told_apart(candidates: Sequence[ComparedGpu]) -> tuple[ComparedGpu, ...]:
     """Return candidates of which no two are called alike: those of one label are numbered."""
     totals = Counter(candidate.label for candidate in candidates)
     counts: Counter[str] = Counter()
@@ -236,7 +236,7 @@ def _cheapest_first(entry: Entry) -> tuple[bool, float]:
     return False, entry.bill.usd
 
 
-def _entry(candidate: Candidate, option: Option, work: costs.AskedWork) -> Entry:
+def _entry(candidate: ComparedGpu, option: Option, work: costs.AskedWork) -> Entry:
     amount = work.workload(
         option.config,
         tokens_per_sample=option.tokens_per_sample,
@@ -260,11 +260,11 @@ def _entry(candidate: Candidate, option: Option, work: costs.AskedWork) -> Entry
     return Entry(candidate, option, seconds, bill)
 
 
-def training_words(snapshot: StudySnapshot, record: TrialRecord, work: costs.AskedWork) -> str:
+def training_words(snapshot: StudySnapshot, number: int, work: costs.AskedWork) -> str:
     """Return what a training as a trial ran takes and costs; empty where its speed is unknown."""
     candidate = of_study(snapshot)
     options = {option.number: option for option in candidate.options}
-    option = options.get(record.number)
+    option = options.get(number)
     if option is None:
         return ""
     entry = _entry(candidate, option, _priced(work))
@@ -279,7 +279,7 @@ def training_words(snapshot: StudySnapshot, record: TrialRecord, work: costs.Ask
     return f"{_work(work)}: {seconds}, {usd} in all"
 
 
-def comparison_words(comparison: Comparison) -> Section:
+def comparison_words(comparison: GpuComparison) -> Section:
     """Return the words and figures of a comparison."""
     candidates = comparison.candidates
     names = [units.gpu_name(candidate.gpu) for candidate in candidates]
@@ -392,7 +392,7 @@ def _range(number: Estimate, words: Callable[[float], str]) -> str:
     return f"{words(number.value)} ({words(number.low)} to {words(number.high)})"
 
 
-def _absent(group: Group, candidates: Sequence[Candidate]) -> Iterator[str]:
+def _absent(group: Group, candidates: Sequence[ComparedGpu]) -> Iterator[str]:
     """Yield which GPUs are not in a comparison, and what would bring them in."""
     present = {entry.candidate.label for entry in group.entries}
     option = group.entries[0].option
@@ -445,7 +445,7 @@ def _row(entry: Entry) -> tuple[str, ...]:
     )
 
 
-def _apart(comparison: Comparison) -> Iterator[str]:
+def _apart(comparison: GpuComparison) -> Iterator[str]:
     """Yield what is not compared: nothing is left out silently."""
     models: dict[str, None] = {}
     for candidate in comparison.candidates:

@@ -11,16 +11,17 @@ import json
 import shlex
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from operator import attrgetter
 
 import yaml
 
-from qlora_sweep.reports import answer, units, words
+from qlora_sweep.reports import answer, words
+from qlora_sweep.reports import format as units
 from qlora_sweep.reports.advice import how_to_go_faster
 from qlora_sweep.reports.comparison import training_words
 from qlora_sweep.reports.view import StudyView
 from qlora_sweep.search_spaces.costs import AskedWork
-from qlora_sweep.storage.ranking import measured_of
-from qlora_sweep.storage.records import TrialRecord
+from qlora_sweep.storage.ranking import RankedTrial
 
 SPEED_LOSS = 0.10
 """Share of the best speed that may be given up for memory."""
@@ -88,8 +89,8 @@ def decision_of(view: StudyView, work: AskedWork | None = None) -> Decision:
     )
 
 
-def _choice(view: StudyView, winner: TrialRecord, work: AskedWork) -> Choice:
-    measured = measured_of(winner)
+def _choice(view: StudyView, winner: RankedTrial, work: AskedWork) -> Choice:
+    measured = winner.measurement
     what = answer.in_words(winner.config, view.baseline_config)
     flags = words.flags_in_words(measured)
     if flags:
@@ -97,7 +98,7 @@ def _choice(view: StudyView, winner: TrialRecord, work: AskedWork) -> Choice:
     facts = list(answer.winner_facts(view, winner))
     if not work.is_asked and winner.epoch is not None:
         work = AskedWork(tokens=winner.epoch.loss_tokens)
-    training = training_words(view.snapshot, winner, work)
+    training = training_words(view.snapshot, winner.number, work)
     if training:
         facts.append(("training", training))
     return Choice(
@@ -109,12 +110,12 @@ def _choice(view: StudyView, winner: TrialRecord, work: AskedWork) -> Choice:
     )
 
 
-def _recipes(view: StudyView, record: TrialRecord) -> Iterator[tuple[str, str]]:
+def _recipes(view: StudyView, trial: RankedTrial) -> Iterator[tuple[str, str]]:
     """Yield what there is to copy: the command that writes a script of it, and its values."""
     if answer.commands(view):
         script = f"sweep export {shlex.quote(view.study)} --format script"
-        yield "command", f"{script} --trial {record.number}"
-    values = record.config.model_dump(mode="json")
+        yield "command", f"{script} --trial {trial.number}"
+    values = trial.config.model_dump(mode="json")
     yield "JSON", json.dumps(values, indent=2)
     yield "YAML", yaml.safe_dump(values, sort_keys=False)
 
@@ -124,55 +125,54 @@ def _alternatives(view: StudyView) -> Iterator[tuple[str, str]]:
     if view.winner is None:
         return
     titles: dict[int, list[str]] = {}
-    answers: dict[int, TrialRecord] = {}
-    for title, record in _other_questions(view, view.winner):
-        if record is not None and record.number != view.winner.number:
-            answers[record.number] = record
-            titles.setdefault(record.number, []).append(title)
-    for number, record in answers.items():
+    answers: dict[int, RankedTrial] = {}
+    for title, trial in _other_questions(view, view.winner):
+        if trial is not None and trial.number != view.winner.number:
+            answers[trial.number] = trial
+            titles.setdefault(trial.number, []).append(title)
+    for number, trial in answers.items():
         parts = (
-            answer.speed_on_target(view, record),
-            units.gib(measured_of(record).peak_allocated_bytes),
-            f"gain {answer.gain_clause(view, record)}",
-            answer.in_words(record.config, view.baseline_config),
+            answer.speed_on_target(view, trial),
+            units.gib(trial.measurement.peak_allocated_bytes),
+            f"gain {answer.gain_clause(view, trial)}",
+            answer.in_words(trial.config, view.baseline_config),
         )
         yield "; ".join(titles[number]), f"trial {number}: {'; '.join(parts)}"
 
 
 def _other_questions(
-    view: StudyView, winner: TrialRecord
-) -> Iterator[tuple[str, TrialRecord | None]]:
+    view: StudyView, winner: RankedTrial
+) -> Iterator[tuple[str, RankedTrial | None]]:
     """Yield what else may be asked of what fits, with the trial that answers it; None for none."""
-    ranking = view.ranking
-    numbers = {record.number for record in ranking.ranked}
-    fitting = [record for record in ranking.by_speed if record.number in numbers]
-    if not ranking.ratio(fitting[0], winner).is_open:
+    numbers = {trial.number for trial in view.ranked}
+    fitting = [trial for trial in view.ranking.by_speed if trial.number in numbers]
+    if not view.ratio(fitting[0], winner).is_open:
         yield "Fastest", fitting[0]
-    of_class = ranking.fastest_of_baselines_class or ranking.baseline
+    of_class = view.fastest_of_baselines_class or view.measured_baseline
     yield f"Fastest at {words.capacity(view.baseline_config)}, as the baseline", of_class
     yield "Cheapest per token", _surely_cheapest(view, winner, fitting)
-    if ranking.is_for_speed_alone:
-        fitting = [record for record in fitting if ranking.is_asked(record.config)]
-    least = (1.0 - SPEED_LOSS) * max(map(view.speed_of, fitting))
-    fast = (record for record in fitting if view.speed_of(record) >= least)
+    if view.is_for_speed_alone:
+        fitting = [trial for trial in fitting if view.ranking.is_asked(trial.config)]
+    least = (1.0 - SPEED_LOSS) * max(map(attrgetter("estimate.value"), fitting))
+    fast = (trial for trial in fitting if trial.estimate.value >= least)
     yield (
         f"Most memory left, at most {units.percent(SPEED_LOSS)} slower than the fastest",
-        min(fast, key=lambda record: measured_of(record).peak_allocated_bytes),
+        min(fast, key=lambda trial: trial.measurement.peak_allocated_bytes),
     )
 
 
 def _surely_cheapest(
-    view: StudyView, winner: TrialRecord, fitting: Iterable[TrialRecord]
-) -> TrialRecord | None:
+    view: StudyView, winner: RankedTrial, fitting: Iterable[RankedTrial]
+) -> RankedTrial | None:
     """Return the cheapest trial of those that surely cost less than the winner; None for none."""
-    winners = view.snapshot.usd_interval(winner)
-    if winners is None:
+    of_winner = view.usd_interval(winner)
+    if of_winner is None:
         return None
     costs = {}
     cheaper = []
-    for record in fitting:
-        ends = view.snapshot.usd_interval(record)
-        if ends is not None and ends[1] < winners[0]:
-            costs[record.number] = sum(ends)
-            cheaper.append(record)
-    return min(cheaper, key=lambda record: costs[record.number], default=None)
+    for trial in fitting:
+        ends = view.usd_interval(trial)
+        if ends is not None and ends[1] < of_winner[0]:
+            costs[trial.number] = sum(ends)
+            cheaper.append(trial)
+    return min(cheaper, key=lambda trial: costs[trial.number], default=None)

@@ -12,13 +12,15 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from qlora_sweep.reports import units, words
+from qlora_sweep.reports import format as units
+from qlora_sweep.reports import words
 from qlora_sweep.reports.view import StudyView
 from qlora_sweep.search_spaces.config import KNOBS, TrialConfig
 from qlora_sweep.search_spaces.gpus import gpu_catalogue
 from qlora_sweep.search_spaces.linears import CapacityClass
 from qlora_sweep.search_spaces.redaction import shown
-from qlora_sweep.storage.records import Measurement, TrialRecord
+from qlora_sweep.storage.ranking import RankedTrial
+from qlora_sweep.storage.records import TrialRecord
 
 Pair = tuple[Any, str]
 """A value to sort by and its words."""
@@ -36,7 +38,7 @@ AXES = {
 
 
 @dataclass(frozen=True)
-class Column:
+class TrialColumn:
     """One thing that is known of trials."""
 
     label: str
@@ -66,7 +68,7 @@ class Column:
 
 
 @dataclass(frozen=True)
-class Document:
+class TrialTable:
     """The trials of a study, as a page has them."""
 
     view: StudyView
@@ -74,7 +76,7 @@ class Document:
     """The trials, with the baseline where the confirmation alone measured it."""
     unit: units.MemoryUnit
     """Of all sizes: its largest peak's, before any its budget's."""
-    columns: Mapping[str, Column]
+    columns: Mapping[str, TrialColumn]
     """Of what is known of any trial, by key, in the order of the table; settings come last."""
 
     @cached_property
@@ -120,23 +122,26 @@ class Document:
         }
 
 
-def document_of(view: StudyView) -> Document:
+def document_of(view: StudyView) -> TrialTable:
     """Return what a page knows of a study's trials."""
-    ranking = view.ranking
-    # What was measured again has the speed of those runs, the rest is scaled to them.
-    decisive = {record.number: record for record in ranking.records}
     records = view.records
-    if ranking.baseline is not None and ranking.baseline.number not in decisive:
-        records += (ranking.baseline,)
+    ended = {record.number: record for record in view.ranking.records}
+    trials = dict(view.measured_trials)
+    baseline = view.measured_baseline
+    if baseline is not None and baseline.number not in ended:
+        records += (baseline.record,)
+        trials[baseline.number] = baseline
     peaks = [r.measurement.peak_allocated_bytes for r in records if r.measurement]
     unit = units.memory_unit(max(peaks, default=view.gpu.budget_bytes))
     roles = _roles(view)
     classes = _class_names(view, records)
-    places = {record.number: place for place, record in enumerate(ranking.ranked, start=1)}
+    places = {trial.number: place for place, trial in enumerate(view.ranked, start=1)}
     rows = []
     for record in records:
         number = record.number
-        row = _row(decisive.get(number, record), view, unit)
+        row = _row(ended.get(number, record), view, unit)
+        if number in trials:
+            row |= _measured(trials[number], view, unit)
         row["role"] = _text(", ".join(roles[number]))
         row["class"] = _text(classes[number])
         if number in places:
@@ -152,14 +157,14 @@ def document_of(view: StudyView) -> Document:
     for key, label in labels.items():
         pairs = tuple(row.get(key, UNKNOWN) for row in rows)
         if set(pairs) - {UNKNOWN}:
-            columns[key] = Column(label, pairs, key not in _HIDDEN)
+            columns[key] = TrialColumn(label, pairs, key not in _HIDDEN)
     for key in TrialConfig.model_fields:
         settings = []
         for record in records:
             value = getattr(record.config, key)
             settings.append((value, setting_words(value)))
-        columns[key] = Column(KNOBS[key].label, tuple(settings), len(set(settings)) > 1)
-    return Document(view, records, unit, columns)
+        columns[key] = TrialColumn(KNOBS[key].label, tuple(settings), len(set(settings)) > 1)
+    return TrialTable(view, records, unit, columns)
 
 
 _SHOWN = {
@@ -200,7 +205,7 @@ def _row(record: TrialRecord, view: StudyView, unit: units.MemoryUnit) -> dict[s
         "number": (record.number, str(record.number)),
         "verdict": (str(record.verdict), words.VERDICT_LABELS[record.verdict]),
         "why": _text(words.reason(record, budget_bytes=view.gpu.budget_bytes)),
-        "changes": _text(view.changes(record)),
+        "changes": _text(view.changes(record.config)),
         "error": _text(getattr(record.outcome, "detail", "")),
         "started_at": _text(record.started_at),
         "device_seconds": _number(record.device_seconds, units.duration(record.device_seconds)),
@@ -210,27 +215,22 @@ def _row(record: TrialRecord, view: StudyView, unit: units.MemoryUnit) -> dict[s
         row["need"] = _number(need.allocated_bytes / unit.bytes, words.need(need, unit))
     if record.prediction is not None:
         row["predicted_peak"] = _memory(record.prediction.peak_allocated_bytes, unit)
-    if record.measurement is not None:
-        row |= _measured(record, record.measurement, view, unit)
     return row
 
 
-def _measured(
-    record: TrialRecord, measured: Measurement, view: StudyView, unit: units.MemoryUnit
-) -> dict[str, Pair]:
+def _measured(trial: RankedTrial, view: StudyView, unit: units.MemoryUnit) -> dict[str, Pair]:
     """Return what was measured of a trial, and what follows from it."""
+    measured = trial.measurement
     remarks = []
     if measured.speed_interval:
         remarks.append(units.rate_interval(measured.speed_interval))
-    if view.ranking.is_measured_again(record):
+    if view.is_measured_again(trial):
         remarks.append("measured again")
     remarks.append(words.doubts(measured))
-    usd = view.snapshot.usd_per_million_tokens(record)
     row = {
         "tokens_per_second": _speed(measured.tokens_per_second, remarks),
         "peak_allocated": _memory(measured.peak_allocated_bytes, unit),
         "peak_reserved": _memory(measured.peak_reserved_bytes, unit),
-        "usd_per_million_tokens": _number(usd, units.usd(usd)),
         "trainable_parameters": (
             measured.trainable_parameters,
             units.count(measured.trainable_parameters),
@@ -238,7 +238,9 @@ def _measured(
         "step_seconds": _number(measured.step_seconds, units.step_time(measured.step_seconds)),
         "flags": _text(", ".join(measured.flags)),
     }
-    speed = view.target_speed(record)
+    usd = view.usd_per_million_tokens(trial)
+    row["usd_per_million_tokens"] = _number(usd, units.usd(usd))
+    speed = view.target_speed(trial)
     if speed is not None and view.gpu.emulated_on is not None:
         remarks = []
         if speed.low is not None and speed.high is not None:
@@ -298,14 +300,14 @@ def _speed(tokens_per_second: float, remarks: Iterable[str]) -> Pair:
 def _roles(view: StudyView) -> Mapping[int, list[str]]:
     """Return what a page calls trials by, for those that it speaks of."""
     roles: dict[int, list[str]] = defaultdict(list)
-    for role, record in (("winner", view.winner), ("baseline", view.ranking.baseline)):
-        if record is not None:
-            roles[record.number].append(role)
+    for role, trial in (("winner", view.winner), ("baseline", view.measured_baseline)):
+        if trial is not None:
+            roles[trial.number].append(role)
     for number in view.tied:
         roles[number].append("tied with the winner")
     for on_front in view.front:
         roles[on_front.number].append("on the front")
-    for record in view.ranking.records:
+    for record in view.records:
         if record.carried is not None:
             roles[record.number].append(f"carried over from {record.carried.study}")
     return roles
@@ -321,7 +323,7 @@ def _class_names(view: StudyView, records: Sequence[TrialRecord]) -> dict[int, s
     name_of: dict[CapacityClass, str] = {}
     names = {}
     for record in records:
-        capacity = view.ranking.capacity_class(record.config)
+        capacity = view.capacity_class(record.config)
         if capacity not in name_of:
             name_of[capacity] = shown(words.capacity(record.config))
         names[record.number] = name_of[capacity]

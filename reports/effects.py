@@ -20,8 +20,8 @@ import plotly.graph_objects as go
 from numpy.typing import NDArray
 from scipy.special import stdtrit
 
-from qlora_sweep.reports import units
-from qlora_sweep.reports.document import Document
+from qlora_sweep.reports import format as units
+from qlora_sweep.reports.document import TrialTable
 from qlora_sweep.reports.figures import BLUE, PageFigure, Section, dashed, framed, whiskers
 from qlora_sweep.search_spaces.config import KNOBS, TrialConfig, canonical
 from qlora_sweep.search_spaces.space import SearchSpace
@@ -39,7 +39,7 @@ Vector = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
-class Ratio:
+class EffectRatio:
     """A quantity after a change over the same before it, with its 95 % interval."""
 
     value: float
@@ -59,8 +59,8 @@ class Effect:
 
     key: str
     label: str
-    speed: Ratio | None
-    memory: Ratio | None
+    speed: EffectRatio | None
+    memory: EffectRatio | None
     why: str
     """Why the change of speed is unknown; empty where it is known."""
 
@@ -120,7 +120,7 @@ class _Setting:
         return f"{first} → {units.short(units.phrase(self.key, after))}", weights
 
 
-class Fit:
+class EffectFit:
     """The logarithm of a quantity by every setting that varied.
 
     Args:
@@ -146,7 +146,7 @@ class Fit:
         aliases: list[int] = order[outside[order] > _SAME].tolist()
         return aliases
 
-    def ratio(self, contrast: Vector) -> Ratio | None:
+    def ratio(self, contrast: Vector) -> EffectRatio | None:
         """Return a change with Student's interval; None where the trials do not determine it."""
         if self.degrees < DEGREES_ENOUGH or self.aliases(contrast):
             return None
@@ -154,10 +154,10 @@ class Fit:
         value = float(weights @ self._logs)
         half = float(stdtrit(self.degrees, 0.975) * self._deviation * np.linalg.norm(weights))
         logs = np.clip([value, value - half, value + half], -50, 50)
-        return Ratio(*map(math.exp, logs))
+        return EffectRatio(*map(math.exp, logs))
 
 
-def effects_of(document: Document) -> Section | None:
+def effects_of(document: TrialTable) -> Section | None:
     """Return what a study tells of its settings, in the order of its space's dimensions; None where
     fewer than two trials were measured."""
     view = document.view
@@ -245,7 +245,7 @@ def _are_numbers(values: Iterable[Any]) -> bool:
 
 def _fitted(
     settings: Sequence[_Setting], trials: Sequence[_Trial], quantity: Any
-) -> tuple[Fit, Mapping[str, range]]:
+) -> tuple[EffectFit, Mapping[str, range]]:
     """Return a fit, and which columns are a setting's."""
     columns = [[1.0] * len(trials)]
     places = {}
@@ -254,10 +254,10 @@ def _fitted(
         places[setting.key] = range(len(columns), len(columns) + len(added))
         columns += added
     matrix = np.array(columns).T  # (trials, columns)
-    return Fit(matrix, [quantity(measured) for _, measured in trials]), places
+    return EffectFit(matrix, [quantity(measured) for _, measured in trials]), places
 
 
-def _why(setting: _Setting, contrast: Vector, fit: Fit, owners: Sequence[str]) -> str:
+def _why(setting: _Setting, contrast: Vector, fit: EffectFit, owners: Sequence[str]) -> str:
     """Return why a change of speed is unknown."""
     if len(setting.levels) < 2:
         only = units.short(units.phrase(setting.key, setting.levels[0]))
@@ -294,7 +294,7 @@ def _figure(effects: Sequence[Effect]) -> PageFigure:
         texts = []
         reach = math.log10(1.5)
         for place, effect in enumerate(effects):
-            ratio: Ratio | None = getattr(effect, quantity)
+            ratio: EffectRatio | None = getattr(effect, quantity)
             if ratio is None:
                 continue
             values.append(ratio.value)

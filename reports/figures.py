@@ -24,7 +24,7 @@ FADED = "#8192A6"
 """What stands back still has three times the lightness of the page, or a third of it."""
 
 
-class Mark(NamedTuple):
+class VerdictMark(NamedTuple):
     """How one verdict is drawn."""
 
     colour: str
@@ -32,18 +32,18 @@ class Mark(NamedTuple):
     """plotly's marker symbol."""
 
 
-MARKS: Mapping[Verdict, Mark] = {
-    Verdict.FITS: Mark(BLUE, "circle"),
-    Verdict.PRUNED_SLOW: Mark("#2E86C8", "circle-open"),
-    Verdict.OOM: Mark(ORANGE, "x"),
-    Verdict.PREDICTED_OOM: Mark(AMBER, "square-open"),
-    Verdict.DOMINATED_OOM: Mark("#C0609A", "triangle-up-open"),
-    Verdict.DIVERGED: Mark("#AA4499", "diamond"),
-    Verdict.INVALID: Mark("#7D8691", "asterisk-open"),
-    Verdict.INEFFECTIVE: Mark("#868613", "hexagon-open"),
-    Verdict.TIMED_OUT: Mark("#2F9384", "hourglass"),
-    Verdict.CRASHED: Mark("#C2455C", "cross"),
-    Verdict.LOST: Mark("#7D8691", "circle-x-open"),
+MARKS: Mapping[Verdict, VerdictMark] = {
+    Verdict.FITS: VerdictMark(BLUE, "circle"),
+    Verdict.PRUNED_SLOW: VerdictMark("#2E86C8", "circle-open"),
+    Verdict.OOM: VerdictMark(ORANGE, "x"),
+    Verdict.PREDICTED_OOM: VerdictMark(AMBER, "square-open"),
+    Verdict.DOMINATED_OOM: VerdictMark("#C0609A", "triangle-up-open"),
+    Verdict.DIVERGED: VerdictMark("#AA4499", "diamond"),
+    Verdict.INVALID: VerdictMark("#7D8691", "asterisk-open"),
+    Verdict.INEFFECTIVE: VerdictMark("#868613", "hexagon-open"),
+    Verdict.TIMED_OUT: VerdictMark("#2F9384", "hourglass"),
+    Verdict.CRASHED: VerdictMark("#C2455C", "cross"),
+    Verdict.LOST: VerdictMark("#7D8691", "circle-x-open"),
 }
 
 

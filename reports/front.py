@@ -15,7 +15,7 @@ from typing import Any
 
 import plotly.graph_objects as go
 
-from qlora_sweep.reports.document import AXES, Document
+from qlora_sweep.reports.document import AXES, TrialTable
 from qlora_sweep.reports.figures import (
     AMBER,
     BLUE,
@@ -30,7 +30,7 @@ from qlora_sweep.reports.figures import (
     whiskers,
 )
 from qlora_sweep.reports.words import VERDICT_LABELS
-from qlora_sweep.storage.ranking import fitting, measured_of
+from qlora_sweep.storage.ranking import fitting
 from qlora_sweep.storage.records import TrialRecord, Verdict, predicted_need
 
 MEMORY = "peak_allocated"
@@ -44,7 +44,7 @@ _CAPTION = (
 )
 
 
-def front_of(document: Document) -> Section | None:
+def front_of(document: TrialTable) -> Section | None:
     """Return the section of the front; None where nothing was tried."""
     view = document.view
     columns = document.columns
@@ -55,7 +55,7 @@ def front_of(document: Document) -> Section | None:
     names = columns["class"].values
     classes = sorted(set(names))
     chosen = ""
-    if view.winner is not None and view.ranking.is_for_speed_alone and len(classes) > 1:
+    if view.winner is not None and view.is_for_speed_alone and len(classes) > 1:
         chosen = names[document.rows[view.winner.number]]
     # The trials on the front of ``first axis|second|class``; the class is empty for all.
     views = {}
@@ -82,7 +82,7 @@ def front_of(document: Document) -> Section | None:
     )
 
 
-def _candidates(document: Document) -> list[int]:
+def _candidates(document: TrialTable) -> list[int]:
     """Return the rows of what fits, each configuration once, and of what was stopped as slow."""
     of_space = document.view.of_space
     rows = [document.rows[record.number] for record in fitting(of_space)]
@@ -92,7 +92,7 @@ def _candidates(document: Document) -> list[int]:
     return rows
 
 
-def _page_figure(document: Document, front: Sequence[int], y: str) -> PageFigure:
+def _page_figure(document: TrialTable, front: Sequence[int], y: str) -> PageFigure:
     """Return the drawing and its table, which begins with the winner."""
     columns = []
     heads = []
@@ -114,7 +114,7 @@ def _page_figure(document: Document, front: Sequence[int], y: str) -> PageFigure
     )
 
 
-def pareto(document: Document, rows: Sequence[int], axes: tuple[str, str]) -> list[int]:
+def pareto(document: TrialTable, rows: Sequence[int], axes: tuple[str, str]) -> list[int]:
     """Return the rows that no other beats in one column and matches in both, the best first.
 
     The winner is among them in speed and memory: what beats it there is as good but for a tie, and
@@ -150,7 +150,7 @@ def _cost(axis: str, value: float) -> float:
     return value
 
 
-def _figure(document: Document, front: Sequence[int], y: str) -> go.Figure:
+def _figure(document: TrialTable, front: Sequence[int], y: str) -> go.Figure:
     columns = document.columns
     unit = document.unit.name
     budget = document.in_unit(document.view.gpu.budget_bytes)
@@ -237,7 +237,7 @@ def _figure(document: Document, front: Sequence[int], y: str) -> go.Figure:
 
 
 def _lane(
-    document: Document, lane: int, verdict: Verdict, records: Sequence[TrialRecord], left: float
+    document: TrialTable, lane: int, verdict: Verdict, records: Sequence[TrialRecord], left: float
 ) -> go.Scatter:
     """Return the marks of what ended in one way without a measurement, by what it needs.
 
@@ -291,7 +291,7 @@ def _lane(
     )
 
 
-def _need(document: Document, record: TrialRecord) -> tuple[float | None, bool]:
+def _need(document: TrialTable, record: TrialRecord) -> tuple[float | None, bool]:
     """Return what a trial without a speed needs, and whether that is a lower bound."""
     need = document.view.need_of(record)
     if need is not None:
@@ -302,15 +302,13 @@ def _need(document: Document, record: TrialRecord) -> tuple[float | None, bool]:
     return None, False
 
 
-def _intervals(document: Document, rows: Sequence[int]) -> dict[str, Any]:
+def _intervals(document: TrialTable, rows: Sequence[int]) -> dict[str, Any]:
     """Return the 95 % intervals of measured speeds as error bars; none where there are none."""
-    # What was measured again has the speed and the interval of those runs.
-    decisive = {record.number: record for record in document.view.ranking.records}
     speeds = []
     ends = []
     for row in rows:
-        record = document.records[row]
-        measured = measured_of(decisive.get(record.number, record))
+        trial = document.view.measured_trials[document.records[row].number]
+        measured = trial.measurement
         speed = measured.tokens_per_second
         speeds.append(speed)
         ends.append(measured.speed_interval or (speed, speed))
@@ -330,10 +328,10 @@ def _apart(front: Sequence[int], across: Sequence[Any], up: Sequence[Any]) -> li
     return named
 
 
-def _measured(document: Document, front: Sequence[int], y: str) -> Iterator[go.Scatter]:
+def _measured(document: TrialTable, front: Sequence[int], y: str) -> Iterator[go.Scatter]:
     """Yield what was measured: all of it faded, the front joined, winner and baseline marked."""
     records = document.records
-    ranking = document.view.ranking
+    view = document.view
     across = document.columns[MEMORY].values
     up = document.columns[y].values
 
@@ -384,10 +382,9 @@ def _measured(document: Document, front: Sequence[int], y: str) -> Iterator[go.S
         textposition="top left",
         error_y=intervals,
     )
-    looks = (
-        ("winner", ranking.winner, {"symbol": "star", "size": 17, "color": AMBER}),
-        ("baseline", ranking.baseline, {"symbol": "diamond-open", "size": 14, "color": AMBER}),
-    )
-    for name, record, marker in looks:
-        if record is not None:
-            yield trace(name, [document.rows[record.number]], "others", marker=marker)
+    star = {"symbol": "star", "size": 17, "color": AMBER}
+    diamond = {"symbol": "diamond-open", "size": 14, "color": AMBER}
+    looks = (("winner", view.winner, star), ("baseline", view.measured_baseline, diamond))
+    for name, trial, marker in looks:
+        if trial is not None:
+            yield trace(name, [document.rows[trial.number]], "others", marker=marker)

@@ -9,13 +9,13 @@ from textwrap import wrap
 
 import plotly.graph_objects as go
 
-from qlora_sweep.reports.document import AXES, Document
+from qlora_sweep.reports.document import AXES, TrialTable
 from qlora_sweep.reports.figures import GREEN, MARKS, PageFigure, framed
 from qlora_sweep.reports.words import VERDICT_LABELS
 from qlora_sweep.storage.records import Verdict
 
 
-def history_of(document: Document, key: str, rows: Sequence[int]) -> PageFigure:
+def history_of(document: TrialTable, key: str, rows: Sequence[int]) -> PageFigure:
     """Return what trials reached in the order in which they ran.
 
     Args:

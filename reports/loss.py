@@ -10,7 +10,7 @@ from qlora_sweep.reports.figures import BLUE, GREEN, ORANGE, PageFigure, digits,
 from qlora_sweep.reports.page import render_figure
 
 POINTS_MAX = 2000
-"""Of a curve: more are put together, and nobody could see them."""
+"""Of a curve: more are put together, as they could not be seen."""
 _CAPTION = (
     "Training loss is the mean over a step's tokens; of many steps, means of stretches are drawn."
 )

@@ -22,11 +22,11 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup, escape
 from plotly.io.json import to_json_plotly
 
-from qlora_sweep.reports import units
+from qlora_sweep.reports import format as units
 from qlora_sweep.reports.boundary import boundary_of
-from qlora_sweep.reports.comparison import Comparison, comparison_words
+from qlora_sweep.reports.comparison import GpuComparison, comparison_words
 from qlora_sweep.reports.decision import decision_of
-from qlora_sweep.reports.document import Document, document_of
+from qlora_sweep.reports.document import TrialTable, document_of
 from qlora_sweep.reports.effects import effects_of
 from qlora_sweep.reports.figures import PageFigure, Section, themes
 from qlora_sweep.reports.front import front_of
@@ -52,7 +52,7 @@ def title_of(snapshot: StudySnapshot) -> str:
     return f"{model} on {gpu}: {units.plural(len(snapshot.trials), 'trial')}"
 
 
-def sections(document: Document, work: AskedWork) -> dict[str, Any]:
+def sections(document: TrialTable, work: AskedWork) -> dict[str, Any]:
     """Return the value of each section of a study's report; None where it has nothing to say."""
     view = document.view
     return {
@@ -91,7 +91,7 @@ def render(snapshot: StudySnapshot, *, work: AskedWork | None = None) -> str:
     return _page("study.html.j2", title_of(snapshot), made, data, snapshot=snapshot)
 
 
-def render_comparison(comparison: Comparison) -> str:
+def render_comparison(comparison: GpuComparison) -> str:
     """Return the page of several GPUs as HTML. Its figures are of GPUs, not of trials."""
     words = comparison_words(comparison)
     return _page("comparison.html.j2", words.title, {"comparison": words}, {"columns": {}})

@@ -4,27 +4,27 @@ from __future__ import annotations
 
 from plotly.subplots import make_subplots
 
-from qlora_sweep.reports.document import Document
+from qlora_sweep.reports.document import TrialTable
 from qlora_sweep.reports.figures import AMBER, BLUE, PageFigure, Section, digits, framed, whiskers
 from qlora_sweep.reports.words import held_out
-from qlora_sweep.storage.ranking import measured_of
-from qlora_sweep.storage.records import QualityReport, TrialRecord
+from qlora_sweep.storage.ranking import RankedTrial
+from qlora_sweep.storage.records import QualityReport
 
 
-def quality_of(document: Document) -> Section | None:
+def quality_of(document: TrialTable) -> Section | None:
     """Return the section on held-out losses; None of a study that has none."""
-    ranking = document.view.ranking
-    judged: list[TrialRecord] = []
+    view = document.view
+    judged: list[RankedTrial] = []
     qualities: list[QualityReport] = []
-    for record in ranking.ranked:
-        quality = measured_of(record).quality
+    for trial in view.ranked:
+        quality = trial.measurement.quality
         if quality is not None:
-            judged.append(record)
+            judged.append(trial)
             qualities.append(quality)
-    if "eval_loss" not in ranking.objectives or not judged:
+    if "eval_loss" not in view.objectives or not judged:
         return None
     how = _how(qualities[0])
-    figure = _figure(judged, qualities, ranking.winner)
+    figure = _figure(judged, qualities, view.winner)
     return Section(how=how, figures=[figure])
 
 
@@ -44,7 +44,7 @@ def _how(quality: QualityReport) -> str:
 
 
 def _figure(
-    judged: list[TrialRecord], qualities: list[QualityReport], winner: TrialRecord | None
+    judged: list[RankedTrial], qualities: list[QualityReport], winner: RankedTrial | None
 ) -> PageFigure:
     losses = []
     ends = []
@@ -55,16 +55,16 @@ def _figure(
     ranks = []
     colours = []
     symbols = []
-    for record in judged:
-        numbers.append(record.number)
-        ranks.append(record.config.lora_rank)
-        if record is winner:
+    for trial in judged:
+        numbers.append(trial.number)
+        ranks.append(trial.config.lora_rank)
+        if trial is winner:
             colours.append(AMBER)
             symbols.append("star")
         else:
             colours.append(BLUE)
             symbols.append("circle")
-    speeds = digits(measured_of(record).tokens_per_second for record in judged)
+    speeds = digits(trial.measurement.tokens_per_second for trial in judged)
     figure = make_subplots(1, 2, shared_yaxes=True)
     for at, x in enumerate((speeds, ranks), start=1):
         figure.add_scatter(

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from qlora_sweep.reports.document import Document
+from qlora_sweep.reports.document import TrialTable
 from qlora_sweep.reports.figures import Section
 from qlora_sweep.reports.history import history_of
 from qlora_sweep.reports.slices import slices_of
 from qlora_sweep.storage.records import Verdict
 
 
-def search_of(document: Document) -> Section | None:
+def search_of(document: TrialTable) -> Section | None:
     """Return how a search went, by the first of its objectives; None where fewer than two trials
     fitted."""
     key: str = document.view.objectives[0]

@@ -8,12 +8,13 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from qlora_sweep.reports import answer, units, words
+from qlora_sweep.reports import answer, words
+from qlora_sweep.reports import format as units
 from qlora_sweep.reports.advice import how_to_go_faster
-from qlora_sweep.reports.document import Document
+from qlora_sweep.reports.document import TrialTable
 from qlora_sweep.reports.figures import Section
 from qlora_sweep.reports.view import StudyView
-from qlora_sweep.storage.records import TrialRecord
+from qlora_sweep.storage.ranking import RankedTrial
 
 
 def next_steps_of(view: StudyView) -> Section | None:
@@ -65,11 +66,11 @@ def texts_of(view: StudyView) -> Section | None:
 def _by_length(view: StudyView) -> Iterator[tuple[str, ...]]:
     """Yield the fastest of each length: length, trial, tokens/s, share of the tokens that it cuts
     off or leaves out, epoch."""
-    fastest: dict[int, TrialRecord] = {}
-    for record in sorted(view.ranked, key=view.speed_of, reverse=True):
-        fastest.setdefault(record.config.seq_len, record)
-    for length, record in sorted(fastest.items()):
-        epoch = view.epoch_of(record)
+    fastest: dict[int, RankedTrial] = {}
+    for trial in sorted(view.ranked, key=lambda ranked: ranked.estimate.value, reverse=True):
+        fastest.setdefault(trial.config.seq_len, trial)
+    for length, trial in sorted(fastest.items()):
+        epoch = view.epoch_of(trial)
         if epoch is None:
             continue
         epoch_words = units.duration(epoch.seconds)
@@ -77,14 +78,14 @@ def _by_length(view: StudyView) -> Iterator[tuple[str, ...]]:
             epoch_words += f", {units.usd(epoch.dollars)}"
         yield (
             units.count(length),
-            str(record.number),
-            units.rate(view.speed_of(record)),
+            str(trial.number),
+            units.rate(trial.estimate.value),
             units.share(epoch.tokens_cut + epoch.tokens_left_out),
             epoch_words,
         )
 
 
-def trials_of(document: Document) -> Section | None:
+def trials_of(document: TrialTable) -> Section | None:
     """Return what the table of all trials may be filtered by; None where there are none."""
     if not document.records:
         return None
@@ -111,7 +112,7 @@ def environment_rows(view: StudyView) -> list[tuple[str, str]]:
         "search space": f"{space.name} (sampler {space.sampler}, seed {space.seed})",
         "driver time": units.duration(view.seconds["wall"]),
     }
-    for key, value in view.snapshot.environment.items():
+    for key, value in view.environment.items():
         named: Mapping[str, Any] = {key.replace("_", " "): value}
         if isinstance(value, Mapping):
             named = value

@@ -10,8 +10,8 @@ from typing import Any
 
 from plotly.subplots import make_subplots
 
-from qlora_sweep.reports import units
-from qlora_sweep.reports.document import Document, setting_words
+from qlora_sweep.reports import format as units
+from qlora_sweep.reports.document import TrialTable, setting_words
 from qlora_sweep.reports.figures import AMBER, BLUE, PageFigure, framed
 from qlora_sweep.search_spaces.config import KNOBS, TrialConfig
 
@@ -29,7 +29,7 @@ class _Axis:
     """Of each trial's value among them."""
 
     @classmethod
-    def of(cls, document: Document, key: str) -> _Axis:
+    def of(cls, document: TrialTable, key: str) -> _Axis:
         def order(value: Any) -> tuple[float, str]:
             if isinstance(value, bool | int | float):
                 return float(value), ""
@@ -47,7 +47,7 @@ class _Axis:
         return {place: escape(setting_words(self.values[place])) for place in named}
 
 
-def slices_of(document: Document, key: str, rows: Sequence[int]) -> PageFigure | None:
+def slices_of(document: TrialTable, key: str, rows: Sequence[int]) -> PageFigure | None:
     """Return what trials reached by each setting; None where none varied.
 
     Args:

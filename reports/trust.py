@@ -7,21 +7,20 @@ from collections.abc import Iterator
 from operator import attrgetter
 from typing import Literal
 
-from qlora_sweep.reports import units
+from qlora_sweep.reports import format as units
 from qlora_sweep.reports.accuracy import accuracy_figure, accuracy_of
-from qlora_sweep.reports.document import Document
+from qlora_sweep.reports.document import TrialTable
 from qlora_sweep.reports.figures import Section
 from qlora_sweep.reports.sections import environment_rows
 from qlora_sweep.reports.timeline import timeline_of
 from qlora_sweep.reports.words import VERDICT_LABELS
-from qlora_sweep.storage.ranking import measured_of
-from qlora_sweep.storage.records import TrialRecord
+from qlora_sweep.storage.ranking import RankedTrial
 
 TOP_SHOWN = 5
 _QUANTITIES: tuple[Literal["memory", "speed"], ...] = ("memory", "speed")
 
 
-def trust_of(document: Document) -> Section:
+def trust_of(document: TrialTable) -> Section:
     """Return what there is to judge a study's numbers by."""
     view = document.view
     accuracies = []
@@ -50,12 +49,12 @@ def trust_of(document: Document) -> Section:
     )
 
 
-def _memory(document: Document) -> str:
+def _memory(document: TrialTable) -> str:
     """Return the peaks of the winner; empty without one."""
     winner = document.view.winner
     if winner is None:
         return ""
-    measured = measured_of(winner)
+    measured = winner.measurement
     allocated = units.gib(measured.peak_allocated_bytes, document.unit)
     reserved = units.gib(measured.peak_reserved_bytes, document.unit)
     in_use = units.gib(measured.peak_device_bytes, document.unit)
@@ -65,13 +64,13 @@ def _memory(document: Document) -> str:
     )
 
 
-def _memory_parts(document: Document) -> Iterator[tuple[str, str, float]]:
+def _memory_parts(document: TrialTable) -> Iterator[tuple[str, str, float]]:
     """Yield what the winner's peak is predicted to be made of, the largest first: name, size and
     share."""
     winner = document.view.winner
     if winner is None:
         return
-    forecast = document.view.snapshot.memory_forecasts.get(winner.config)
+    forecast = document.view.memory_forecast(winner.config)
     if forecast is None:
         return
     total = sum(forecast.parts.values())
@@ -80,17 +79,16 @@ def _memory_parts(document: Document) -> Iterator[tuple[str, str, float]]:
             yield name, units.gib(count), count / total
 
 
-def _steps(document: Document, record: TrialRecord) -> tuple[str, ...]:
+def _steps(document: TrialTable, trial: RankedTrial) -> tuple[str, ...]:
     """Return a trial's number, median step, interval, steps, and what each later run had."""
-    searched = document.records[document.rows[record.number]].measurement
+    searched = document.records[document.rows[trial.number]].measurement
     assert searched is not None, "only measured trials are ranked"
     interval = "too few steps for one"
     if searched.step_seconds_ci95:
         interval = " to ".join(map(units.step_time, searched.step_seconds_ci95))
-    confirmations = document.view.ranking.confirmations
-    runs = confirmations.runs(record.config, series=confirmations.series)
+    runs = document.view.runs_of(trial.config)
     return (
-        str(record.number),
+        str(trial.number),
         units.step_time(searched.step_seconds),
         interval,
         f"{searched.steps_measured} after {searched.steps_warmup} to warm up",
@@ -98,7 +96,7 @@ def _steps(document: Document, record: TrialRecord) -> tuple[str, ...]:
     )
 
 
-def _spent(document: Document) -> Iterator[tuple[str, ...]]:
+def _spent(document: TrialTable) -> Iterator[tuple[str, ...]]:
     """Yield how trials ended, how many, and their device time."""
     for verdict, label in VERDICT_LABELS.items():
         seconds = [r.device_seconds for r in document.records if r.verdict is verdict]
@@ -108,7 +106,7 @@ def _spent(document: Document) -> Iterator[tuple[str, ...]]:
         if sum(seconds):
             duration = units.duration(sum(seconds))
         yield label, str(len(seconds)), duration
-    confirmations = document.view.snapshot.confirmations
+    confirmations = document.view.confirmation_runs
     if confirmations:
         total = sum(map(attrgetter("device_seconds"), confirmations))
         yield "measured winners again", str(len(confirmations)), units.duration(total)

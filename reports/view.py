@@ -5,22 +5,33 @@ The terminal and the page are words over it (`reports.answer`).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Any, Literal
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, InstanceOf
 
-from qlora_sweep.reports import units
+from qlora_sweep.reports import format as units
+from qlora_sweep.reports import words
 from qlora_sweep.search_spaces.config import TrialConfig
-from qlora_sweep.search_spaces.costs import usd_per_training_second
+from qlora_sweep.search_spaces.costs import usd_per_million_tokens, usd_per_training_second
 from qlora_sweep.search_spaces.learning_rates import LearningRate, learning_rate_of
+from qlora_sweep.search_spaces.linears import CapacityClass
 from qlora_sweep.search_spaces.prices import Offer
 from qlora_sweep.search_spaces.quality import KnownQuality
 from qlora_sweep.search_spaces.space import Objective, SearchSpace
-from qlora_sweep.storage.definition import StudyDefinition, StudySnapshot, TargetSpeed
+from qlora_sweep.storage.confirmations import Ratio
+from qlora_sweep.storage.definition import (
+    MemoryForecast,
+    StudyDefinition,
+    StudySnapshot,
+    TargetSpeed,
+)
 from qlora_sweep.storage.ranking import (
     ClassBest,
     NoGain,
+    RankedGain,
+    RankedTrial,
     Ranking,
     measured_of,
     objective_value,
@@ -54,11 +65,11 @@ _SOAK_SHOWN = {
 """Of the measurement of a soak, what is in the document."""
 
 
-class _Part(BaseModel):
+class _ViewPart(BaseModel):
     model_config = ConfigDict(frozen=True, from_attributes=True)
 
 
-class Gpu(_Part):
+class Gpu(_ViewPart):
     """The GPU that the study is for."""
 
     name: str
@@ -67,7 +78,7 @@ class Gpu(_Part):
     """The GPU that measured in its place, capped to its memory; None where it did itself."""
 
 
-class Speed(_Part):
+class Speed(_ViewPart):
     """How fast a configuration trains on that GPU, in supervised tokens/s."""
 
     value: float = Field(validation_alias="tokens_per_second")
@@ -76,7 +87,7 @@ class Speed(_Part):
     basis: Literal["measured", "predicted"]
 
 
-class Cost(_Part):
+class TokenCost(_ViewPart):
     """What tokens cost as the winner trains, with the ends of the speed's interval."""
 
     usd_per_million_tokens: float
@@ -88,7 +99,7 @@ class Cost(_Part):
     date: str
 
 
-class Epoch(EpochRecord):
+class EpochEstimate(EpochRecord):
     """One pass over the rows of the dataset that are not held out; start-up, evaluation and
     checkpoints come on top."""
 
@@ -102,14 +113,14 @@ class Epoch(EpochRecord):
     dollars_high: float | None = None
 
 
-class Sureness(_Part):
+class Sureness(_ViewPart):
     """How surely a speed is known, on whatever GPU ran."""
 
     tokens_per_second_ci95: tuple[float, float] | None
     noisy: bool
 
 
-class Trial(Sureness):
+class WinnerTrial(Sureness):
     """The winner."""
 
     number: int
@@ -123,7 +134,7 @@ class Trial(Sureness):
     target_tokens_per_second: Speed | None
 
 
-class Times(_Part):
+class Times(_ViewPart):
     """How many times as fast, with the ends of the 95 % interval; null where nothing bounds it."""
 
     ratio: float = Field(validation_alias="value")
@@ -174,7 +185,7 @@ class Baseline(OfClass):
     class_gain: ClassGain | None
 
 
-class OnFront(_Part):
+class OnFront(_ViewPart):
     """A trial of the Pareto front."""
 
     number: int
@@ -182,7 +193,7 @@ class OnFront(_Part):
     config: TrialConfig
 
 
-class Confirmed(_Part):
+class Confirmed(_ViewPart):
     """What measuring the winner again came to."""
 
     runs: int
@@ -193,7 +204,7 @@ class Confirmed(_Part):
     soak: Mapping[str, Any] | None
 
 
-class StudyView(_Part):
+class StudyView(_ViewPart):
     """What is known of a study."""
 
     snapshot: InstanceOf[StudySnapshot] = Field(exclude=True, repr=False)
@@ -210,11 +221,11 @@ class StudyView(_Part):
     """How many there are in ``total``, and of each verdict."""
     ended: Mapping[str, Any] | None
     """Why the search ended last; None where it has not."""
-    best: Trial | None
+    best: WinnerTrial | None
     """The winner, of several objectives the knee of their front; None where nothing fits."""
-    cost: Cost | None
+    cost: TokenCost | None
     texts: Mapping[str, Any] | None
-    epoch: Epoch | None
+    epoch: EpochEstimate | None
     target_tokens_per_second: Speed | None
     gain: Gain | None
     no_gain: NoGain | None
@@ -241,7 +252,7 @@ class StudyView(_Part):
     # What words and figures read of a study besides.
 
     @property
-    def winner(self) -> TrialRecord | None:
+    def winner(self) -> RankedTrial | None:
         """The winner as it is ranked."""
         return self.ranking.winner
 
@@ -256,7 +267,7 @@ class StudyView(_Part):
         return self.ranking.of_space
 
     @property
-    def ranked(self) -> tuple[TrialRecord, ...]:
+    def ranked(self) -> tuple[RankedTrial, ...]:
         """The trials of the space that fit, the recommended one first."""
         return self.ranking.ranked
 
@@ -295,25 +306,128 @@ class StudyView(_Part):
         """The baseline's configuration, measured or not."""
         return self.ranking.baseline_config
 
-    def changes(self, record: TrialRecord) -> str:
-        """Return in words where a trial differs from the baseline."""
-        return units.changes(record.config, baseline=self.baseline_config)
+    def changes(self, config: TrialConfig) -> str:
+        """Return in words where a configuration differs from the baseline."""
+        return units.changes(config, baseline=self.baseline_config)
 
-    def target_speed(self, record: TrialRecord) -> TargetSpeed | None:
+    def target_speed(self, trial: RankedTrial) -> TargetSpeed | None:
         """Return how fast a trial is on the GPU that the study is for; None where unknown."""
-        return self.snapshot.target_speed(record)
+        return self.ranking.target_speed(trial)
 
-    def speed_of(self, record: TrialRecord) -> float:
-        """Return the tokens/s of a trial that decide."""
-        return self.ranking.speed_of(record)
+    def usd_per_million_tokens(self, trial: RankedTrial) -> float | None:
+        """Return what a million tokens cost at a trial's speed on that GPU; None without a price or
+        a speed."""
+        dollars = _dollars(self.ranking, self.offer, trial)
+        if dollars is None:
+            return None
+        return dollars.value
+
+    def usd_interval(self, trial: RankedTrial) -> tuple[float, float] | None:
+        """Return the least and the most that they cost, by that speed's interval."""
+        dollars = _dollars(self.ranking, self.offer, trial)
+        if dollars is None or dollars.low is None or dollars.high is None:
+            return None
+        return dollars.low, dollars.high
+
+    @property
+    def measured_trials(self) -> Mapping[int, RankedTrial]:
+        """Every measured trial of the search as it is ranked, by number."""
+        return self.ranking.trials
+
+    @property
+    def measured_baseline(self) -> RankedTrial | None:
+        """The baseline as it is ranked; None where it was not measured."""
+        return self.ranking.baseline
+
+    @property
+    def is_driven(self) -> bool:
+        """Whether a process drives the study now."""
+        return self.snapshot.holder is not None
+
+    @property
+    def finished(self) -> tuple[TrialRecord, ...]:
+        """The trials of the search without attempts that were repeated, by number."""
+        return self.snapshot.trials
+
+    @property
+    def environment(self) -> Mapping[str, Any]:
+        """What the newest run ran on."""
+        return self.snapshot.environment
+
+    @property
+    def is_surface(self) -> bool:
+        """Whether it shows a file of recorded trials, and no study."""
+        return self.definition.target.recorded is not None and not self.snapshot.identity
+
+    @property
+    def confirmation_runs(self) -> tuple[TrialRecord, ...]:
+        """What measured winners again, by number."""
+        return self.snapshot.confirmations
+
+    @property
+    def fallen(self) -> Mapping[int, TrialRecord]:
+        """Trials that fitted in the search and did not hold, by number, each with the run that says
+        so."""
+        return self.ranking.fallen
+
+    @property
+    def is_for_speed_alone(self) -> bool:
+        """Whether nothing but speed is asked for."""
+        return self.ranking.is_for_speed_alone
+
+    @property
+    def other_numerics(self) -> RankedTrial | None:
+        """The fastest of the other class of numerics than the winner's; None for none to name."""
+        return self.ranking.other_numerics
+
+    @property
+    def fastest_of_baselines_class(self) -> RankedTrial | None:
+        """The fastest trial of the space in the baseline's capacity class."""
+        return self.ranking.fastest_of_baselines_class
+
+    def gain_of(self, trial: RankedTrial) -> RankedGain:
+        """Return what a trial gained within its capacity class, or why that is not stated."""
+        return self.ranking.gain_of(trial)
+
+    def ratio(self, trial: RankedTrial, over: RankedTrial) -> Ratio:
+        """Return how much faster a trial is than another."""
+        return self.ranking.ratio(trial, over)
+
+    def reference_for(self, config: TrialConfig) -> RankedTrial | None:
+        """Return what a configuration's gain is stated over; None where it was not measured."""
+        return self.ranking.reference_for(config)
+
+    def reference_name(self, config: TrialConfig) -> str:
+        """Return what that is called: ``the baseline``, ``the baseline at rank 8 on q,v``."""
+        return words.reference_of(self.ranking, config)
+
+    def is_measured_again(self, trial: RankedTrial) -> bool:
+        """Whether a trial's speed is that of several runs which confirm it."""
+        return self.ranking.is_measured_again(trial)
+
+    def runs_of(self, config: TrialConfig) -> Sequence[Measurement]:
+        """Return the runs that measured a configuration again, in order."""
+        return self.ranking.runs_of(config)
+
+    def capacity_class(self, config: TrialConfig) -> CapacityClass:
+        """Return the class in which the speed of a configuration compares."""
+        return self.ranking.capacity_class(config)
+
+    def expected_speed(self, record: TrialRecord) -> float | None:
+        """Return the tokens/s that are predicted of a trial that was not measured."""
+        return self.ranking.expected_speed(record)
+
+    def memory_forecast(self, config: TrialConfig) -> MemoryForecast | None:
+        """Return what a configuration is predicted to need; None where that is not at hand."""
+        return self.snapshot.memory_forecasts.get(config)
 
     def need_of(self, record: TrialRecord) -> Need | None:
         """Return the memory that a trial needs which did not fit; None where nothing is known."""
         return need_of(record, budget_bytes=self.gpu.budget_bytes)
 
-    def epoch_of(self, record: TrialRecord) -> Epoch | None:
+    def epoch_of(self, trial: RankedTrial) -> EpochEstimate | None:
         """Return what an epoch of the study's dataset takes as a trial trains; None without one."""
-        return _epoch(self.snapshot, record)
+        return _epoch(self.snapshot, self.ranking, trial)
 
 
 def view_of(snapshot: StudySnapshot) -> StudyView:
@@ -324,11 +438,15 @@ def view_of(snapshot: StudySnapshot) -> StudyView:
     winner = ranking.winner
     speed = None
     best = None
+    cost = None
+    epoch = None
     knee = None
     numerics_choice = None
     if winner is not None:
-        speed = snapshot.target_speed(winner)
+        speed = ranking.target_speed(winner)
         best = _winner(snapshot, winner, speed)
+        cost = _cost(ranking, snapshot.offer, winner)
+        epoch = _epoch(snapshot, ranking, winner)
         numerics_choice = ranking.numerics_choice
         if len(ranking.objectives) > 1:
             knee = winner.number
@@ -347,11 +465,11 @@ def view_of(snapshot: StudySnapshot) -> StudyView:
         trials={"total": len(snapshot.records)} | verdict_counts(snapshot.records),
         ended=snapshot.ended,
         best=best,
-        cost=_cost(snapshot, winner),
+        cost=cost,
         texts=texts and texts.model_dump(mode="json"),
-        epoch=_epoch(snapshot, winner),
+        epoch=epoch,
         target_tokens_per_second=speed,
-        gain=_gain(snapshot, ranking),
+        gain=_gain(ranking),
         no_gain=ranking.gain.reason,
         front=tuple(_on_front(record, ranking.objectives) for record in ranking.front),
         knee=knee,
@@ -368,26 +486,26 @@ def _device_seconds(records: Iterable[TrialRecord]) -> float:
     return sum(record.device_seconds for record in records)
 
 
-def _epoch(snapshot: StudySnapshot, record: TrialRecord | None) -> Epoch | None:
-    if record is None or record.epoch is None:
+def _epoch(snapshot: StudySnapshot, ranking: Ranking, trial: RankedTrial) -> EpochEstimate | None:
+    if trial.epoch is None:
         return None
     figures: dict[str, float] = {}
-    speed = snapshot.target_speed(record)
+    speed = ranking.target_speed(trial)
     if speed is not None:
         # The high end of the speed is the low end of the time.
         rates = {"": speed.tokens_per_second, "_low": speed.high, "_high": speed.low}
         for end, rate in rates.items():
             if not rate:
                 continue
-            seconds = record.epoch.loss_tokens / rate
+            seconds = trial.epoch.loss_tokens / rate
             figures[f"seconds{end}"] = seconds
             if snapshot.offer is not None:
-                price = usd_per_training_second(snapshot.offer, record.config.data_parallel)
+                price = usd_per_training_second(snapshot.offer, trial.config.data_parallel)
                 figures[f"dollars{end}"] = seconds * price
-    return Epoch(**record.epoch.model_dump(), **figures)
+    return EpochEstimate(**trial.epoch.model_dump(), **figures)
 
 
-def _gain(snapshot: StudySnapshot, ranking: Ranking) -> Gain | None:
+def _gain(ranking: Ranking) -> Gain | None:
     gain = ranking.gain
     over = gain.over
     if gain.ratio is None or over is None:
@@ -399,9 +517,9 @@ def _gain(snapshot: StudySnapshot, ranking: Ranking) -> Gain | None:
         over=Reference(
             baseline=ranking.baseline is not None and over.number == ranking.baseline.number,
             config=over.config,
-            tokens_per_second=measured_of(over).tokens_per_second,
-            target_tokens_per_second=snapshot.target_speed(over),
-            **_sureness(over),
+            tokens_per_second=over.measurement.tokens_per_second,
+            target_tokens_per_second=ranking.target_speed(over),
+            **_sureness(over.measurement),
         ),
         basis=basis,
         measured=gain.measured,
@@ -409,55 +527,69 @@ def _gain(snapshot: StudySnapshot, ranking: Ranking) -> Gain | None:
     )
 
 
-def _on_front(record: TrialRecord, objectives: Iterable[Objective]) -> OnFront:
-    measured = measured_of(record)
-    values = {objective: objective_value(objective, measured) for objective in objectives}
-    return OnFront(number=record.number, values=values, config=record.config)
+def _on_front(trial: RankedTrial, objectives: Iterable[Objective]) -> OnFront:
+    values = {name: objective_value(name, trial.measurement) for name in objectives}
+    return OnFront(number=trial.number, values=values, config=trial.config)
 
 
-def _winner(snapshot: StudySnapshot, record: TrialRecord, speed: TargetSpeed | None) -> Trial:
-    measurement = measured_of(record).model_dump(mode="json", exclude=NOT_SHOWN)
+def _winner(snapshot: StudySnapshot, trial: RankedTrial, speed: TargetSpeed | None) -> WinnerTrial:
+    measurement = trial.measurement.model_dump(mode="json", exclude=NOT_SHOWN)
     if snapshot.definition.target.recorded:
         measurement |= dict.fromkeys(_NOT_RECORDED)
     model = snapshot.definition.model.get("config", {})
-    return Trial(
-        number=record.number,
-        config=record.config,
-        learning_rate=learning_rate_of(record.config, model),
-        quality=KnownQuality.of(record.config),
+    return WinnerTrial(
+        number=trial.number,
+        config=trial.config,
+        learning_rate=learning_rate_of(trial.config, model),
+        quality=KnownQuality.of(trial.config),
         measurement=measurement,
         target_tokens_per_second=speed,
-        **_sureness(record),
+        **_sureness(trial.measurement),
     )
 
 
-def _sureness(record: TrialRecord) -> dict[str, Any]:
-    measured = measured_of(record)
+def _sureness(measured: Measurement) -> dict[str, Any]:
     return {"tokens_per_second_ci95": measured.speed_interval, "noisy": measured.is_noisy}
 
 
-def _cost(snapshot: StudySnapshot, winner: TrialRecord | None) -> Cost | None:
-    offer = snapshot.offer
-    if winner is None or offer is None:
+class _Dollars(NamedTuple):
+    """What a million tokens cost, with the ends of the speed's interval."""
+
+    value: float
+    low: float | None
+    high: float | None
+
+
+def _dollars(ranking: Ranking, offer: Offer | None, trial: RankedTrial) -> _Dollars | None:
+    speed = ranking.target_speed(trial)
+    if speed is None or offer is None:
         return None
-    dollars = snapshot.usd_per_million_tokens(winner)
-    if dollars is None:
+    price = partial(usd_per_million_tokens, offer, trial.config.data_parallel)
+    value = price(speed.tokens_per_second)
+    if speed.low is None or speed.high is None:
+        return _Dollars(value, None, None)
+    # The high end of the speed is the low end of the price.
+    return _Dollars(value, price(speed.high), price(speed.low))
+
+
+def _cost(ranking: Ranking, offer: Offer | None, winner: RankedTrial) -> TokenCost | None:
+    dollars = _dollars(ranking, offer, winner)
+    if dollars is None or offer is None:
         return None
-    low, high = snapshot.usd_interval(winner) or (None, None)
-    return Cost(
-        usd_per_million_tokens=dollars,
-        usd_per_million_tokens_low=low,
-        usd_per_million_tokens_high=high,
+    return TokenCost(
+        usd_per_million_tokens=dollars.value,
+        usd_per_million_tokens_low=dollars.low,
+        usd_per_million_tokens_high=dollars.high,
         **offer.model_dump(mode="json", include={"usd_per_hour", "provider", "is_spot", "date"}),
     )
 
 
-def _of_class(record: TrialRecord) -> dict[str, Any]:
+def _of_class(trial: RankedTrial) -> dict[str, Any]:
     return {
-        "number": record.number,
-        "capacity": record.config.capacity(),
-        "tokens_per_second": measured_of(record).tokens_per_second,
-        **_sureness(record),
+        "number": trial.number,
+        "capacity": trial.config.capacity(),
+        "tokens_per_second": trial.measurement.tokens_per_second,
+        **_sureness(trial.measurement),
     }
 
 
@@ -487,10 +619,10 @@ def _confirmation(ranking: Ranking) -> Confirmed | None:
     confirmations = ranking.confirmations
     runs = (run for run in confirmations.records if run.series == confirmations.series)
     return Confirmed(
-        runs=ranking.runs,
+        runs=len(ranking.runs_of(winner.config)),
         seconds=_device_seconds(runs),
         fallen=tuple(ranking.fallen),
-        searched_tokens_per_second=ranking.searched[winner.number].tokens_per_second,
+        searched_tokens_per_second=ranking.searched_speed(winner),
         soak=ranking.soak and _soak(measured_of(ranking.soak)),
     )
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import assert_never
 
-from qlora_sweep.reports import units
+from qlora_sweep.reports import format as units
 from qlora_sweep.search_spaces.config import TrialConfig, targets_in_words
 from qlora_sweep.search_spaces.space import Objective
 from qlora_sweep.storage import records as ended
@@ -333,16 +333,20 @@ def outcome_line(record: TrialRecord, *, budget_bytes: int) -> str:
     Where it trained for its held-out loss, that stands behind.
     """
     label = VERDICT_LABELS[record.verdict]
-    measured = record.measurement
-    if measured is not None:
-        line = f"{label}, {speed(measured)}, {value('peak_memory', measured)}"
-        if measured.quality is not None:
-            line += f", {value('eval_loss', measured)}"
-        return line
+    if record.measurement is not None:
+        return f"{label}, {measured_line(record.measurement)}"
     why = reason(record, budget_bytes=budget_bytes)
     if not why:
         return label
     return f"{label} ({why})"
+
+
+def measured_line(measured: Measurement) -> str:
+    """Return speed and memory, and a held-out loss: ``7,006 tokens/s, 6.65 GiB``."""
+    line = f"{speed(measured)}, {value('peak_memory', measured)}"
+    if measured.quality is not None:
+        line += f", {value('eval_loss', measured)}"
+    return line
 
 
 def reason(record: TrialRecord, *, budget_bytes: int) -> str:
@@ -395,7 +399,7 @@ def fell(record: TrialRecord) -> str:
 def verdict_words(records: Iterable[TrialRecord]) -> str:
     """Return how many trials ended in each way: ``5 fits, 3 ran out of memory``.
 
-    An attempt that came to nothing and was repeated is no trial of its own, and is said so.
+    An attempt that failed and was repeated is no trial of its own, and is counted apart.
     """
     records = tuple(records)
     trials = without_repeated(records)

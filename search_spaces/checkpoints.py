@@ -18,7 +18,8 @@ from qlora_sweep.search_spaces.models import ModelSpec
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-ADAPTER, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
+ADAPTER = "adapter_model.safetensors"
+ADAPTER_CONFIG = "adapter_config.json"
 
 _LENGTH_BYTES = 8
 _CUT_IN_HEADER = ("header too small", "invalid header length")
@@ -58,8 +59,9 @@ def _check_directory(directory: Path, *, label: Path) -> set[str]:
         return found
     if exists(directory / SINGLE, label=str(label / SINGLE)):
         return tensors_of(directory / SINGLE, label=str(label / SINGLE))
-    pickled = any(directory.glob("*.bin"))
-    hint = "; weights in .bin files are pickles and are not loaded" if pickled else ""
+    hint = ""
+    if any(directory.glob("*.bin")):
+        hint = "; weights in .bin files are pickles and are not loaded"
     raise InputError(f"{label}: no weights, neither {SINGLE} nor {INDEX}{hint}")
 
 
@@ -156,7 +158,9 @@ def _fault(path: Path, error: SafetensorError) -> str:
             expected += max((tensor["data_offsets"][1] for tensor in header.values()), default=0)
         elif not any(words in str(error) for words in _CUT_IN_HEADER):
             return "not a safetensors file, its header cannot be read"
-    kind = "cut short" if actual < expected else "longer than its header says"
+    kind = "longer than its header says"
+    if actual < expected:
+        kind = "cut short"
     return f"{kind}: expected {expected:,} bytes, found {actual:,}"
 
 
@@ -169,8 +173,11 @@ def identity_of(spec: ModelSpec, *, is_loaded: bool) -> dict[str, str | None]:
         from huggingface_hub import try_to_load_from_cache
 
         cached = try_to_load_from_cache(spec.name, "config.json")
-        directory = Path(cached).parent if isinstance(cached, str) else None
-    digest = weights_fingerprint(directory) if is_loaded and directory else None
+        if isinstance(cached, str):
+            directory = Path(cached).parent
+    digest = None
+    if is_loaded and directory:
+        digest = weights_fingerprint(directory)
     return {"model_type": spec.model_type, "weights_fingerprint": digest}
 
 
@@ -182,7 +189,9 @@ def weights_fingerprint(directory: Path) -> str | None:
         names = {SINGLE}
         if (directory / INDEX).is_file():
             names = set(_shards(directory / INDEX, label=INDEX))
-        tensors = [one for name in names for one in _samples(directory / name)]
+        tensors: list[tuple[str, str, list[int], bytes]] = []
+        for name in names:
+            tensors += _samples(directory / name)
     except (OSError, ValueError, KeyError, InputError):
         return None
     return hashlib.sha256(repr(sorted(tensors)).encode()).hexdigest()[:16]

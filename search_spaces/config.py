@@ -86,8 +86,10 @@ SIZE_KEYS = ("micro_batch_size", "seq_len")
 """Settings of which more is more work in one launch, and nothing else."""
 BATCH_KEYS = ("micro_batch_size", "data_parallel", "effective_batch_size")
 """Settings of which the first two together must go into the third."""
-MAX_GRAD_NORM, WEIGHT_DECAY = 1.0, 0.01
-SCHEDULE, SCHEDULE_WARMUP_STEPS = "linear", 0
+MAX_GRAD_NORM = 1.0
+WEIGHT_DECAY = 0.01
+SCHEDULE = "linear"
+SCHEDULE_WARMUP_STEPS = 0
 """Of the learning rate, to 0 at the end, in Trainer's words: of `sweep train`, of what is exported
 and of a training for its quality. None of the four changes memory or speed."""
 OPTION_KEYS = {
@@ -155,15 +157,19 @@ class Knob:
     """The value that stands for a value when tensors are counted; None where every value has the
     same tensors, perhaps of other sizes."""
     tried: tuple[Any, ...] = ()
-    """Values that are worth a look where nobody names a space: of settings that change speed and
+    """Values that are worth a look where no space is named: of settings that change speed and
     memory, and leave the trained model what it is."""
 
     def phrase(self, value: Any) -> str:
         """Return a value in words that stand alone: ``rank 16``."""
         if callable(self.words):
             return self.words(value)
-        words = {...: self.words} if isinstance(self.words, str) else self.words
-        form = words[value] if value in words else words[...]
+        form = self.words
+        if not isinstance(form, str):
+            key = value
+            if value not in form:
+                key = ...
+            form = form[key]
         return form.format(value).replace("%", " %")
 
 
@@ -207,8 +213,10 @@ TargetModules = Annotated[
 
 def targets_in_words(value: str | Sequence[str]) -> str:
     """Return the layers that get an adapter: ``q,k,v,o`` for ``attention``."""
+    if not isinstance(value, str):
+        return ", ".join(value)
     named = {"qv": "q,v", "attention": "q,k,v,o", "all-linear": "all linear layers"}
-    return named.get(value, value) if isinstance(value, str) else ", ".join(value)
+    return named.get(value, value)
 
 
 class TrialConfig(BaseModel):
@@ -533,10 +541,11 @@ class TrialConfig(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _of_trainer(cls, values: Any) -> Any:
-        """Let what nobody names be what the trainer does."""
+        """Let what is not named be what the trainer does."""
         if not isinstance(values, dict):
             return values
-        trainer, method = values.get("trainer", "sweep"), values.get("method", "sft")
+        trainer = values.get("trainer", "sweep")
+        method = values.get("method", "sft")
         if trainer == "sweep" and method != "grpo":
             return values
         own: dict[str, Any] = {"upcast_fp32": False}
@@ -547,11 +556,15 @@ class TrialConfig(BaseModel):
 
     @model_validator(mode="after")
     def _accumulation_is_whole(self) -> Self:
-        micro, gpus, effective = self.micro_batch_size, self.data_parallel, self.samples_per_step
+        micro = self.micro_batch_size
+        gpus = self.data_parallel
+        effective = self.samples_per_step
         if effective % (micro * gpus):
-            times, got = "", f"{effective} and {micro}"
+            times = ""
+            got = f"{effective} and {micro}"
             if gpus > 1:
-                times, got = " times data_parallel", f"{effective}, {micro} and {gpus}"
+                times = " times data_parallel"
+                got = f"{effective}, {micro} and {gpus}"
             raise ValueError(
                 f"effective_batch_size must be a multiple of micro_batch_size{times}, got {got}"
             )
@@ -560,7 +573,9 @@ class TrialConfig(BaseModel):
     @property
     def alpha(self) -> float:
         """LoRA scale numerator with its default resolved."""
-        return self.lora_alpha if self.lora_alpha is not None else 2.0 * self.lora_rank
+        if self.lora_alpha is not None:
+            return self.lora_alpha
+        return 2.0 * self.lora_rank
 
     @property
     def method_kind(self) -> MethodKind:
@@ -701,7 +716,9 @@ class TrialConfig(BaseModel):
 
     def quantized_count(self, layers: int) -> int:
         """Return how many of so many decoder layers are quantized."""
-        return round(self.quantized_fraction * layers) if self.is_quantized else 0
+        if not self.is_quantized:
+            return 0
+        return round(self.quantized_fraction * layers)
 
     def quantized_layers(self, layers: int) -> frozenset[int]:
         """Return which of so many decoder layers are quantized, evenly spread."""
@@ -742,7 +759,7 @@ class TrialConfig(BaseModel):
     def changes_from(self, other: TrialConfig) -> dict[str, Any]:
         """Return the keys whose values differ from ``other``, with this configuration's values."""
         changed = {key for key in CONFIG_KEYS if getattr(self, key) != getattr(other, key)}
-        return self.model_dump(mode="json", include=changed) if changed else {}
+        return self.model_dump(mode="json", include=changed)
 
 
 def _spread(count: int, layers: int) -> frozenset[int]:
@@ -767,14 +784,20 @@ NEEDED: Mapping[tuple[str, Any], Mapping[str, Any]] = {
 
 def needed_by(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return what values of settings need of others."""
-    words = ((key, value) for key, value in values.items() if isinstance(value, str | int))
-    return {key: value for word in words for key, value in NEEDED.get(word, {}).items()}
+    needed: dict[str, Any] = {}
+    for key, value in values.items():
+        if isinstance(value, str | int):
+            needed |= NEEDED.get((key, value), {})
+    return needed
 
 
 def number_kind(key: str) -> type[int] | type[float] | None:
     """Return what a setting's values are; None where they are words or truth values."""
     kinds = set(_kinds(TrialConfig.model_fields[key].annotation))
-    return int if int in kinds else float if float in kinds else None
+    for kind in (int, float):
+        if kind in kinds:
+            return kind
+    return None
 
 
 def _kinds(annotation: Any) -> Iterator[type]:
@@ -809,8 +832,11 @@ def canonical(config: TrialConfig) -> TrialConfig:
 
 def as_typed(value: Any) -> str:
     """Return a setting's value as it is typed on the command line."""
-    typed = ",".join(value) if isinstance(value, list | tuple) else value
-    return typed if isinstance(typed, str) else json.dumps(typed)
+    if isinstance(value, list | tuple):
+        return ",".join(value)
+    if isinstance(value, str):
+        return value
+    return json.dumps(value)
 
 
 def as_options(values: Mapping[str, Any]) -> list[str]:

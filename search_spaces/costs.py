@@ -10,10 +10,10 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property, partial
-from operator import attrgetter
-from typing import Any, Literal, TypeVar
+from operator import attrgetter, itemgetter
+from typing import Any, Literal, NamedTuple, TypeVar
 
 from qlora_sweep.search_spaces.config import TrialConfig
 from qlora_sweep.search_spaces.errors import InputError, quote
@@ -57,9 +57,12 @@ def usd_per_million_tokens(offer: Offer, gpus: int, tokens_per_second: float) ->
 def ties(ranked: Sequence[T], ratio: Callable[[T, T], Estimate | None]) -> tuple[T, ...]:
     """Return the first of what is ranked by a prediction, and all that is statistically
     indistinguishable from it: the ends of their ratio have 1 between them, or are not known."""
-    known = ((other, ratio(ranked[0], other)) for other in ranked[1:])
-    tied = (other for other, of in known if of is None or of.holds(1.0))
-    return *ranked[:1], *tied
+    tied = list(ranked[:1])
+    for other in ranked[1:]:
+        times = ratio(ranked[0], other)
+        if times is None or times.low <= 1.0 <= times.high:
+            tied.append(other)
+    return tuple(tied)
 
 
 @dataclass(frozen=True)
@@ -111,15 +114,19 @@ class AskedWork:
 
     def __post_init__(self) -> None:
         keys = ("train_steps", "samples", "tokens", "dataset_samples", "epochs")
-        typed = {f"--work {key.replace('_', '-')}": getattr(self, key) for key in keys}
-        for option, value in typed.items():
-            if value is not None and not 0 < value <= AMOUNT_MAX:
+        given = []
+        for key in keys:
+            value = getattr(self, key)
+            option = f"--work {key.replace('_', '-')}"
+            if value is None:
+                continue
+            if not 0 < value <= AMOUNT_MAX:
                 raise InputError(
                     f"{option} must be greater than 0 and at most {AMOUNT_MAX:g}, "
                     f"got {quote(value)}"
                 )
-        amounts = [option for option, value in typed.items() if value is not None]
-        given = [option for option in amounts if option != "--work epochs"]
+            if key != "epochs":
+                given.append(option)
         if len(given) > 1:
             raise InputError(f"{' and '.join(given)} both say how much to train: keep one")
         if self.epochs is not None and self.has_texts and given:
@@ -151,7 +158,7 @@ class AskedWork:
         """
         per_step = config.samples_per_step
         per_sample = tokens_per_sample or config.tokens_per_step / per_step
-        epochs = 1.0 if self.epochs is None else self.epochs
+        epochs = self.epochs or 1.0
         steps = float(self.train_steps or STEPS)
         if self.samples is not None:
             steps = self.samples / per_step
@@ -163,7 +170,9 @@ class AskedWork:
             steps = epochs * epoch_steps
         # A product of floats a hair above a whole number of steps is that number.
         whole = max(1, math.ceil(steps * (1 - 1e-12)))
-        noun = "pair" if config.is_on_pairs else "sample"
+        noun = "sample"
+        if config.is_on_pairs:
+            noun = "pair"
         return Workload(whole, per_step, per_sample, self.dataset_samples, download_bytes, noun)
 
 
@@ -201,11 +210,12 @@ class Bill:
         offer's restart time. Rounding up to the billing unit and the minimum are items of their
         own.
         """
-        offer, training = self.offer, self.workload.steps * self.step_seconds
-        download = offer.download_seconds
-        if download is None:
-            rate = offer.download_bytes_per_second
-            download = 0.0 if rate is None else self.workload.download_bytes / rate
+        offer = self.offer
+        training = self.workload.steps * self.step_seconds
+        download = offer.download_seconds or 0.0
+        rate = offer.download_bytes_per_second
+        if offer.download_seconds is None and rate is not None:
+            download = self.workload.download_bytes / rate
         hours = training / SECONDS_PER_HOUR
         seconds: dict[ItemName, float] = {
             "training": training,
@@ -214,15 +224,22 @@ class Bill:
             "queue": offer.queue_seconds,
             "preemptions": hours * offer.preemptions_per_hour * offer.restart_seconds,
         }
-        used = sum(seconds.values()) - (0.0 if offer.is_queue_billed else offer.queue_seconds)
+        used = sum(seconds.values())
+        if not offer.is_queue_billed:
+            used -= offer.queue_seconds
         # A sum of floats a hair above a whole number of units is that number of units.
         units = math.ceil(used / offer.billing_seconds - 1e-9)
         rounded = max(units * offer.billing_seconds, used)
         seconds["rounding"] = rounded - used
         seconds["minimum"] = max(0.0, offer.minimum_seconds - rounded)
-        usd = self.usd_per_hour / SECONDS_PER_HOUR
-        unpaid = () if offer.is_queue_billed else ("queue",)
-        return tuple(BillItem(n, s, 0.0 if n in unpaid else s * usd) for n, s in seconds.items())
+        usd_per_second = self.usd_per_hour / SECONDS_PER_HOUR
+        items = []
+        for name, of_item in seconds.items():
+            usd = of_item * usd_per_second
+            if name == "queue" and not offer.is_queue_billed:
+                usd = 0.0
+            items.append(BillItem(name, of_item, usd))
+        return tuple(items)
 
     @cached_property
     def extremes(self) -> tuple[Bill, Bill]:
@@ -248,8 +265,11 @@ class Bill:
     @property
     def wall_hours(self) -> float:
         """Hours from asking for the GPU to the last step, paid for or not."""
-        waited = (item.seconds for item in self.items if item.name not in ("rounding", "minimum"))
-        return sum(waited) / SECONDS_PER_HOUR
+        waited = 0.0
+        for item in self.items:
+            if item.name not in ("rounding", "minimum"):
+                waited += item.seconds
+        return waited / SECONDS_PER_HOUR
 
     @property
     def usd_per_1000_steps(self) -> float:
@@ -271,7 +291,9 @@ class Bill:
     def usd_per_epoch(self) -> float | None:
         """Dollars per pass over the dataset; None where no dataset is named."""
         size = self.workload.dataset_samples
-        return None if size is None else self.usd_per_sample * size
+        if size is None:
+            return None
+        return self.usd_per_sample * size
 
     @property
     def dominant(self) -> BillItem:
@@ -280,22 +302,32 @@ class Bill:
 
     def to_json(self) -> dict[str, Any]:
         """Return plain JSON values."""
-        offer = ("gpu", "provider", "is_spot", "usd_per_hour", "source")
-        time = ("step_seconds", "billed_hours", "wall_hours")
-        price = ("1000_steps", "million_tokens", "sample", "epoch")
+        shortest, longest = self.extremes
         return {
-            **{key: getattr(self.offer, key) for key in offer},
-            **{key: getattr(self, key) for key in time},
-            **{key: getattr(self, key) for key in (f"usd_per_{unit}" for unit in price)},
+            "gpu": self.offer.gpu,
+            "provider": self.offer.provider,
+            "is_spot": self.offer.is_spot,
+            "usd_per_hour": self.offer.usd_per_hour,
+            "source": self.offer.source,
+            "step_seconds": self.step_seconds,
+            "billed_hours": self.billed_hours,
+            "wall_hours": self.wall_hours,
+            "usd_per_1000_steps": self.usd_per_1000_steps,
+            "usd_per_million_tokens": self.usd_per_million_tokens,
+            "usd_per_sample": self.usd_per_sample,
+            "usd_per_epoch": self.usd_per_epoch,
             "cards": self.gpus,
             "usd": self.usd,
             "date": self.offer.date.isoformat(),
             "steps": self.workload.steps,
-            "usd_range": [end.usd for end in self.extremes],
-            "usd_per_million_tokens_range": [e.usd_per_million_tokens for e in self.extremes],
-            "wall_hours_range": [end.wall_hours for end in self.extremes],
+            "usd_range": [shortest.usd, longest.usd],
+            "usd_per_million_tokens_range": [
+                shortest.usd_per_million_tokens,
+                longest.usd_per_million_tokens,
+            ],
+            "wall_hours_range": [shortest.wall_hours, longest.wall_hours],
             "dominant": self.dominant.name,
-            "items": [{"name": i.name, "seconds": i.seconds, "usd": i.usd} for i in self.items],
+            "items": list(map(asdict, self.items)),
         }
 
 
@@ -338,14 +370,16 @@ class BreakEven:
     @property
     def samples(self) -> Estimate:
         """The same in sequences."""
-        return Estimate(*(one / self.below.workload.tokens_per_sample for one in self.tokens))
+        each = self.below.workload.tokens_per_sample
+        return Estimate(self.tokens.value / each, self.tokens.low / each, self.tokens.high / each)
 
     @property
     def steps(self) -> float | None:
         """The same in optimizer steps; None where the two have different effective batches."""
-        work, other = self.below.workload, self.above.workload
-        is_one = work.samples_per_step == other.samples_per_step
-        return self.samples.value / work.samples_per_step if is_one else None
+        per_step = self.below.workload.samples_per_step
+        if per_step != self.above.workload.samples_per_step:
+            return None
+        return self.samples.value / per_step
 
 
 def break_evens(first: Bill, second: Bill) -> list[BreakEven]:
@@ -354,17 +388,49 @@ def break_evens(first: Bill, second: Bill) -> list[BreakEven]:
     They are of exact costs, minimum charges included; rounding up to billing units blurs each by
     about a unit's worth of training.
     """
-    known, *corners = (
-        _crossings(one, other) for one, other in ((first, second), *_corners(first, second))
-    )
-    if any([is_below for _, is_below in c] != [is_below for _, is_below in known] for c in corners):
-        return []
+    predicted = _crossings(first, second)
+    corners = [_crossings(one, other) for one, other in _corners(first, second)]
+    for crossings in corners:
+        if list(map(_is_first_below, crossings)) != list(map(_is_first_below, predicted)):
+            return []
     points = []
-    for (amount, is_first_below), *ends in zip(known, *corners, strict=True):
-        tokens = Estimate(amount, min(end[0] for end in ends), max(end[0] for end in ends))
-        pair = (first, second) if is_first_below else (second, first)
-        points.append(BreakEven(tokens, *pair))
+    for number, (amount, is_first_below) in enumerate(predicted):
+        ends = [crossings[number][0] for crossings in corners]
+        tokens = Estimate(amount, min(ends), max(ends))
+        if is_first_below:
+            points.append(BreakEven(tokens, first, second))
+        else:
+            points.append(BreakEven(tokens, second, first))
     return points
+
+
+_is_first_below = itemgetter(1)
+"""Of a crossing."""
+
+
+class _CostLine(NamedTuple):
+    """What a bill comes to by tokens: a fixed part and so much a token, or the minimum charge."""
+
+    fixed: float
+    per_token: float
+    least: float
+
+    @classmethod
+    def of(cls, bill: Bill) -> _CostLine:
+        usd = {item.name: item.usd for item in bill.items}
+        return cls(
+            fixed=usd["boot"] + usd["download"] + usd["queue"],
+            per_token=(usd["training"] + usd["preemptions"]) / bill.workload.tokens,
+            least=bill.offer.minimum_seconds * bill.usd_per_hour / SECONDS_PER_HOUR,
+        )
+
+    @property
+    def bend(self) -> float:
+        """The tokens from which on it is more than the minimum charge."""
+        return max(0.0, (self.least - self.fixed) / self.per_token)
+
+    def at(self, tokens: float) -> float:
+        return max(self.least, self.fixed + self.per_token * tokens)
 
 
 def _crossings(first: Bill, second: Bill) -> list[tuple[float, bool]]:
@@ -373,19 +439,13 @@ def _crossings(first: Bill, second: Bill) -> list[tuple[float, bool]]:
     A cost is a fixed part and so much a token, and never less than the minimum charge: as each
     bends once, there may be two.
     """
-    terms = []
-    for bill in (first, second):
-        usd = {item.name: item.usd for item in bill.items}
-        fixed = usd["boot"] + usd["download"] + usd["queue"]
-        per_token = (usd["training"] + usd["preemptions"]) / bill.workload.tokens
-        least = bill.offer.minimum_seconds * bill.usd_per_hour / SECONDS_PER_HOUR
-        terms.append((fixed, per_token, least))
-    bends = [max(0.0, (least - fixed) / per_token) for fixed, per_token, least in terms]
+    line = _CostLine.of(first)
+    other_line = _CostLine.of(second)
     gaps = []
-    for tokens in sorted({0.0, *bends, AMOUNT_MAX}):
-        one, other = (max(least, fixed + each * tokens) for fixed, each, least in terms)
-        gaps.append((tokens, one - other))
-    found, before = [], 0.0
+    for tokens in sorted({0.0, line.bend, other_line.bend, AMOUNT_MAX}):
+        gaps.append((tokens, line.at(tokens) - other_line.at(tokens)))
+    found = []
+    before = 0.0
     # Between the bends the gap is straight. Two costs may touch and part without changing places.
     for (start, gap), (end, gap_at_end) in itertools.pairwise(gaps):
         before = gap or before
@@ -425,8 +485,9 @@ class OfferComparison:
 
 def compare_offers(bills: Sequence[Bill]) -> OfferComparison:
     """Return the bills from cheap to dear, and where the cheapest one would surely not be that."""
-    cheapest, *others = sorted(bills, key=usd_per_token)
-    points = [point for other in others for point in break_evens(cheapest, other)]
-    return OfferComparison(
-        (cheapest, *others), tuple(sorted(points, key=lambda point: point.tokens.value))
-    )
+    ranked = sorted(bills, key=usd_per_token)
+    points: list[BreakEven] = []
+    for other in ranked[1:]:
+        points += break_evens(ranked[0], other)
+    points.sort(key=attrgetter("tokens.value"))
+    return OfferComparison(tuple(ranked), tuple(points))

@@ -20,7 +20,7 @@ from qlora_sweep.search_spaces.documents import (
 from qlora_sweep.search_spaces.errors import quote
 
 VALUES_MAX = 10_000
-"""More values than this in one dimension is a slip: nobody measures them."""
+"""More values than this in one dimension is a slip."""
 
 
 class Choices(Strict):
@@ -77,7 +77,9 @@ class FloatRange(Strict):
     def _ordered(self) -> FloatRange:
         _check_range(self.low, self.high, self.step)
         if self.log and (self.step is not None or self.low <= 0):
-            got = f"step {self.step:g}" if self.step is not None else f"low {self.low:g}"
+            got = f"low {self.low:g}"
+            if self.step is not None:
+                got = f"step {self.step:g}"
             raise ValueError(f"log needs no step and low above 0, got {got}")
         return self
 
@@ -100,9 +102,10 @@ class FloatRange(Strict):
 
         A share beyond either end is that end.
         """
-        share = min(max(share, 0.0), 1.0)
-        if share in (0, 1):
-            return self.high if share else self.low
+        if share <= 0.0:
+            return self.low
+        if share >= 1.0:
+            return self.high
         if self.log:
             return math.exp(math.log(self.low) + share * math.log(self.high / self.low))
         return self.low + share * (self.high - self.low)
@@ -137,12 +140,16 @@ def read_dimension(key: str, value: Any) -> Dimension:
     """
     if isinstance(value, Choices | IntRange | FloatRange):
         return value
-    values = {"choices": value} if isinstance(value, list | tuple) else value
+    values = value
+    if isinstance(value, list | tuple):
+        values = {"choices": value}
     if not isinstance(values, dict):
         alone = "a single value goes under fixed"
         raise ContradictionError(f"{key} must list its values, got {quote(value)}; {alone}", key)
     kind = number_kind(key)
-    model: type[Dimension] = IntRange if kind is int else FloatRange
+    model: type[Dimension] = FloatRange
+    if kind is int:
+        model = IntRange
     if "choices" in values or kind is None:
         model = Choices
     try:
@@ -150,7 +157,9 @@ def read_dimension(key: str, value: Any) -> Dimension:
     except ValidationError as error:
         raise refusal(error, model, at=(key,), about=f"{key}: ") from error
     if isinstance(dimension, Choices):
-        return _choices(dimension.choices, key, *(() if value is not values else ("choices",)))
+        if value is values:
+            return _choices(dimension.choices, key, "choices")
+        return _choices(dimension.choices, key)
     for end in ("low", "high"):
         checked_value(key, values[end], key, end)
     return dimension

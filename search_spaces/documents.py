@@ -29,7 +29,7 @@ YAML_MAX = 256 * 1024
 NESTED_MAX = 100
 """Levels of YAML, of which the fast parser would overflow the stack."""
 FAULTS_TOLD = 5
-"""Of a file at once: whoever corrects one wants to know of the next."""
+"""Faults of one file in one message."""
 FAULTS_READ = 100
 """Of which those are chosen: a file may have as many as lines."""
 
@@ -54,11 +54,14 @@ class Document:
     def where(self, *path: str | int) -> str:
         """Return ``file: line n`` of the key, or of the nearest one around it."""
         line = self.line_of(*path)
-        return self.label if line is None else f"{self.label}: line {line}"
+        if line is None:
+            return self.label
+        return f"{self.label}: line {line}"
 
     def line_of(self, *path: str | int) -> int | None:
         """Return the line of the key, or of the nearest one around it; None where none is known."""
-        node, line = self.node, None
+        node = self.node
+        line = None
         for step in path:
             here: list[tuple[yaml.Node, yaml.Node]] = []
             if isinstance(node, yaml.MappingNode):
@@ -87,7 +90,7 @@ def is_directory(path: Path, *, label: str) -> bool:
     """Return whether there is such a directory.
 
     Raises:
-        EnvironmentFault: nobody can tell, as around it is a directory that may not be searched.
+        EnvironmentFault: a directory above it may not be searched.
     """
     return stat.S_ISDIR(_mode(path, label=label))
 
@@ -105,7 +108,7 @@ def _mode(path: Path, *, label: str) -> int:
             return 0
         raise EnvironmentFault(f"{label}: cannot be read: {error.strerror}") from error
     except ValueError:
-        # A name with a null character in it is nobody's.
+        # No file has a null character in its name.
         return 0
 
 
@@ -136,7 +139,7 @@ def read_text(path: Path, *, label: str) -> str:
 
 
 _HANDED_OVER = re.compile(r"/dev/(stdin|fd/\d+)|/proc/self/fd/\d+")
-"""A descriptor that the shell opened, as for ``<(command)``: whoever writes to it ends."""
+"""A descriptor that the shell opened, as for ``<(command)``: its writer ends."""
 
 _KINDS = {
     stat.S_IFDIR: "a directory",
@@ -174,8 +177,10 @@ class _StrictLoader(_Loader):  # type: ignore[misc]  # one of two classes
         for key, _ in node.value:
             where = f"{self.label}: line {_line(key)}"
             if key.tag != "tag:yaml.org,2002:str":
-                text = f", got {quote(key.value)}" if isinstance(key, yaml.ScalarNode) else ""
-                raise InputError(f"{where}: a key must be text{text}")
+                problem = f"{where}: a key must be text"
+                if isinstance(key, yaml.ScalarNode):
+                    problem += f", got {quote(key.value)}"
+                raise InputError(problem)
             if key.value in first:
                 raise InputError(
                     f"{where}: key {quote(key.value)} is given twice, "
@@ -218,9 +223,13 @@ def parse_yaml(text: str, *, label: str) -> Document:
         return Document(label, loader.construct_document(node), node)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
-        where = f"line {mark.line + 1}: " if mark else ""
-        context = f" {error.context}" if error.context else ""
-        raise InputError(f"{label}: {where}not valid YAML: {error.problem}{context}") from error
+        where = label
+        if mark:
+            where = f"{label}: line {mark.line + 1}"
+        problem = f"{where}: not valid YAML: {error.problem}"
+        if error.context:
+            problem += f" {error.context}"
+        raise InputError(problem) from error
     except (yaml.YAMLError, ValueError) as error:
         # The reader's own errors take two lines, the second about its buffer.
         raise InputError(f"{label}: not valid YAML: {str(error).splitlines()[0]}") from error
@@ -259,11 +268,15 @@ def parse_object(text: str, *, where: str, is_strict: bool = True) -> dict[str, 
         InputError: a syntax error, a key that is given twice, or something other than an object.
     """
     try:
-        values = json.loads(text, object_pairs_hook=_once if is_strict else None)
+        pairs_hook = None
+        if is_strict:
+            pairs_hook = _once
+        values = json.loads(text, object_pairs_hook=pairs_hook)
     except json.JSONDecodeError as error:
-        place = f"line {error.lineno}: " if "\n" in text.strip() or not is_strict else ""
+        if "\n" in text.strip() or not is_strict:
+            where = f"{where}: line {error.lineno}"
         column = f" at column {error.colno}"
-        raise InputError(f"{where}: {place}not valid JSON: {error.msg}{column}") from error
+        raise InputError(f"{where}: not valid JSON: {error.msg}{column}") from error
     except (ValueError, RecursionError) as error:
         raise InputError(f"{where}: not valid JSON: {error}") from error
     if not isinstance(values, dict):
@@ -337,7 +350,7 @@ _RULES = {
     "model": "must map keys to values",
     "missing": "is missing",
 }
-"""What pydantic's errors mean for whoever wrote the value, by what their types begin with."""
+"""What pydantic's errors mean for their author, by what their types begin with."""
 
 
 def validate(
@@ -359,21 +372,29 @@ def validate(
     try:
         return model.model_validate(values)
     except ValidationError as error:
-        faults = _faults(error) if document.node is not None and not at else _faults(error)[:1]
+        faults = _faults(error)
+        if document.node is None or at:
+            faults = faults[:1]
         told: dict[KeyPath, tuple[float, str]] = {}
         for fault in faults[:FAULTS_READ]:
-            path = (*at, *_path(fault))
+            path = at + _path(fault)
             words = _words(fault, model, document, at=at, about=about)
             told.setdefault(path, (document.line_of(*path) or math.inf, words))
         ordered = sorted(told.values(), key=lambda one: one[0])[:FAULTS_TOLD]
-        parts = [words if line == math.inf else f"Line {line}: {words}" for line, words in ordered]
+        parts = []
+        for line, words in ordered:
+            if line < math.inf:
+                words = f"Line {line}: {words}"
+            parts.append(words)
         left = len(told) + len(faults[FAULTS_READ:]) - len(parts)
         if left:
             parts.append(f"And {left} more")
-        text = ". ".join(parts).replace("?. ", "? ").removeprefix("Line ")
-        begun = "line " if ordered[0][0] < math.inf else ""
-        label = f"{document.label}: " if document.label else ""
-        raise InputError(f"{label}{begun}{text}") from error
+        text = ". ".join(parts).replace("?. ", "? ")
+        if text.startswith("Line "):
+            text = text.replace("Line ", "line ", 1)
+        if document.label:
+            text = f"{document.label}: {text}"
+        raise InputError(text) from error
 
 
 def shipped(name: str, model: type[Model]) -> Model:
@@ -422,46 +443,72 @@ def _raised(fault: Fault) -> object:
 
 def _path(fault: Fault) -> KeyPath:
     """Return where a fault is, without what pydantic adds to a location for its own types."""
+    path = []
+    for step in fault["loc"]:
+        if step != "[key]" and not str(step).startswith("function-"):
+            path.append(step)
     raised = _raised(fault)
-    inside = raised.path if isinstance(raised, ContradictionError) else ()
-    steps = (step for step in fault["loc"] if step != "[key]")
-    return (*(step for step in steps if not str(step).startswith("function-")), *inside)
+    if isinstance(raised, ContradictionError):
+        path += raised.path
+    return tuple(path)
 
 
 def _words(
     fault: Fault, model: type[BaseModel] | None, document: Document, *, at: KeyPath, about: str
 ) -> str:
-    path, kind, raised = _path(fault), fault["type"], _raised(fault)
+    path = _path(fault)
+    kind = fault["type"]
+    raised = _raised(fault)
     if _is_unknown_key(fault):
-        key, around = str(path[-1]), (*at, *path)[-2:-1]
-        under = f" under {around[0]}" if around and isinstance(around[0], str) else ""
+        key = str(path[-1])
+        around = (at + path)[-2:-1]
+        under = ""
+        if around and isinstance(around[0], str):
+            under = f" under {around[0]}"
         meant = did_you_mean(key, _known_keys(fault, model), lists="sweep schema")
         return f"unknown key {quote(key)}{under}{meant}"
     if isinstance(raised, ContradictionError):
         return f"{about}{raised}"
     name = ".".join(map(str, path))
-    subject = f"{about}{document.names.get(name, name)} " if path else about
+    subject = about
+    if path:
+        subject = f"{about}{document.names.get(name, name)} "
     if kind == "value_error":
         return f"{subject}{raised}"
     context = fault.get("ctx", {})
     if kind == "union_tag_invalid":
         return f"{subject}has an unknown {context['discriminator']}: {quote(context['tag'])}"
-    known = (text.format(**context) for start, text in _RULES.items() if kind.startswith(start))
-    value = "" if kind == "missing" else f", got {quote(fault['input'])}"
-    hint = _yaml_hint(fault) if document.node is not None else ""
-    return f"{subject}{next(known, fault['msg'])}{value}{hint}"
+    rule = fault["msg"]
+    for start, text in _RULES.items():
+        if kind.startswith(start):
+            rule = text.format(**context)
+            break
+    sentence = f"{subject}{rule}"
+    if kind != "missing":
+        sentence += f", got {quote(fault['input'])}"
+    if document.node is not None:
+        sentence += _yaml_hint(fault)
+    return sentence
 
 
 def _known_keys(fault: Fault, model: type[BaseModel] | None) -> tuple[str, ...]:
     """Return the keys that the mapping around an unknown one may have."""
     if isinstance(raised := _raised(fault), UnknownKeyError):
         return tuple(raised.args[0])
-    models = [] if model is None else [model]
+    models: list[type[BaseModel]] = []
+    if model is not None:
+        models = [model]
     for step in _path(fault)[:-1]:
-        fields = [each.model_fields[step] for each in models if step in each.model_fields]
+        inner: list[type[BaseModel]] = []
+        for around in models:
+            if step in around.model_fields:
+                inner += _models_in(around.model_fields[step].annotation)
         # A list's index and a mapping's key lead to no field: the models stay those of its items.
-        models = [inner for one in fields for inner in _models_in(one.annotation)] or models
-    return tuple(key for each in models for key in each.model_fields)
+        models = inner or models
+    keys: list[str] = []
+    for around in models:
+        keys += around.model_fields
+    return tuple(keys)
 
 
 def _models_in(annotation: Any) -> Iterator[type[BaseModel]]:

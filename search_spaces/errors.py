@@ -67,12 +67,14 @@ def install_extra(name: str) -> str:
 def quote(value: object) -> str:
     """Return a value as a message quotes it: as it was typed in YAML or JSON, cut where long."""
     try:
-        # Before it is cut: of half a URL nobody could tell what was a password.
+        # Before it is cut: in half a URL a password is not recognized.
         text = redact(_written(value))
     except ValueError:
         # Python refuses to write out whole numbers of thousands of digits.
         return "a number too long to show"
-    return text if len(text) <= QUOTE_MAX else f"{text[:QUOTE_MAX]}..."
+    if len(text) <= QUOTE_MAX:
+        return text
+    return f"{text[:QUOTE_MAX]}..."
 
 
 def _written(value: object) -> str:
@@ -94,7 +96,9 @@ def _written(value: object) -> str:
 
 
 def _plain(key: object) -> str:
-    return key if isinstance(key, str) and key.isprintable() else _written(key)
+    if isinstance(key, str) and key.isprintable():
+        return key
+    return _written(key)
 
 
 MORE_DESCRIPTORS = "raise the limit of open files, with `ulimit -n 4096` say"
@@ -104,13 +108,17 @@ MORE_DESCRIPTORS = "raise the limit of open files, with `ulimit -n 4096` say"
 def words_of(error: BaseException) -> str:
     """Return what an exception says, in words: its text without secrets, never its class's name."""
     match error:
+        case OSError(strerror=str(reason), filename=None):
+            return redact(reason)
         case OSError(strerror=str(reason)):
-            return redact(reason if error.filename is None else f"{error.filename}: {reason}")
+            return redact(f"{error.filename}: {reason}")
         case KeyError(args=(str(key),)):
             return f"'{key}' is missing"
     lines = redact(str(error)).strip().splitlines()
-    # Of an exception that says nothing its class's name, as words: ``memory error``.
-    return lines[0] if lines else re.sub("(?<=[a-z])(?=[A-Z])", " ", type(error).__name__).lower()
+    # Where an exception has no text, its class's name in words: ``memory error``.
+    if not lines:
+        return re.sub("(?<=[a-z])(?=[A-Z])", " ", type(error).__name__).lower()
+    return lines[0]
 
 
 def did_you_mean(word: str, known: Iterable[str], *, lists: str = "") -> str:
@@ -126,11 +134,18 @@ def did_you_mean(word: str, known: Iterable[str], *, lists: str = "") -> str:
     """
     names = {name.lower(): name for name in known}
     typed = word.strip().lower().partition(":")[0]
-    begun = [lower for lower in names if typed and lower.startswith(typed)]
-    holding = [lower for lower in names if len(typed) > 2 and typed in lower]
+    begun = []
+    holding = []
+    for lower in names:
+        if typed and lower.startswith(typed):
+            begun.append(lower)
+        if len(typed) > 2 and typed in lower:
+            holding.append(lower)
     alike = difflib.get_close_matches(typed, names, n=1, cutoff=CLOSE_ENOUGH)
     nearest = begun[:NAMED_MAX] or alike or holding[:NAMED_MAX]
-    all_of_them = f" `{lists}` lists them" if lists and len(names) > KNOWN_MAX else ""
+    all_of_them = ""
+    if lists and len(names) > KNOWN_MAX:
+        all_of_them = f" `{lists}` lists them"
     if nearest:
         return f"; did you mean {listed(repr(names[lower]) for lower in nearest)}?{all_of_them}"
     if all_of_them or not 0 < len(names) <= KNOWN_MAX:
@@ -141,7 +156,9 @@ def did_you_mean(word: str, known: Iterable[str], *, lists: str = "") -> str:
 def listed(words: Iterable[str]) -> str:
     """Return words as a choice between them: ``a, b or c``."""
     *most, last = words
-    return f"{', '.join(most)} or {last}" if most else last
+    if not most:
+        return last
+    return f"{', '.join(most)} or {last}"
 
 
 def in_percent(share: float) -> str:

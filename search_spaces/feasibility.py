@@ -49,9 +49,12 @@ def refuse_impossible(asked: SearchSpace | TrialConfig, setting: Setting) -> Non
             reason = not_as_stored(asked, setting.model)
             what = "quantization"
             rule = STORED
-        broken = () if reason is None else (Violation(rule, reason),)
+        broken = ()
+        if reason is not None:
+            broken = (Violation(rule, reason),)
     if broken:
-        raise InputError(f"{what}: {'; '.join(f'{each.rule}: {each.reason}' for each in broken)}")
+        reasons = "; ".join(f"{violation.rule}: {violation.reason}" for violation in broken)
+        raise InputError(f"{what}: {reasons}")
 
 
 def obstacles(space: SearchSpace, setting: Setting) -> tuple[Violation, ...]:
@@ -61,10 +64,14 @@ def obstacles(space: SearchSpace, setting: Setting) -> tuple[Violation, ...]:
     to be possible unless one rule forbids them all.
     """
     reasons: dict[str, str] = {}
-    by_all: set[str] | None = None
-    size, tried = space.size(), 0
+    by_all: set[str] = set()
+    tried = 0
+    size = space.size()
     is_whole = size is not None and size <= TRIED_MAX
-    for params in space.combinations() if is_whole else _drawn(space):
+    candidates = _drawn(space)
+    if is_whole:
+        candidates = space.combinations()
+    for params in candidates:
         broken = dict(broken_rules(space.config(params), setting))
         if not broken:
             return ()
@@ -72,12 +79,16 @@ def obstacles(space: SearchSpace, setting: Setting) -> tuple[Violation, ...]:
         for name, why in broken.items():
             # What the nearest to a valid one breaks is what all of them break.
             reasons[name] = min(reasons.get(name, why), why, key=len)
-        by_all = broken.keys() & (broken.keys() if by_all is None else by_all)
+        if tried == 1:
+            by_all = set(broken)
+        by_all &= broken.keys()
     if not is_whole and (not by_all or tried < DRAWN_MIN):
         return ()
-    return tuple(
-        Violation(name, why) for name, why in reasons.items() if not by_all or name in by_all
-    )
+    violations = []
+    for name, why in reasons.items():
+        if not by_all or name in by_all:
+            violations.append(Violation(name, why))
+    return tuple(violations)
 
 
 def _drawn(space: SearchSpace) -> Iterator[dict[str, Any]]:
@@ -85,16 +96,17 @@ def _drawn(space: SearchSpace) -> Iterator[dict[str, Any]]:
     drawn = random.Random(0)
     values = {key: dimension.values() for key, dimension in space.dimensions.items()}
     for _ in range(TRIED_MAX):
+        params: dict[str, Any] = {}
         if space.columns is not None:
-            parts = [drawn.choice(column) for column in space.columns]
-            yield {key: value for part in parts for key, value in part.items()}
+            for column in space.columns:
+                params |= drawn.choice(column)
+            yield params
             continue
-        params = {
-            key: of.at(drawn.random())
-            if isinstance(of, FloatRange) and values[key] is None
-            else drawn.choice(values[key] or ())
-            for key, of in space.dimensions.items()
-        }
+        for key, dimension in space.dimensions.items():
+            if isinstance(dimension, FloatRange) and values[key] is None:
+                params[key] = dimension.at(drawn.random())
+            else:
+                params[key] = drawn.choice(values[key] or ())
         if space.goes_together(params):
             yield params
 
@@ -125,7 +137,7 @@ def _missing(space: SearchSpace) -> Iterator[str]:
     elif data is not None and data.quality_tokens is not None:
         trains = f"quality_tokens {data.quality_tokens} is what trials train on for a held-out loss"
         yield f"data: {trains}: add eval_loss to the objectives, or leave quality_tokens out"
-    values = (*space.values_of("packing"), space.baseline.get("packing", "none"))
+    values = space.values_of("packing") + (space.baseline.get("packing", "none"),)
     packed = [value for value in values if value != "none"]
     if data is None and packed:
         needs = f"packing {packed[0]} needs a dataset, as random sequences are full as they are"

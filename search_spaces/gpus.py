@@ -17,7 +17,7 @@ from qlora_sweep.search_spaces.kinds import ComputeDtype, Numerics
 GIB = 1024**3
 
 UNMEASURED_MATRIX_SHARE = 0.8
-"""Share of the dense peak that stands in for a matrix rate nobody measured, where 16-bit products
+"""Share of the dense peak that stands in for an unmeasured matrix rate, where 16-bit products
 were not measured either: the median of those that were, power-limited GPUs apart, which are much
 lower, and those of the next line."""
 UNMEASURED_HALVED_SHARE = 1.05
@@ -26,14 +26,14 @@ neither power nor memory keeps them from it, and they boost beyond the clock of 
 HALVED_RATIO = 3.0
 """Of a 16-bit rate to the plain fp32 one: two where it is halved, four and more elsewhere."""
 UNMEASURED_COPY_SHARE = 0.9
-"""Share of the data sheet's bandwidth that stands in for a copy nobody measured; the measured ones
+"""Share of the data sheet's bandwidth that stands in for an unmeasured copy; the measured ones
 are at 0.75 (GDDR6 with error correction) to 0.9."""
 MEMORY_TOLERANCE = 0.2
 """How far the memory that a driver tells may be from the catalogue's for the GPU to be that one:
 NVML counts 3 % more than CUDA, error correction takes 6 %, and a hypervisor may keep some."""
 
 
-class Source(Strict):
+class Citation(Strict):
     """Where a figure was read, and when."""
 
     what: str
@@ -112,9 +112,9 @@ class GpuSpec(Strict):
     peak_flops: dict[ComputeDtype, float]
     """Dense FLOP/s of matrix products by compute dtype, without sparsity: the data sheet's."""
     matrix_flops: dict[ComputeDtype, float] = Field(default={})
-    """FLOP/s that large matrix products were measured to reach; absent where nobody measured."""
+    """FLOP/s that large matrix products were measured to reach; absent where none was measured."""
     copy_bytes_per_second: float | None = Field(default=None, gt=0)
-    """Bytes read and written by a large copy, as measured; None where nobody measured."""
+    """Bytes read and written by a large copy, as measured; None where it was not."""
     cache: Cache | None = None
     power_limit_watts: int | None = Field(default=None, gt=0)
     """Where it holds the clock well below boost in a training."""
@@ -129,7 +129,7 @@ class GpuSpec(Strict):
     compute_capability: tuple[int, int]
     interconnect: Interconnect | None = None
     """With its neighbours in one host; None where that is not known."""
-    sources: tuple[Source, ...] = ()
+    sources: tuple[Citation, ...] = ()
 
     @property
     def budget_bytes(self) -> int:
@@ -259,8 +259,12 @@ def _by_bare_name() -> dict[str, list[GpuSpec]]:
     calls them so."""
     found: dict[str, list[GpuSpec]] = {}
     catalogue = gpu_catalogue().values()
-    named = [(name, spec) for spec in catalogue for name in (spec.name, *spec.aliases)]
-    for name, spec in [*named, *((spec.product, spec) for spec in catalogue)]:
+    named = []
+    for spec in catalogue:
+        named.append((spec.name, spec))
+        named += ((alias, spec) for alias in spec.aliases)
+    named += ((spec.product, spec) for spec in catalogue)
+    for name, spec in named:
         alike = found.setdefault(_bare(name), [])
         if spec not in alike:
             alike.append(spec)

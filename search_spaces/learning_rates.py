@@ -20,16 +20,23 @@ Quantity = Literal["alpha", "rank", "width", "tokens"]
 """What a rate depends on: LoRA's alpha and rank, the model's hidden size, and the tokens of an
 optimizer step."""
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-MODEL_KEYS = ("hidden_size", *_EXPERTS)
+MODEL_KEYS = ("hidden_size",) + _EXPERTS
 """Of a model's config, what a rate depends on."""
 MIXTURE_WIDTH = 4096
 """How wide a mixture of experts counts at least: the best rates of narrow ones are as those of
 wide models."""
 _ATTENTION = frozenset(
-    (
-        *("q_proj", "k_proj", "v_proj", "o_proj", "out_proj", "qkv_proj"),
-        *("c_attn", "query_key_value", "Wqkv"),
-    )
+    {
+        "q_proj",
+        "k_proj",
+        "v_proj",
+        "o_proj",
+        "out_proj",
+        "qkv_proj",
+        "c_attn",
+        "query_key_value",
+        "Wqkv",
+    }
 )
 """Linear layers of attention, by the names that most models have for them."""
 
@@ -137,10 +144,14 @@ def learning_rate_of(config: TrialConfig, model: Mapping[str, Any]) -> LearningR
     rule = rules()[config.method]
     rate = rule.rate_of(config, model)
     recommended = _rounded(rate)
-    is_given = config.learning_rate is not None
+    value = recommended
+    source: Literal["rule", "given"] = "rule"
+    if config.learning_rate is not None:
+        value = config.learning_rate
+        source = "given"
     return LearningRate(
-        value=config.learning_rate if config.learning_rate is not None else recommended,
-        source="given" if is_given else "rule",
+        value=value,
+        source=source,
         recommended=recommended,
         low=_rounded(rate / rule.spread),
         high=_rounded(rate * rule.spread),
@@ -153,8 +164,9 @@ def _width(model: Mapping[str, Any]) -> int | None:
     if model.get("hidden_size") is None:
         return None
     width = int(model["hidden_size"])
-    is_mixture = any(model.get(key) for key in _EXPERTS)
-    return max(width, MIXTURE_WIDTH) if is_mixture else width
+    if any(model.get(key) for key in _EXPERTS):
+        return max(width, MIXTURE_WIDTH)
+    return width
 
 
 def _is_on_attention_alone(targets: str | tuple[str, ...]) -> bool:

@@ -43,6 +43,7 @@ def _by_type(**types: str) -> dict[str, str]:
 # A decoder layer's linear layers, as PEFT matches them: by the end of their path.
 
 _ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+_QV = ("q_proj", "v_proj")
 _GATED = ("gate_proj", "up_proj", "down_proj")
 _FUSED_GATED = ("gate_up_proj", "down_proj")
 _UNGATED = ("up_proj", "down_proj")
@@ -58,7 +59,7 @@ _SHAPED = types(
 """Types whose linear layers have sizes that `linear_shapes` knows."""
 _USUAL = types("cohere cohere2 ernie4_5 exaone4 helium ministral3 olmo olmo3 seed_oss stablelm")
 _NAMES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
-    **dict.fromkeys((*_USUAL, *_SHAPED), (_ATTENTION, _GATED)),
+    **dict.fromkeys(_USUAL | _SHAPED, (_ATTENTION, _GATED)),
     **dict.fromkeys(("apertus", "arcee", "nemotron"), (_ATTENTION, _UNGATED)),
     **dict.fromkeys(("bloom", "falcon", "gpt_neox"), (_QUERY_KEY_VALUE, _UP_DOWN)),
     "codegen": (("qkv_proj", "out_proj"), ("fc_in", "fc_out")),
@@ -102,7 +103,9 @@ _FOUR_NORMS = frozenset({"gemma3_text"})
 def known_linear_modules(model: ModelSpec) -> tuple[str, ...] | None:
     """Return the names of a decoder layer's linear layers; None where the type is not known."""
     names = _NAMES.get(model.model_type)
-    return None if names is None else names[0] + names[1]
+    if names is None:
+        return None
+    return names[0] + names[1]
 
 
 def target_sets(model: ModelSpec) -> dict[str, tuple[str, ...]]:
@@ -110,19 +113,25 @@ def target_sets(model: ModelSpec) -> dict[str, tuple[str, ...]]:
 
     ``all-linear`` of a type that is not known stays as it is: PEFT resolves it on the real model.
     """
-    kind, qv = model.model_type, {"qv": ("q_proj", "v_proj")}
+    kind = model.model_type
+    if kind in _LATENT_TYPES:
+        latent: tuple[str, ...] = _LATENT
+        if model.config.get("q_lora_rank", True) is None:
+            # Without a rank for the queries they have one matrix.
+            latent = ("q_proj",) + _LATENT[2:]
+        return {"attention": latent, "all-linear": ("all-linear",)}
+    attention: tuple[str, ...] = _ATTENTION
+    every: tuple[str, ...] = ("all-linear",)
     if kind in _NAMES:
         attention, feed_forward = _NAMES[kind]
-        # One matrix may hold queries, keys and values.
-        own = qv if "q_proj" in attention else {}
-        return {**own, "attention": attention, "all-linear": attention + feed_forward}
-    if kind in _LATENT_TYPES:
-        # Without a rank for the queries they have one matrix.
-        has_low_rank = model.config.get("q_lora_rank", True) is not None
-        latent = _LATENT if has_low_rank else ("q_proj", *_LATENT[2:])
-        return {"attention": latent, "all-linear": ("all-linear",)}
-    every = {} if kind in _NOT_EVERY_LINEAR else {"all-linear": ("all-linear",)}
-    return {**qv, "attention": _ATTENTION, **every}
+        every = attention + feed_forward
+    sets: dict[str, tuple[str, ...]] = {"attention": attention}
+    # One matrix may hold queries, keys and values.
+    if "q_proj" in attention:
+        sets = {"qv": _QV, "attention": attention}
+    if kind not in _NOT_EVERY_LINEAR:
+        sets["all-linear"] = every
+    return sets
 
 
 def resolve_targets(config: TrialConfig, model: ModelSpec) -> tuple[str, ...]:
@@ -135,7 +144,9 @@ def resolve_targets(config: TrialConfig, model: ModelSpec) -> tuple[str, ...]:
     wanted = config.target_modules
     if not isinstance(wanted, str):
         return tuple(wanted)
-    return target_sets(model).get(wanted, ("q_proj", "v_proj") if wanted == "qv" else (wanted,))
+    if wanted == "qv":
+        return _QV
+    return target_sets(model).get(wanted, (wanted,))
 
 
 @dataclass(frozen=True)
@@ -188,17 +199,22 @@ def _capacity_size(capacity: CapacityClass, model: ModelSpec) -> int | None:
 
 def linear_shapes(model: ModelSpec) -> dict[str, Shape] | None:
     """Return in and out features of a decoder layer's linear layers; None where not known."""
-    kind, config = model.model_type, model.config
+    kind = model.model_type
+    config = model.config
     # A size that the config leaves to a default of transformers is not guessed.
-    needed = set() if kind in _HEADS_DEFAULT_TO_QUERIES else {"num_key_value_heads"}
-    needed |= {"head_dim"} if kind in _OWN_HEAD_DIM else set()
+    needed = set()
+    if kind not in _HEADS_DEFAULT_TO_QUERIES:
+        needed.add("num_key_value_heads")
+    if kind in _OWN_HEAD_DIM:
+        needed.add("head_dim")
     if kind not in _SHAPED or not needed <= config.keys() or not config.get("intermediate_size"):
         return None
     return _shapes(model, known_linear_modules(model) or ())
 
 
 def _shapes(model: ModelSpec, names: Sequence[str]) -> dict[str, Shape]:
-    config, hidden = model.config, model.hidden_size
+    config = model.config
+    hidden = model.hidden_size
     heads = int(config["num_attention_heads"])
     queries = attention_width(hidden=hidden, heads=heads, head_dim=config.get("head_dim"))
     # Grouped-query attention: fewer heads for keys and values than for queries.
@@ -269,29 +285,38 @@ def training_flops_per_token(
 
 def parameters(model: ModelSpec) -> int | None:
     """Return the parameters of the whole model; None where the architecture is not known."""
-    kind, config = model.model_type, model.config
+    kind = model.model_type
+    config = model.config
+    experts = 0
+    shapes = None
     if kind in _COUNTED:
-        shapes, experts = linear_shapes(model), 0
+        shapes = linear_shapes(model)
     elif kind in _COUNTED_EXPERTS and {"head_dim", "num_key_value_heads"} <= config.keys():
-        shapes, weights = _shapes(model, _ATTENTION), expert_weights(model)
+        shapes = _shapes(model, _ATTENTION)
+        weights = expert_weights(model)
         if weights is None:
             return None
         experts = weights + model.hidden_layers * _routing(model)
-    else:
-        return None
     if shapes is None:
         return None
-    hidden, layers = model.hidden_size, model.hidden_layers
-    embeddings = model.vocab_size * hidden * (1 if is_tied(model) else 2)
+    hidden = model.hidden_size
+    layers = model.hidden_layers
+    embeddings = model.vocab_size * hidden
+    if not is_tied(model):
+        embeddings *= 2
     linears = sum(rows * columns for rows, columns in shapes.values())
-    of_heads = 2 * int(config["head_dim"]) if kind in _NORMED_HEADS else 0
-    norms = hidden * (4 if kind in _FOUR_NORMS else 2) + of_heads
+    norms = 2 * hidden
+    if kind in _FOUR_NORMS:
+        norms = 4 * hidden
+    if kind in _NORMED_HEADS:
+        norms += 2 * int(config["head_dim"])
     biased: tuple[str, ...] = ()
     if kind == "qwen2":
         biased = ("q_proj", "k_proj", "v_proj")
     elif config.get("attention_bias"):
         biased = _ATTENTION
-    biased += _GATED if config.get("mlp_bias") else ()
+    if config.get("mlp_bias"):
+        biased += _GATED
     biases = sum(shapes[name][1] for name in biased if name in shapes)
     return embeddings + layers * (linears + biases + norms) + experts + hidden
 
@@ -303,8 +328,10 @@ def is_tied(model: ModelSpec) -> bool:
 
 def _size(config: dict[str, Any], key: str | None) -> int:
     """Return a size that the config states; 0 where it does not."""
-    value = config.get(key) if key is not None else None
-    return value if isinstance(value, int) else 0
+    value = config.get(key or "")
+    if not isinstance(value, int):
+        return 0
+    return value
 
 
 # Experts. bitsandbytes replaces `torch.nn.Linear` and nothing else, and transformers 5 keeps all
@@ -356,7 +383,8 @@ def unquantized(model: ModelSpec) -> str | None:
 
     None where nothing is known to be left; the real modules are counted before they train.
     """
-    kind, config = model.model_type, model.config
+    kind = model.model_type
+    config = model.config
     if kind in _OWN_LINEAR_CLASS:
         return "linear layers of a class of their own"
     if kind not in _FUSED:
@@ -367,14 +395,17 @@ def unquantized(model: ModelSpec) -> str | None:
     if kind == "gemma4_text" and not config.get("enable_moe_block"):
         return None
     weights = expert_weights(model)
-    size = "" if weights is None else f", {2 * weights / 2**30:.3g} GiB"
-    return f"experts of one tensor a layer{size}"
+    if weights is None:
+        return "experts of one tensor a layer"
+    return f"experts of one tensor a layer, {2 * weights / 2**30:.3g} GiB"
 
 
 def expert_weights(model: ModelSpec) -> int | None:
     """Return the weights of all fused experts; None where type or config does not tell."""
-    kind, config = model.model_type, model.config
-    width, count = _size(config, _WIDTHS.get(kind)), _size(config, _FUSED.get(kind))
+    kind = model.model_type
+    config = model.config
+    width = _size(config, _WIDTHS.get(kind))
+    count = _size(config, _FUSED.get(kind))
     if not width or not count or (kind in _DENSE_FIRST and _DENSE_KEY not in config):
         return None
     layers = _expert_layers(config, model.hidden_layers)
@@ -383,7 +414,8 @@ def expert_weights(model: ModelSpec) -> int | None:
 
 def _routing(model: ModelSpec) -> int:
     """Return the parameters of a layer that choose among its experts, and the experts' biases."""
-    config, hidden = model.config, model.hidden_size
+    config = model.config
+    hidden = model.hidden_size
     count = _size(config, _FUSED[model.model_type])
     if model.model_type != "gpt_oss":
         return hidden * count

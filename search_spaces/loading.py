@@ -162,7 +162,8 @@ def with_fixed(space: SearchSpace, held: Mapping[str, Any]) -> SearchSpace | Tri
     free = {key: dimension for key, dimension in space.dimensions.items() if key not in values}
     if not free:
         return parse_config(fixed, where="options")
-    baseline, effective = dict(space.baseline), values.get("effective_batch_size")
+    baseline = dict(space.baseline)
+    effective = values.get("effective_batch_size")
     if "seq_len" in values and "seq_len" in baseline:
         baseline |= _at_length(baseline, values["seq_len"])
     if effective and "micro_batch_size" in baseline and "effective_batch_size" not in baseline:
@@ -221,8 +222,8 @@ def with_own_settings(
     baseline = dict(space.baseline)
     reasons = []
     for key, (value, why) in own_settings(model).items():
-        is_named = key in {*space.dimensions, *space.fixed} and not is_preset
-        if is_named or key in held:
+        is_named = key in space.dimensions or key in space.fixed
+        if key in held or (is_named and not is_preset):
             continue
         free.pop(key, None)
         baseline.pop(key, None)
@@ -266,7 +267,7 @@ def with_texts(
 ) -> Offered:
     """Return a space that searches what a dataset makes worth searching.
 
-    Packing is searched where nobody fixed it. Lengths are, where the person named none: those of a
+    Packing is searched where it is not fixed. Lengths are, where the person named none: those of a
     preset are for random sequences. The baseline stays the published recipe, which does not pack.
 
     Args:
@@ -280,15 +281,21 @@ def with_texts(
         InputError: what is left makes no space.
     """
     dimensions: dict[str, Any] = dict(space.dimensions)
-    fixed, notes = dict(space.fixed), []
-    if "packing" not in {*dimensions, *fixed, *held}:
+    fixed = dict(space.fixed)
+    notes = []
+    if not any("packing" in named for named in (dimensions, fixed, held)):
         packings = [packing for packing in PACKINGS if packing != "packed" or not is_on_pairs]
         dimensions["packing"] = Choices(choices=tuple(packings))
         notes.append(f"Packing is searched as well: {', '.join(packings)}.")
     if not names_its_lengths and "seq_len" not in held:
         fixed.pop("seq_len", None)
-        dimensions["seq_len"] = Choices(choices=tuple(x.seq_len for x in lengths))
-        shown = ", ".join(f"{x.seq_len} (cuts {in_percent(x.supervised_cut)})" for x in lengths)
+        choices = []
+        cuts = []
+        for length in lengths:
+            choices.append(length.seq_len)
+            cuts.append(f"{length.seq_len} (cuts {in_percent(length.supervised_cut)})")
+        dimensions["seq_len"] = Choices(choices=tuple(choices))
+        shown = ", ".join(cuts)
         had = ", ".join(map(str, space.values_of("seq_len")))
         own = f" in place of {had}" if "seq_len" in space.dimensions else ""
         notes.append(

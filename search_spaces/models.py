@@ -60,7 +60,7 @@ _CARD_CHARACTERS = 4096
 """Of a model card, in which its header is."""
 _REQUIRED = ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size")
 _OPTIONAL = ("num_key_value_heads", "head_dim", "intermediate_size", "max_position_embeddings")
-SIZES = (*_REQUIRED, *_OPTIONAL)
+SIZES = _REQUIRED + _OPTIONAL
 """Keys of a config whose values are counts."""
 _OTHER_WORDS = {
     "num_hidden_layers": ("n_layer", "n_layers", "num_layers"),
@@ -253,7 +253,9 @@ class ModelSpec:
         origin = self.config.get("_name_or_path")
         if isinstance(origin, str) and is_hub_id(origin) and name_of_base(origin) is None:
             return origin
-        card = None if self.path is None else _base_of_card(self.path / "README.md")
+        card = None
+        if self.path is not None:
+            card = _base_of_card(self.path / "README.md")
         return card or name_of_base(self.name)
 
     @property
@@ -262,7 +264,9 @@ class ModelSpec:
         if self.source != "shipped":
             return self.path
         shipped = Path(str(files("qlora_sweep.search_spaces") / "tokenizers" / self.name))
-        return shipped if shipped.is_dir() else None
+        if not shipped.is_dir():
+            return None
+        return shipped
 
     @cached_property
     def fingerprint(self) -> str:
@@ -274,17 +278,17 @@ class ModelSpec:
 
     def to_json(self) -> dict[str, Any]:
         """Return plain JSON values, as the worker and the study's definition keep them."""
-        return {
-            "name": self.name,
-            "source": self.source,
-            "config": self.config,
-            "path": None if self.path is None else str(self.path),
-        }
+        path = None
+        if self.path is not None:
+            path = str(self.path)
+        return {"name": self.name, "source": self.source, "config": self.config, "path": path}
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> ModelSpec:
         """Read what `to_json` wrote."""
-        path = None if values.get("path") is None else Path(values["path"])
+        path = None
+        if values.get("path") is not None:
+            path = Path(values["path"])
         return cls(values["name"], values["source"], values["config"], path)
 
 
@@ -296,7 +300,9 @@ def _base_of_card(path: Path) -> str | None:
     except OSError:
         return None
     named = _BASE_OF_CARD.search(header)
-    return None if named is None or not is_hub_id(named[1]) else named[1]
+    if named is None or not is_hub_id(named[1]):
+        return None
+    return named[1]
 
 
 # The hub. Only hub ids need its libraries, which take longer to import than most commands to run.
@@ -332,10 +338,17 @@ def fetch_config(name: str) -> Path:
         raise translate(error, name=name) from error
 
 
-_FETCHED = (
-    *("*.safetensors", "*.safetensors.index.json", "*.json", "tokenizer*", "*.model"),
-    *("merges.txt", "vocab.txt", "*.jinja", "LICENSE*"),
-)
+_FETCHED = [
+    "*.safetensors",
+    "*.safetensors.index.json",
+    "*.json",
+    "tokenizer*",
+    "*.model",
+    "merges.txt",
+    "vocab.txt",
+    "*.jinja",
+    "LICENSE*",
+]
 """Weights in safetensors alone, as others are pickles; and what a tokenizer is made of."""
 _SAME_AGAIN = ["original/*", "consolidated*"]
 """The same weights in other files."""
@@ -351,11 +364,10 @@ def fetch_weights(name: str) -> Path:
     import httpx
     from huggingface_hub import snapshot_download
 
-    patterns = list(_FETCHED)
     try:
         found = snapshot_download(
             name,
-            allow_patterns=patterns,
+            allow_patterns=_FETCHED,
             ignore_patterns=_SAME_AGAIN,
             etag_timeout=SECONDS_MAX,
         )
@@ -402,7 +414,8 @@ def load_model_spec(name: str, *, fetch: Callable[[str], Path] = fetch_config) -
     """
     if name in _shipped():
         return ModelSpec(name, "shipped", _shipped()[name])
-    directory, label = home_expanded(name), f"model '{name}'"
+    directory = home_expanded(name)
+    label = f"model '{name}'"
     if name and is_directory(directory, label=label):
         config = _read_config(directory / "config.json", label=str(Path(name) / "config.json"))
         return ModelSpec(name, "directory", config, directory.resolve())
@@ -437,7 +450,9 @@ def located(name: str, *, beside: Path) -> str:
     if not name or name in _shipped():
         return name
     directory = beside / home_expanded(name)
-    return str(directory) if is_directory(directory, label=f"model '{name}'") else name
+    if not is_directory(directory, label=f"model '{name}'"):
+        return name
+    return str(directory)
 
 
 def shipped_models() -> list[ModelSpec]:
@@ -509,8 +524,10 @@ def _in_usual_words(config: dict[str, Any]) -> dict[str, Any]:
 
 def _decoder(config: dict[str, Any]) -> dict[str, Any]:
     """Return the config of a vision-language model's text decoder; another's as it is."""
-    kind, text = config.get("model_type"), config.get("text_config")
-    text = text if isinstance(text, dict) else {}
+    kind = config.get("model_type")
+    text = config.get("text_config")
+    if not isinstance(text, dict):
+        text = {}
     own = text.get("model_type") or _MULTIMODAL.get(str(kind))
     if text and own and (kind in _MULTIMODAL or "num_hidden_layers" not in config):
         shared = {key: config[key] for key in ("tie_word_embeddings",) if key in config}
@@ -535,10 +552,15 @@ def _check_kind(config: dict[str, Any], *, label: str) -> None:
     text = config.get("text_config")
     is_nested = isinstance(text, dict)
     if kind in _MULTIMODAL or ("num_hidden_layers" not in config and is_nested):
-        has = " (it has a text_config)" if is_nested else ""
-        own = text.get("model_type") if isinstance(text, dict) else None
-        own = own if isinstance(own, str) else _MULTIMODAL.get(kind)
-        named = "" if own is None else f" (model_type '{own}')"
+        has = ""
+        decoder = _MULTIMODAL.get(kind)
+        if isinstance(text, dict):
+            has = " (it has a text_config)"
+            if isinstance(text.get("model_type"), str):
+                decoder = text["model_type"]
+        named = ""
+        if decoder is not None:
+            named = f" (model_type '{decoder}')"
         raise InputError(
             f"{label}: model_type '{kind}' is a multimodal model{has}; only text decoders can be "
             f"trained: write its text_config{named} to a config.json of its own"
@@ -553,7 +575,9 @@ def _check_sizes(config: dict[str, Any], *, label: str) -> None:
             raise InputError(f"{label}: {key} is missing; model_type '{config['model_type']}'")
         if value is None and key in _OPTIONAL:
             continue
-        most = LAYERS_MAX if key == "num_hidden_layers" else SIZE_MAX
+        most = SIZE_MAX
+        if key == "num_hidden_layers":
+            most = LAYERS_MAX
         if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
             raise InputError(
                 f"{label}: {key} must be a whole number from 1 to {most:,}, got {quote(value)}"
@@ -562,7 +586,8 @@ def _check_sizes(config: dict[str, Any], *, label: str) -> None:
     is_number = isinstance(cap, int | float) and not isinstance(cap, bool)
     if cap is not None and not (is_number and cap > 0):
         raise InputError(f"{label}: {SCORE_CAP} must be a number above 0 or null, got {quote(cap)}")
-    hidden, heads = config["hidden_size"], config["num_attention_heads"]
+    hidden = config["hidden_size"]
+    heads = config["num_attention_heads"]
     if config.get("head_dim") is None and hidden % heads:
         of = f"num_attention_heads {heads}, and there is no head_dim"
         raise InputError(f"{label}: hidden_size {hidden} is not a multiple of {of}")

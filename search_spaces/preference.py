@@ -17,7 +17,7 @@ from qlora_sweep.search_spaces.config import (
 )
 
 TIE = 0.02
-"""Relative difference in speed, within one class of numerics, that nobody has to care about."""
+"""Relative difference in speed, within one class of numerics, that does not matter."""
 ALIKE_MEMORY = 0.1
 """Steps of the logarithm of a peak, within which it is about the same."""
 _STANDARD = canonical(TrialConfig())

@@ -70,25 +70,36 @@ def _preset_text(name: str, gpu: str | None = None, model: str | None = None) ->
     overlay = _overlays()[name]
     title = overlay.partition("\n\n")[0]
     if name == DEMO:
-        own = _asked(gpu if gpu != "cpu" else None, model)
-        return _composed(_PRESET_SCHEMA, title, [_base_text(), overlay, *own])
-    spec = find_gpu(gpu or _said(overlay, "gpu"))
-    trained = load_model_spec(model or _said(overlay, "model") or DEFAULT_MODEL)
-    parts = [_base_text(), _searched(spec, trained), overlay, *_asked(gpu and spec.name, model)]
-    return _composed(_PRESET_SCHEMA, title, parts)
+        if gpu == "cpu":
+            gpu = None
+        parts = [_base_text(), overlay]
+    else:
+        spec = find_gpu(gpu or _said(overlay, "gpu"))
+        trained = load_model_spec(model or _said(overlay, "model") or DEFAULT_MODEL)
+        parts = [_base_text(), _searched(spec, trained), overlay]
+        if gpu is not None:
+            gpu = spec.name
+    return _composed(_PRESET_SCHEMA, title, parts + _asked(gpu, model))
 
 
 def _asked(gpu: str | None, model: str | None) -> list[str]:
     """Return an overlay of what a person names; none where they name nothing."""
-    named = {"gpu": gpu, "model": model}
-    lines = [f"{key}: {json.dumps(value)}" for key, value in named.items() if value is not None]
-    return ["\n".join(lines)] if lines else []
+    lines = []
+    if gpu is not None:
+        lines.append(f"gpu: {json.dumps(gpu)}")
+    if model is not None:
+        lines.append(f"model: {json.dumps(model)}")
+    if not lines:
+        return []
+    return ["\n".join(lines)]
 
 
 def _said(overlay: str, key: str) -> str:
     """Return the word that an overlay says of a key at its top; empty where it says nothing."""
     found = re.search(rf"^{key}: (\S+)$", overlay, re.MULTILINE)
-    return "" if found is None else found[1]
+    if found is None:
+        return ""
+    return found[1]
 
 
 @cache
@@ -135,9 +146,10 @@ def _entries(lines: Sequence[str], indent: str = "") -> list[_Entry]:
         end = at + 1
         while end < len(lines) and lines[end].startswith(f"{indent}{mark}  "):
             end += 1
-        entry = _Entry([*lines[at:end]], mark + key)
+        entry = _Entry(list(lines[at:end]), mark + key)
         if key in _SECTIONS and not rest and not mark:
-            entry.lines, entry.section = [lines[at]], _entries(lines[at + 1 : end], "  ")
+            entry.lines = [lines[at]]
+            entry.section = _entries(lines[at + 1 : end], "  ")
         while found and not found[-1].key and found[-1].lines[0].startswith(f"{indent}# "):
             entry.comment[:0] = found.pop().lines
         found.append(entry)
@@ -156,28 +168,46 @@ def _composed(schema: str, title: str, texts: Sequence[str], *, without: Sequenc
         texts: the text and its overlays, each over all before it.
         without: keys to leave out.
     """
-    first, *overlays = texts
-    entries = [each for each in _entries(first.splitlines()) if each.key not in without]
-    for overlay in overlays:
-        found = _entries(overlay.splitlines())
-        _overlay(entries, [each for each in found if each.key not in ("extends", *without)])
-    head = f"# yaml-language-server: $schema={schema}\n{title}\n#\n"
-    return head + "".join(f"{line}\n" for line in _lines(entries))
+    entries: list[_Entry] = []
+    for text in texts:
+        found = _entries(text.splitlines())
+        kept = [entry for entry in found if entry.key != "extends" and entry.key not in without]
+        if entries:
+            _overlay(entries, kept)
+        else:
+            entries = kept
+    lines = [f"# yaml-language-server: $schema={schema}", title, "#"]
+    lines += _lines(entries)
+    return "\n".join(lines) + "\n"
 
 
 def _overlay(entries: list[_Entry], others: Sequence[_Entry]) -> None:
-    own = {each.key: each.section or [] for each in entries}
-    new = {each.key: each.section or [] for each in others}
-    for here, there in (("dimensions", "fixed"), ("fixed", "dimensions")):
-        moved = {each.key for each in new.get(here, ()) if each.key.isidentifier()}
-        own[there][:] = [each for each in own[there] if each.key not in moved]
+    sections = {entry.key: entry for entry in entries}
+    for entry in others:
+        place = _OTHER_PLACE.get(entry.key)
+        if place is None or entry.section is None:
+            continue
+        moved = {setting.key for setting in entry.section if setting.key.isidentifier()}
+        before = sections[place].section or []
+        sections[place].section = [setting for setting in before if setting.key not in moved]
     _put(entries, others)
 
 
+_OTHER_PLACE = {"dimensions": "fixed", "fixed": "dimensions"}
+"""Where a setting no longer stands that an overlay has in a section."""
+
+
 def _put(entries: list[_Entry], others: Sequence[_Entry]) -> None:
-    for new in (each for each in others if each.key):
-        keys = [at for at, old in enumerate(entries) if old.key.isidentifier()]
-        same = [at for at, old in enumerate(entries) if old.key.strip("#") == new.key.strip("#")]
+    for new in others:
+        if not new.key:
+            continue
+        keys = []
+        same = []
+        for at, old in enumerate(entries):
+            if old.key.isidentifier():
+                keys.append(at)
+            if old.key.strip("#") == new.key.strip("#"):
+                same.append(at)
         if not same:
             entries.insert(max(keys, default=-1) + 1, new)
             continue
@@ -194,7 +224,9 @@ def _put(entries: list[_Entry], others: Sequence[_Entry]) -> None:
 
 def _lines(entries: Sequence[_Entry]) -> Iterator[str]:
     for entry in entries:
-        yield from (*entry.comment, *entry.lines, *_lines(entry.section or ()))
+        yield from entry.comment
+        yield from entry.lines
+        yield from _lines(entry.section or ())
 
 
 def starting_text(gpu: str, model: str | None) -> str:
@@ -212,19 +244,23 @@ def starting_text(gpu: str, model: str | None) -> str:
         InputError: no such GPU or model, or the two do not go together.
         EnvironmentFault: a hub id, and the hub is not to be had.
     """
-    spec = None if gpu == "cpu" else find_gpu(gpu)
-    chosen = DEMO if spec is None else _nearest(spec, model)
-    overlay = _overlays()[chosen]
-    trained = load_model_spec(model or _said(overlay, "model") or DEFAULT_MODEL)
-    own: list[str] = []
-    if spec is not None:
-        own.append(_searched(spec, trained))
-    parts = [_base_text(), *own, overlay, *_asked(gpu, model)]
-    if spec is not None:
+    parts = [_base_text()]
+    if gpu == "cpu":
+        words = "a CPU"
+        overlay = _overlays()[DEMO]
+        trained = load_model_spec(model or _said(overlay, "model") or DEFAULT_MODEL)
+        parts.append(overlay)
+        parts += _asked(gpu, model)
+        if trained.name != _said(overlay, "model"):
+            parts += [_room_on_cpu(trained), "\n".join(_fixed(own_settings(trained)))]
+    else:
+        spec = find_gpu(gpu)
+        words = spec.name
+        overlay = _overlays()[_nearest(spec, model)]
+        trained = load_model_spec(model or _said(overlay, "model") or DEFAULT_MODEL)
+        parts += [_searched(spec, trained), overlay]
+        parts += _asked(gpu, model)
         parts.append(_baseline_for(spec, trained, overlay))
-    elif trained.name != _said(overlay, "model"):
-        parts += [_room_on_cpu(trained), "\n".join(_fixed(own_settings(trained)))]
-    words = "a CPU" if spec is None else spec.name
     title = f"# A search space for {words}, to be changed: `sweep run THIS-FILE`."
     return _composed(schema_path(), title, parts, without=("name", "description"))
 
@@ -241,15 +277,15 @@ def _room_on_cpu(model: ModelSpec) -> str:
 
 def _nearest(spec: GpuSpec, model: str | None) -> str:
     """Return the preset with the most similar memory for each parameter; the GPU's own first."""
-    gpus = {name: _said(overlay, "gpu") for name, overlay in _overlays().items() if name != DEMO}
-    if spec.name in gpus and model is None:
+    if spec.name in _overlays() and model is None:
         return spec.name
     standard = load_model_spec(DEFAULT_MODEL)
     asked = _bytes_each(spec, load_model_spec(model or DEFAULT_MODEL))
-    distance = {
-        name: abs(math.log(_bytes_each(find_gpu(gpu), standard) / asked))
-        for name, gpu in gpus.items()
-    }
+    distance = {}
+    for name, overlay in _overlays().items():
+        if name != DEMO:
+            gpu = find_gpu(_said(overlay, "gpu"))
+            distance[name] = abs(math.log(_bytes_each(gpu, standard) / asked))
     return min(distance, key=lambda name: (distance[name], name != spec.name))
 
 
@@ -270,35 +306,38 @@ def _searched(spec: GpuSpec, model: ModelSpec) -> str:
         types.append("fp16")
     bases = ["none"]
     if unquantized(model) is None:
-        eight_bit = [
-            name for name in EIGHT_BIT if COMPUTE_DTYPES[name].runs_on(spec.compute_capability)
-        ]
-        types += eight_bit
-        bases = ["nf4", "none", *eight_bit]
+        bases = ["nf4", "none"]
+        for name in EIGHT_BIT:
+            if COMPUTE_DTYPES[name].runs_on(spec.compute_capability):
+                types.append(name)
+                bases.append(name)
     lines = [
         "dimensions:",
         f"  micro_batch_size: {_flow(batches.model_dump(exclude={'step'}))}",
         f"  seq_len: {_flow(lengths)}",
         f"  compute_dtype: {_flow(types)}",
-        f"  quantization: {_flow(bases)}",
     ]
-    own = dict(own_settings(model))
-    attention = {key: own.pop(key) for key in ("attention",) if key in own}
-    if own:
-        # They are dimensions of every preset, and here each has one value.
-        lines = [line for line in lines if not line.startswith("  quantization:")]
-        lines += [f"  {key}: {_flow([value])}" for key, (value, _) in own.items()]
+    decided = dict(own_settings(model))
+    fixed = {}
+    if "attention" in decided:
+        fixed["attention"] = decided.pop("attention")
+    # They are dimensions of every preset, and here each has one value.
+    lines += [f"  {key}: {_flow([value])}" for key, (value, _) in decided.items()]
+    if not decided:
+        lines.append(f"  quantization: {_flow(bases)}")
     if model.model_type not in LIGER_MODEL_TYPES:
         lines.append("  kernels: [hf]")
     if model.model_type in WITHOUT_CHECKPOINTING:
         lines.append("  checkpoint_fraction: [0.0]")
-    return "\n".join([*lines, *_fixed(attention)])
+    return "\n".join(lines + _fixed(fixed))
 
 
-def _fixed(own: Mapping[str, tuple[Any, str]]) -> list[str]:
+def _fixed(decided: Mapping[str, tuple[Any, str]]) -> list[str]:
     """Return what is fixed of the settings that a model decides, each with the reason."""
-    lines = ["fixed:"] if own else []
-    for key, (value, why) in own.items():
+    if not decided:
+        return []
+    lines = ["fixed:"]
+    for key, (value, why) in decided.items():
         lines.append(f"  # {why}.")
         lines.append(f"  {key}: {as_typed(value)}")
     return lines
@@ -317,12 +356,14 @@ def _baseline_for(spec: GpuSpec, model: ModelSpec, overlay: str) -> str:
         if key != "attention":
             # Searched in every preset, so that the baseline does not inherit it.
             lines.append(f"  {key}: {as_typed(value)}")
-    return "\n".join(lines) if len(lines) > 1 else ""
+    if len(lines) == 1:
+        return ""
+    return "\n".join(lines)
 
 
 def _flow(value: Any) -> str:
     """Return a value on one line of YAML."""
-    plain = list(value) if isinstance(value, tuple) else value
-    return str(
-        yaml.safe_dump(plain, default_flow_style=True, sort_keys=False, width=math.inf)
-    ).strip()
+    if isinstance(value, tuple):
+        value = list(value)
+    text: str = yaml.safe_dump(value, default_flow_style=True, sort_keys=False, width=math.inf)
+    return text.strip()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import itertools
 import math
 from collections.abc import Iterable
 from functools import cache
@@ -87,8 +88,12 @@ class Offer(_Terms):
 
         The last says how many GPUs are rented at once.
         """
-        spot, many = " spot" if self.is_spot else "", f" x{self.gpus}" if self.gpus > 1 else ""
-        return f"{self.gpu} {self.provider}{spot}{many}"
+        label = f"{self.gpu} {self.provider}"
+        if self.is_spot:
+            label += " spot"
+        if self.gpus > 1:
+            label += f" x{self.gpus}"
+        return label
 
 
 class _PriceList(_Terms):
@@ -120,22 +125,23 @@ def load_prices(
             that was typed is none, or of no GPU of the catalogue.
         EnvironmentFault: the file is there and cannot be read.
     """
-    own, read = _typed_prices(typed), [_shipped()]
+    typed_prices = _typed_prices(typed)
+    read = [_shipped()]
     if user_file is not None:
         read.append(_read(read_text(user_file, label=str(user_file)), label=str(user_file)))
     assumptions: dict[str, Any] = {}
     for file in read:
         assumptions |= file.assumptions.model_dump(exclude_unset=True)
     offers: dict[tuple[str, str, bool], Offer] = {}
-    for terms in (each for file in read for each in file.offers):
-        values = {**assumptions, **terms.model_dump(exclude_unset=True)}
+    for terms in itertools.chain.from_iterable(file.offers for file in read):
+        values = assumptions | terms.model_dump(exclude_unset=True)
         for gpu, price in terms.usd_per_hour.items():
             offer = Offer.model_validate({**values, "gpu": gpu, "usd_per_hour": price})
             offers[gpu, offer.provider.lower(), offer.is_spot] = offer
     grouped: dict[str, list[Offer]] = {}
     for offer in sorted(offers.values(), key=lambda of: (of.usd_per_hour * of.gpus, of.gpus)):
         grouped.setdefault(offer.gpu, []).append(offer)
-    for gpu, price in own.items():
+    for gpu, price in typed_prices.items():
         mine = {"provider": TYPED_PROVIDER, "source": PRICE_OPTION, "date": datetime.date.today()}
         values = {**assumptions, **mine, "gpu": gpu, "usd_per_hour": price}
         grouped[gpu] = [Offer.model_validate(values)]

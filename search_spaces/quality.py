@@ -35,11 +35,13 @@ class KnownQuality(BaseModel):
             and config.compute_kind.bits <= 16
             and (config.quantized_fraction == 1.0 or not config.is_quantized)
         )
-        known = config.base_kind.nats_over_16_bits.get(config.numerics)
+        nats = None
+        if is_as_measured:
+            nats = config.base_kind.nats_over_16_bits.get(config.numerics)
         return cls(
             quantization=config.quantization,
             numerics=config.numerics,
-            nats_per_token_over_16_bit=known if is_as_measured else None,
+            nats_per_token_over_16_bit=nats,
         )
 
     @property
@@ -50,7 +52,9 @@ class KnownQuality(BaseModel):
             base = "a 16-bit base"
         kind = f"{base} with {self.numerics} compute"
         nats = self.nats_per_token_over_16_bit
-        return f"{kind} not measured" if nats is None else f"{kind} +{nats:.3f}"
+        if nats is None:
+            return f"{kind} not measured"
+        return f"{kind} +{nats:.3f}"
 
 
 def quality_in_words(configs: Iterable[TrialConfig]) -> str:

@@ -92,10 +92,14 @@ def stored_quantization(config: Mapping[str, Any], *, label: str = "") -> Stored
         # transformers does not heed one that loads in neither.
         return None
     if not method and key != KEY:
-        method = "MLX" if key == "quantization" else "compressed-tensors"
+        method = "compressed-tensors"
+        if key == "quantization":
+            method = "MLX"
+    words = method or "a format that it does not name"
     bits = said.get("bits", said.get("w_bit"))
-    size = f", {bits} bits" if isinstance(bits, int) and not isinstance(bits, bool) else ""
-    return StoredQuantization(f"{method or 'a format that it does not name'}{size}", None)
+    if isinstance(bits, int) and not isinstance(bits, bool):
+        words += f", {bits} bits"
+    return StoredQuantization(words, None)
 
 
 def said_beside(directory: Path, config: Mapping[str, Any]) -> dict[str, Any]:
@@ -208,4 +212,6 @@ def name_of_base(name: str) -> str | None:
     tell: ``org/model-GPTQ-Int4`` is of ``model``."""
     own = name.rstrip("/").rpartition("/")[2]
     base = _ENDINGS.sub("", own)
-    return base if base and base != own else None
+    if not base or base == own:
+        return None
+    return base

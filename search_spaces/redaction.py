@@ -132,9 +132,11 @@ def _environment_secrets() -> Iterator[str]:
 @cache
 def _spellings() -> tuple[str, ...]:
     """Return known secrets as they are quoted in URLs, JSON, reprs, SQL and HTML, longest first."""
-    told = {secret for secret in _known if not re.fullmatch("[a-z_-]{1,15}", secret)}
-    told |= {secret for secret in _environment_secrets() if not _COMMON.fullmatch(secret)}
-    if not told:
+    secrets = {secret for secret in _known if not re.fullmatch("[a-z_-]{1,15}", secret)}
+    for secret in _environment_secrets():
+        if not _COMMON.fullmatch(secret):
+            secrets.add(secret)
+    if not secrets:
         return ()
     # Imported here: most commands never know a secret.
     import html
@@ -151,7 +153,7 @@ def _spellings() -> tuple[str, ...]:
         visible,
     )
     found = set()
-    for secret in told:
+    for secret in secrets:
         if len(secret) >= _SHORTEST_KNOWN:
             plain = {secret, unquote(secret)}
             found |= plain | {spelled(form) for form in plain for spelled in quoted}
@@ -221,7 +223,7 @@ _HINTS = re.compile(
     r"|npm_|pypi-|ya29|rpa_|r8_|nvapi-|wandb_|dop_|hvs\.|gh[pousr]_|github_pat_|eyj|_pat|_pw"
     r"|hooks)"
 )
-"""Of which one is in every text that has a secret which nobody was told of."""
+"""Of which one is in every text that has a secret by its form or place."""
 
 
 def _starred(found: re.Match[str]) -> str:

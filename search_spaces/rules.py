@@ -116,9 +116,11 @@ class Setting:
         """Return that ``what`` needs a newer GPU, where this one is known to be older."""
         if since is None or self.compute_capability is None or not self.older_than(since):
             return None
-        needed, has = (".".join(map(str, each)) for each in (since, self.compute_capability))
-        name = " (Ampere)" if since == AMPERE else ""
-        return f"{what} needs compute capability {needed}{name}, this GPU has {has}: use {instead}"
+        needed = ".".join(map(str, since))
+        if since == AMPERE:
+            needed += " (Ampere)"
+        has = ".".join(map(str, self.compute_capability))
+        return f"{what} needs compute capability {needed}, this GPU has {has}: use {instead}"
 
 
 def torch_for(capability: tuple[int, int] | None) -> str | None:
@@ -168,18 +170,22 @@ def without_sdpa(model: ModelSpec) -> str | None:
 
 
 def attention_of(model: ModelSpec) -> Attention:
-    """Return the attention that a model takes where nobody asks for another one."""
-    return "sdpa" if without_sdpa(model) is None else "eager"
+    """Return the attention that a model takes where none is named."""
+    if without_sdpa(model) is None:
+        return "sdpa"
+    return "eager"
 
 
 def attention_words(model: ModelSpec) -> str | None:
     """Return why a model takes another attention than torch's own; None where it takes that."""
     why = without_sdpa(model)
-    return None if why is None else f"attention is eager: {why}"
+    if why is None:
+        return None
+    return f"attention is eager: {why}"
 
 
 def own_settings(model: ModelSpec) -> Mapping[str, tuple[Any, str]]:
-    """Return the settings that a model decides where nobody names them: each one's value, and why
+    """Return the settings that a model decides where they are not named: each one's value, and why
     it has that."""
     found: dict[str, tuple[Any, str]] = {}
     if (why := attention_words(model)) is not None:
@@ -336,8 +342,11 @@ def _of_kernels(config: TrialConfig, setting: Setting) -> Asked:
 
 
 def _of_model(config: TrialConfig, setting: Setting) -> Asked:
-    model, kind = setting.model, setting.model.model_type
-    length, positions, layers = config.seq_len, model.max_positions, model.hidden_layers
+    model = setting.model
+    kind = model.model_type
+    length = config.seq_len
+    positions = model.max_positions
+    layers = model.hidden_layers
     if positions is not None and length > positions:
         beyond = f"seq_len {length} is beyond the {positions} positions of {model.name}"
         is_stated = positions == model.config["max_position_embeddings"]
@@ -409,14 +418,17 @@ def not_as_stored(config: TrialConfig, model: ModelSpec) -> str | None:
 
 def misnamed_targets(config: TrialConfig, model: ModelSpec) -> str | None:
     """Return why adapters cannot go where the configuration names; None where they can."""
-    wanted, kind = config.target_modules, model.model_type
-    sets, modules = target_sets(model), known_linear_modules(model)
+    wanted = config.target_modules
+    kind = model.model_type
+    sets = target_sets(model)
+    modules = known_linear_modules(model)
     possible = f"target_modules can be {' or '.join(sets)}"
     if wanted == "all-linear" and wanted not in sets:
         return f"adapters cannot go on every linear layer of model type '{kind}': {possible}"
     missing = ""
     if isinstance(wanted, str):
-        missing = "" if wanted in sets else "q_proj"
+        if wanted not in sets:
+            missing = "q_proj"
     elif modules is not None:
         ends = {name.rpartition(".")[2] for name in modules}
         missing = next((name for name in wanted if name.rpartition(".")[2] not in ends), "")
@@ -443,7 +455,8 @@ def _of_many_gpus(config: TrialConfig, setting: Setting) -> Asked:
 
 
 def _of_trainer(config: TrialConfig, setting: Setting) -> Asked:
-    trainer, kind = trainer_of(config), setting.model.model_type
+    trainer = trainer_of(config)
+    kind = setting.model.model_type
     lacking = _not_of_trainer(config, setting.model)
     if trainer is GRPO:
         yield "grpo", lacking and f"method grpo is for TRL: {lacking}"

@@ -30,9 +30,9 @@ def space_schema() -> Schema:
     section = {"type": ["object", "null"], "additionalProperties": False}
     for key in ("fixed", "baseline"):
         properties[key] |= {**section, "properties": values}
-    dimensions = {key: _dimension(key, value) for key, value in values.items()}
+    dimensions = dict(zip(values, map(_dimension, values, values.values()), strict=True))
     properties["dimensions"] |= {**section, "properties": dimensions, "minProperties": 1}
-    properties["gpu"]["enum"] = ["auto", "cpu", *gpu_catalogue()]
+    properties["gpu"]["enum"] = ["auto", "cpu"] + list(gpu_catalogue())
     properties["model"]["anyOf"] = [{"enum": [m.name for m in shipped_models()]}, {}]
     properties["steps"] |= {"anyOf": [{"$ref": properties["steps"].pop("$ref")}, {"type": "null"}]}
     properties["confirm"]["anyOf"] += [{"type": "boolean"}, {"const": 0}]
@@ -57,23 +57,32 @@ def schema_text() -> str:
 
 def _dimension(key: str, value: Schema) -> Schema:
     """Return the schema of what a dimension may be: a list, the same under choices, or a range."""
-    item = {k: v for k, v in value.items() if k not in ("default", "description")}
+    item = dict(value)
+    item.pop("default", None)
+    item.pop("description")
     listed = {"type": "array", "items": item, "minItems": 1, "uniqueItems": True}
     alone = {"properties": {"choices": listed}, "required": ["choices"]}
     forms = [listed, {"type": "object", **alone, "additionalProperties": False}]
-    if (kind := number_kind(key)) is not None:
-        forms.append(_plain((IntRange if kind is int else FloatRange).model_json_schema()))
+    kind = number_kind(key)
+    if kind is int:
+        forms.append(_plain(IntRange.model_json_schema()))
+    if kind is float:
+        forms.append(_plain(FloatRange.model_json_schema()))
     return {"description": value["description"], "anyOf": forms}
 
 
 def _plain(schema: Any) -> Any:
     """Return pydantic's schema without titles made up of the names, its texts as plain lines."""
-    if isinstance(schema, dict):
-        return {
-            _LIMITS.get(key, key): " ".join(value.split()).replace("``", "")
-            if key == "description" and isinstance(value, str)
-            else _plain(value)
-            for key, value in schema.items()
-            if not (key == "title" and isinstance(value, str))
-        }
-    return [_plain(item) for item in schema] if isinstance(schema, list) else schema
+    if isinstance(schema, list):
+        return list(map(_plain, schema))
+    if not isinstance(schema, dict):
+        return schema
+    plain = {}
+    for key, value in schema.items():
+        if key == "title" and isinstance(value, str):
+            continue
+        if key == "description" and isinstance(value, str):
+            plain[key] = " ".join(value.split()).replace("``", "")
+        else:
+            plain[_LIMITS.get(key, key)] = _plain(value)
+    return plain

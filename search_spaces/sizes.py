@@ -15,7 +15,7 @@ from qlora_sweep.search_spaces.models import ModelSpec
 from qlora_sweep.search_spaces.space import SearchSpace
 
 SHORTEST = 512
-"""The shortest length that is offered where nobody names one; longer ones are its doublings."""
+"""The shortest length that is offered where none is named; longer ones are its doublings."""
 _BYTES_EACH = 2
 """Of what a layer gets, in 16 bits."""
 _LEAST_WEIGHT_BYTES = 0.5

@@ -58,7 +58,7 @@ the whole accumulation, and so is the time of a micro-step.
 TOGETHER_MAX = 1_000_000
 """Combinations of settings of which only some go together, which are gone through one by one."""
 DEFAULT_MODEL = "mistral-7b-v0.3"
-"""What is trained where nobody names a model."""
+"""What is trained where no model is named."""
 
 Objective = Literal["tokens_per_second", "peak_memory", "trainable_parameters", "eval_loss"]
 SamplerName = Literal["guided", "tpe", "gp", "random", "grid"]
@@ -83,12 +83,15 @@ def parse_duration(text: object) -> float:
     Raises:
         InputError: it is none of these, or no time at all.
     """
-    is_number = isinstance(text, int | float) and not isinstance(text, bool)
-    written = str(text) if is_number else text
-    typed = written.strip().lower().replace(" ", "") if isinstance(written, str) else ""
-    match = _DURATION.fullmatch(typed)
-    parts = match.groups() if match else ()
-    seconds = sum(float(part or 0) * unit for part, unit in zip(parts, (3600, 60, 1), strict=False))
+    written = text
+    if isinstance(text, int | float) and not isinstance(text, bool):
+        written = str(text)
+    seconds = 0.0
+    if isinstance(written, str):
+        match = _DURATION.fullmatch(written.strip().lower().replace(" ", ""))
+        if match is not None:
+            hours, minutes, rest = (float(part or 0) for part in match.groups())
+            seconds = hours * 3600 + minutes * 60 + rest
     if not 0 < seconds < math.inf:
         raise InputError(f"a duration is written like 10m, 90s, 1h30m or 600, got {quote(written)}")
     return seconds
@@ -119,7 +122,8 @@ class StepBudget(Strict):
     @model_validator(mode="after")
     def _ordered(self) -> StepBudget:
         for phase in ("warmup", "measured"):
-            fewest, most = getattr(self, f"{phase}_min"), getattr(self, f"{phase}_max")
+            fewest = getattr(self, f"{phase}_min")
+            most = getattr(self, f"{phase}_max")
             if fewest > most:
                 raise ValueError(
                     f"{phase}_min must be at most {phase}_max, got {fewest} and {most}"
@@ -214,12 +218,18 @@ class SearchSpace(Strict):
             if key in CONFIG_KEYS and key not in cls.model_fields:
                 message = f"{key} is a setting: write it under fixed, or under dimensions"
                 raise ContradictionError(f"{message} with what is searched", key)
-        sections = ("dimensions", "fixed", "baseline", "steps")
-        values = {k: v for k, v in values.items() if k not in sections or v is not None}
+        values = dict(values)
+        for section in ("dimensions", "fixed", "baseline", "steps"):
+            if section in values and values[section] is None:
+                del values[section]
         if isinstance(values.get("data"), str):
             values["data"] = {"texts": values["data"]}
         if values.get("confirm") in (True, False):
-            values["confirm"] = ConfirmBudget() if values["confirm"] else None
+            # 0 and 1 are equal to these.
+            has_confirmation = values.pop("confirm")
+            values["confirm"] = None
+            if has_confirmation:
+                values["confirm"] = ConfirmBudget()
         objectives = values.get("objectives")
         if isinstance(objectives, list | tuple) and "cost" in objectives:
             message = (
@@ -252,13 +262,13 @@ class SearchSpace(Strict):
     @field_validator("leave_out")
     @classmethod
     def _as_left_out(cls, entries: tuple[dict[str, Any], ...]) -> tuple[dict[str, Any], ...]:
-        return tuple(
-            {
-                key: tuple(checked_value(key, one, at, key) for one in of)
-                for key, of in entry.items()
-            }
-            for at, entry in enumerate(entries)
-        )
+        checked = []
+        for at, entry in enumerate(entries):
+            read = {}
+            for key, values in entry.items():
+                read[key] = tuple(checked_value(key, value, at, key) for value in values)
+            checked.append(read)
+        return tuple(checked)
 
     @model_validator(mode="after")
     def _consistent(self) -> SearchSpace:
@@ -267,8 +277,8 @@ class SearchSpace(Strict):
         for key, column in zip(BATCH_KEYS, zip(*self.batches, strict=True), strict=False):
             values = self.values_of(key)
             if key in self.dimensions and not set(values) <= set(column):
-                kept = tuple(value for value in values if value in column)
-                self.dimensions[key] = Choices(choices=kept)
+                kept = filter(set(column).__contains__, values)
+                self.dimensions[key] = Choices(choices=tuple(kept))
         return self
 
     def _contradictions(self) -> Iterator[tuple[str, ...]]:
@@ -280,9 +290,9 @@ class SearchSpace(Strict):
             yield message, "dimensions", "method"
         if self.baseline.get("method", self.values_of("method")[0]) not in self.values_of("method"):
             yield "the baseline has the space's method: leave it out", "baseline", "method"
-        for key in ("loss_type", "dpo_beta") if "eval_loss" in self.objectives else ():
+        for key in ("loss_type", "dpo_beta"):
             for place in ("dimensions", "baseline"):
-                if key in getattr(self, place):
+                if key in getattr(self, place) and "eval_loss" in self.objectives:
                     message = f"losses of another {key} do not compare as eval_loss: fix it"
                     yield message, place, key
         if len(set(self.objectives)) < len(self.objectives):
@@ -296,39 +306,57 @@ class SearchSpace(Strict):
         if self.numerics == "16-bit" and self.baseline.get("compute_dtype") in EIGHT_BIT:
             message = "numerics 16-bit leaves the baseline's compute_dtype out: name another"
             yield message, "baseline", "compute_dtype"
-        if any(key in entry for entry in self.leave_out for key in BATCH_KEYS):
+        named_out = set().union(*self.leave_out)
+        if not named_out.isdisjoint(BATCH_KEYS):
             yield f"leave_out cannot name {listed(BATCH_KEYS)}", "leave_out"
-        named = sorted({key for entry in self._left_out for key in entry})
+        named = sorted(self._named_to_leave_out)
         for keys, entries in ((BATCH_KEYS, 1), (named, len(self._left_out))):
-            if math.prod(len(self.values_of(key)) or 1 for key in keys) * entries > TOGETHER_MAX:
+            ways = entries
+            for key in keys:
+                ways *= len(self.values_of(key)) or 1
+            if ways > TOGETHER_MAX:
                 message = f"{', '.join(keys)} go together in too many ways: list fewer values"
                 yield message, "dimensions"
-        micro, gpus, effective = (self.values_of(key) for key in BATCH_KEYS)
+        micro, gpus, effective = map(self.values_of, BATCH_KEYS)
         if not self.batches and micro and gpus and effective:
-            is_of_many = any(count != 1 for count in gpus)
-            of = (effective, micro, gpus) if is_of_many else (effective, micro)
-            got = " and ".join(listed(map(quote, each)) for each in of)
-            times = " times data_parallel" if is_of_many else ""
+            times = ""
+            got = [_listed_values(effective), _listed_values(micro)]
+            if set(gpus) != {1}:
+                times = " times data_parallel"
+                got.append(_listed_values(gpus))
             message = f"effective_batch_size must be a multiple of micro_batch_size{times}, got"
-            section = "fixed" if "effective_batch_size" in self.fixed else "dimensions"
-            yield f"{message} {got}", section, "effective_batch_size"
+            section = "dimensions"
+            if "effective_batch_size" in self.fixed:
+                section = "fixed"
+            yield f"{message} {' and '.join(got)}", section, "effective_batch_size"
         if not self.together:
-            key = "leave_out" if self.numerics == "any" else "numerics"
-            known = {k: self.values_of(k) for entry in self._left_out for k in entry}
-            got = ", ".join(f"{k} is {listed(map(quote, of))}" for k, of in known.items() if of)
-            yield f"{key} leaves nothing to search: {got}", key
-        is_endless = any(dimension.values() is None for dimension in self.dimensions.values())
-        if self.sampler == "grid" and is_endless:
+            key = "leave_out"
+            if self.numerics != "any":
+                key = "numerics"
+            got = []
+            for name in self._named_to_leave_out:
+                values = self.values_of(name)
+                if values:
+                    got.append(f"{name} is {_listed_values(values)}")
+            yield f"{key} leaves nothing to search: {', '.join(got)}", key
+        if self.sampler == "grid" and self.is_continuous:
             yield "sampler grid needs a step in every range of numbers", "sampler"
+
+    @property
+    def is_continuous(self) -> bool:
+        """Whether a dimension is a range of numbers without steps."""
+        return any(dimension.values() is None for dimension in self.dimensions.values())
 
     def budget_gib_on(self, gpu: str) -> float | None:
         """Return the budget on a device named over the space's own; None for all that a GPU has.
 
         A GPU has its own budget, unless the space is for that GPU or for whichever is there.
         """
-        own, named = (match_product(name) or name for name in (self.gpu, gpu))
-        is_meant = own == named or self.gpu == "auto" or gpu == "cpu"
-        return self.budget_gib if is_meant else None
+        meant = match_product(self.gpu) or self.gpu
+        named = match_product(gpu) or gpu
+        if meant == named or self.gpu == "auto" or gpu == "cpu":
+            return self.budget_gib
+        return None
 
     def values_of(self, key: str) -> tuple[Any, ...]:
         """Return every value that ``key`` can take in this space."""
@@ -355,17 +383,19 @@ class SearchSpace(Strict):
         A column is a dimension, or several together where only some of their values go together:
         those of `BATCH_KEYS`, and those that `leave_out` names.
         """
-        if any(dimension.values() is None for dimension in self.dimensions.values()):
+        if self.is_continuous:
             return None
         searched = [key for key in BATCH_KEYS if key in self.dimensions]
-        places = [BATCH_KEYS.index(key) for key in searched]
-        each = dict.fromkeys(tuple(values[place] for place in places) for values in self.batches)
-        whole = tuple(dict(zip(searched, values, strict=True)) for values in each)
-        is_partial = len(whole) < math.prod(len(self.values_of(key)) for key in searched)
+        whole: dict[tuple[Any, ...], Mapping[str, Any]] = {}
+        for values in self.batches:
+            batch = dict(zip(BATCH_KEYS, values, strict=True))
+            part = {key: batch[key] for key in searched}
+            whole[tuple(part.values())] = part
+        is_partial = len(whole) < math.prod(map(len, map(self.values_of, searched)))
         columns: dict[str, tuple[Mapping[str, Any], ...]] = {}
         for key in self.dimensions:
             if key in searched and is_partial:
-                columns[BATCH_KEYS[0]] = whole
+                columns[BATCH_KEYS[0]] = tuple(whole.values())
             elif key in self.together[0]:
                 columns["leave_out"] = self.together
             else:
@@ -374,27 +404,48 @@ class SearchSpace(Strict):
 
     @cached_property
     def _left_out(self) -> tuple[Mapping[str, Sequence[Any]], ...]:
-        eight_bit = [{"compute_dtype": EIGHT_BIT}] if self.numerics == "16-bit" else []
-        entries = (*self.leave_out, *eight_bit)
-        return tuple({key: tuple(map(_written, of)) for key, of in e.items()} for e in entries)
+        entries: list[Mapping[str, Sequence[Any]]] = list(self.leave_out)
+        if self.numerics == "16-bit":
+            entries.append({"compute_dtype": EIGHT_BIT})
+        left_out = []
+        for entry in entries:
+            left_out.append({key: tuple(map(_written, values)) for key, values in entry.items()})
+        return tuple(left_out)
 
     @cached_property
     def together(self) -> tuple[Mapping[str, Any], ...]:
         """Values of the dimensions that anything is left out by, without what is left out."""
-        named = {key for entry in self._left_out for key in entry}
-        values = {key: v for key in self.dimensions if key in named and (v := self.values_of(key))}
-        rows = itertools.product(*values.values())
-        each = (dict(zip(values, row, strict=True)) for row in rows)
-        return tuple(row for row in each if not self.leaves_out(row))
+        values = {}
+        for key in self.dimensions:
+            if key in self._named_to_leave_out and self.values_of(key):
+                values[key] = self.values_of(key)
+        together = []
+        for row in itertools.product(*values.values()):
+            params = dict(zip(values, row, strict=True))
+            if not self.leaves_out(params):
+                together.append(params)
+        return tuple(together)
+
+    @cached_property
+    def _named_to_leave_out(self) -> Mapping[str, None]:
+        """The settings by which anything is left out."""
+        named: dict[str, None] = {}
+        for entry in self._left_out:
+            named |= dict.fromkeys(entry)
+        return named
 
     def leaves_out(self, params: Mapping[str, Any]) -> bool:
         """Whether the values of some dimensions are left out, whatever the others' are."""
-
-        def value(key: str) -> Any:
-            own = params[key] if key in params else next(iter(self.values_of(key)), None)
-            return _written(own)
-
-        return any(all(value(k) in of for k, of in entry.items()) for entry in self._left_out)
+        for entry in self._left_out:
+            for key, values in entry.items():
+                value = params.get(key)
+                if key not in params:
+                    value = next(iter(self.values_of(key)), None)
+                if _written(value) not in values:
+                    break
+            else:
+                return True
+        return False
 
     def holds_batches_of(self, params: Mapping[str, Any]) -> bool:
         """Return whether the micro-batches of ``params`` go into their effective batch."""
@@ -433,15 +484,18 @@ class SearchSpace(Strict):
         where = f"space '{self.name}': baseline"
         # Judged by itself first, so that only what it inherits gives way below.
         named = parse_config(self.baseline, where=where)
-        values = {**self.fixed, **self.baseline}
-        micro, effective = named.micro_batch_size, values.get("effective_batch_size")
+        values = self.fixed | self.baseline
+        micro = named.micro_batch_size
+        effective = values.get("effective_batch_size")
         gpus = values.get("data_parallel", 1)
         if "micro_batch_size" not in self.baseline:
             micro = values.get("micro_batch_size", micro)
             if effective is not None:
                 micro = largest_whole(micro, effective // gpus)
         elif not _is_whole(micro, gpus, effective):
-            of_all = "" if gpus == 1 else f" on each of {gpus} GPUs"
+            of_all = ""
+            if gpus != 1:
+                of_all = f" on each of {gpus} GPUs"
             raise InputError(
                 f"{where}: micro_batch_size {micro}{of_all} does not go into effective_batch_size "
                 f"{effective}, which is fixed: name an effective_batch_size under baseline too"
@@ -450,7 +504,9 @@ class SearchSpace(Strict):
 
     def size(self) -> int | None:
         """Return the number of combinations; None where a dimension is continuous."""
-        return None if self.columns is None else math.prod(map(len, self.columns))
+        if self.columns is None:
+            return None
+        return math.prod(map(len, self.columns))
 
     def combinations(self) -> Iterator[dict[str, Any]]:
         """Yield every combination of values.
@@ -461,7 +517,10 @@ class SearchSpace(Strict):
         if self.columns is None:
             raise ValueError("a continuous dimension has no combinations to list")
         for row in itertools.product(*self.columns):
-            yield {key: value for part in row for key, value in part.items()}
+            params: dict[str, Any] = {}
+            for part in row:
+                params |= part
+            yield params
 
     def params_of(self, config: TrialConfig) -> dict[str, Any] | None:
         """Return each dimension's value that gives ``config``; None where the space lacks it.
@@ -469,10 +528,10 @@ class SearchSpace(Strict):
         What trains the same way is the same: alpha 32 is alpha left out at rank 16.
         """
         wanted = canonical(config)
-        columns = {
-            key: _candidates(key, dimension, getattr(config, key), getattr(wanted, key))
-            for key, dimension in self.dimensions.items()
-        }
+        columns = {}
+        for key, dimension in self.dimensions.items():
+            value = getattr(config, key)
+            columns[key] = _candidates(key, dimension, value, getattr(wanted, key))
         for row in itertools.product(*columns.values()):
             params = dict(zip(columns, row, strict=True))
             try:
@@ -516,14 +575,24 @@ def _candidates(key: str, dimension: Dimension, value: Any, resolved: Any) -> li
     declared = dimension.values()
     if declared is None:
         assert isinstance(dimension, FloatRange), "only a range of numbers has no list of values"
-        number = resolved if value is None else value
-        is_inside = isinstance(number, int | float) and dimension.low <= number <= dimension.high
-        return [number] if is_inside else []
-    depends = KNOBS[key].resolved is not None
-    possible = [x for x in declared if depends or _written(x) in (value, resolved)]
+        number = value
+        if value is None:
+            number = resolved
+        if isinstance(number, int | float) and dimension.low <= number <= dimension.high:
+            return [number]
+        return []
+    possible = declared
+    if KNOBS[key].resolved is None:
+        possible = tuple(each for each in declared if _written(each) in (value, resolved))
     return sorted(possible, key=lambda known: _written(known) != value)
 
 
 def _written(value: Any) -> Any:
     """Return a value as a configuration writes it: it keeps lists sorted."""
-    return tuple(sorted(set(value))) if isinstance(value, list | tuple) else value
+    if isinstance(value, list | tuple):
+        return tuple(sorted(set(value)))
+    return value
+
+
+def _listed_values(values: Sequence[Any]) -> str:
+    return listed(map(quote, values))

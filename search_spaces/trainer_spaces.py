@@ -25,13 +25,13 @@ def for_trainer(
 ) -> Offered:
     """Return what of a space the trainer can run that was typed, or that the space names.
 
-    Values that it cannot run are left out of what is searched, and what nobody named takes a value
+    Values that it cannot run are left out of what is searched, and what is not named takes a value
     that it runs. The baseline is what the trainer does in its place.
 
     Args:
         space: as it was named.
         model: what is trained.
-        is_preset: whether nobody wrote the space, so that what it fixes gives way too.
+        is_preset: whether no person wrote the space, so that what it fixes gives way too.
         held: settings that were typed.
 
     Raises:
@@ -47,17 +47,25 @@ def for_trainer(
     if name != "sweep":
         fixed["trainer"] = name
     left_out: list[str] = []
-    for key in (*(key for key in trainer.runs if key != "method"), "checkpoint_fraction"):
+    for key in list(trainer.runs) + ["checkpoint_fraction"]:
+        if key == "method":
+            continue
         named = _named(key, space, held)
         allowed = trainer.runs.get(key) or _recomputable(named, trainer, model)
-        kept = [value for value in named if value in allowed]
-        is_own = key in held or (key in {*free, *fixed} and not is_preset)
+        kept = []
+        dropped = []
+        for value in named:
+            if value in allowed:
+                kept.append(value)
+            else:
+                dropped.append(as_typed(value))
+        is_named = key in free or key in fixed
+        is_own = key in held or (is_named and not is_preset)
         if not kept and is_own:
             raise _refusal(trainer, key, named, allowed)
         is_listed = key not in free or free[key].values() is not None
         if key in held or (len(kept) == len(named) and is_listed):
             continue
-        dropped = [as_typed(value) for value in named if value not in allowed]
         if key in free and dropped:
             left_out.append(f"{key} {', '.join(dropped)}")
         _put(key, kept or [allowed[0]], free, fixed)
@@ -108,7 +116,7 @@ def _recomputable(shares: Sequence[float], trainer: Trainer, model: ModelSpec) -
     """Return the shares of recomputed layers that a trainer can run: those that are named, first,
     and none or all of them."""
     able = [share for share in shares if trainer.recomputable(share, model.hidden_layers)]
-    return list(dict.fromkeys([*able, 0.0, 1.0]))
+    return list(dict.fromkeys(able + [0.0, 1.0]))
 
 
 def _refusal(

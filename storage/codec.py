@@ -18,7 +18,7 @@ import math
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, assert_never
 
 from optuna.trial import FrozenTrial, TrialState
 from pydantic import BaseModel, Field, ValidationError
@@ -37,7 +37,8 @@ from qlora_sweep.storage.soundness import Soundness, sound_records
 FORMAT_WRITTEN = 1
 """How this version stores a study. It goes up with whatever an earlier version would overlook or
 undo: one that knows a lower number alone refuses the study."""
-RECORD, VERDICT = "record", "verdict"
+RECORD = "record"
+VERDICT = "verdict"
 """Of a trial's user attributes. The record is there from its beginning, as that of a trial that
 was lost, the verdict with its end; the others are for people who look into the database."""
 
@@ -142,13 +143,17 @@ def record_of(trial: FrozenTrial) -> TrialRecord | None:
     """Return the record of a trial that was told; None of every other, and of one that cannot be
     read."""
     is_told = trial.state.is_finished() and VERDICT in trial.user_attrs
-    return _readable(trial) if is_told else None
+    if not is_told:
+        return None
+    return _readable(trial)
 
 
 def begun_of(trial: FrozenTrial) -> TrialRecord | None:
     """Return the record, as lost, of a trial that was begun and not told; None of one that never
     ran, or that cannot be read."""
-    return None if VERDICT in trial.user_attrs else _readable(trial)
+    if VERDICT in trial.user_attrs:
+        return None
+    return _readable(trial)
 
 
 def _readable(trial: FrozenTrial) -> TrialRecord | None:
@@ -194,7 +199,8 @@ def to_optuna(
     record: TrialRecord, *, objectives: Sequence[Objective], budget_bytes: int
 ) -> OptunaResult:
     """Return what Optuna is told of ``record`` in a study of those objectives and that budget."""
-    measured, need = record.measurement, need_of(record, budget_bytes=budget_bytes)
+    measured = record.measurement
+    need = need_of(record, budget_bytes=budget_bytes)
     values = tuple(_value(objective, record, budget_bytes) for objective in objectives)
     attributes: dict[str, Any] = {
         RECORD: record.model_dump(mode="json"),
@@ -213,23 +219,38 @@ def to_optuna(
         violation = FAULT_VIOLATION
     if isinstance(record.outcome, OutOfMemory):
         attributes["stage"] = record.outcome.stage
-    state, intermediate = TrialState.COMPLETE, None
+    state = TrialState.COMPLETE
+    intermediate = None
     if record.verdict in RETRYABLE or record.purpose != "search":
         state = TrialState.FAIL
     elif record.verdict is Verdict.PRUNED_SLOW and len(objectives) == 1 and measured is not None:
         # Optuna prunes in single-objective studies only, and keeps the last reported value.
-        state, intermediate = TrialState.PRUNED, (measured.steps_measured, values[0])
-    told = values if state is TrialState.COMPLETE else None
-    return OptunaResult(state, told, violation, attributes, intermediate)
+        state = TrialState.PRUNED
+        intermediate = (measured.steps_measured, values[0])
+    if state is not TrialState.COMPLETE:
+        return OptunaResult(state, None, violation, attributes, intermediate)
+    return OptunaResult(state, values, violation, attributes)
 
 
 def _value(objective: Objective, record: TrialRecord, budget_bytes: int) -> float:
     """Return what Optuna is told of an objective: the worst where nothing was measured."""
-    measured, need = record.measurement, need_of(record, budget_bytes=budget_bytes)
-    if objective == "peak_memory":
-        needed = max(need.allocated_bytes if need else 0, budget_bytes)
-        return (needed if measured is None else measured.peak_allocated_bytes) / GIB
-    if measured is None:
-        return WORST_LOSS if objective == "eval_loss" else 0.0
-    value = objective_value(objective, measured)
-    return float(value) if math.isfinite(value) else WORST_LOSS
+    measured = record.measurement
+    if measured is not None:
+        value = objective_value(objective, measured)
+        if objective == "peak_memory":
+            value /= GIB
+        if not math.isfinite(value):
+            return WORST_LOSS
+        return float(value)
+    match objective:
+        case "tokens_per_second" | "trainable_parameters":
+            return 0.0
+        case "peak_memory":
+            need = need_of(record, budget_bytes=budget_bytes)
+            if need is None:
+                return budget_bytes / GIB
+            return max(need.allocated_bytes, budget_bytes) / GIB
+        case "eval_loss":
+            return WORST_LOSS
+        case _:
+            assert_never(objective)

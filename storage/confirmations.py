@@ -26,9 +26,10 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from operator import attrgetter
 from statistics import NormalDist
 from typing import Any
 
@@ -96,23 +97,34 @@ class Spread:
         # It takes longer to import than most of what reads a study takes.
         from scipy.special import stdtrit
 
-        t = float(stdtrit(self.degrees, 1.0 - 0.025 / looks)) if self.degrees else math.inf
-        spread = self.deviation * (1.0 if noise is None else noise)
-        off = t * max(spread, statistics.stdev(values)), 1.96 * (noise or 0.0)
-        return max(off) / math.sqrt(len(values))
+        t = math.inf
+        if self.degrees:
+            t = float(stdtrit(self.degrees, 1.0 - 0.025 / looks))
+        spread = self.deviation
+        least = 0.0
+        if noise is not None:
+            spread *= noise
+            least = 1.96 * noise
+        off = max(t * max(spread, statistics.stdev(values)), least)
+        return off / math.sqrt(len(values))
 
     @classmethod
     def of(cls, groups: Iterable[Sequence[float]]) -> Spread:
         """Return the spread that several groups have in common, each about the mean of its own."""
-        several = [group for group in groups if len(group) > 1]
-        degrees = sum(len(group) - 1 for group in several)
-        squares = sum(statistics.variance(group) * (len(group) - 1) for group in several)
-        return cls(math.sqrt(squares / degrees) if degrees else math.inf, degrees)
+        degrees = 0
+        squares = 0.0
+        for group in groups:
+            if len(group) > 1:
+                degrees += len(group) - 1
+                squares += statistics.variance(group) * (len(group) - 1)
+        if not degrees:
+            return cls(math.inf, 0)
+        return cls(math.sqrt(squares / degrees), degrees)
 
     @classmethod
     def of_runs(cls, groups: Iterable[Sequence[Measurement]]) -> Spread:
         """Return the spread of the runs of several configurations, in units of each one's noise."""
-        return cls.of([step / noise(runs) for step in logarithms(runs)] for runs in groups)
+        return cls.of(list(np.array(logarithms(runs)) / noise(runs)) for runs in groups)
 
 
 @dataclass(frozen=True)
@@ -127,7 +139,7 @@ class Confirmations:
     @cached_property
     def newest(self) -> int:
         """The newest series; 0 where there is none."""
-        return max((record.series for record in self.records), default=0)
+        return max(map(attrgetter("series"), self.records), default=0)
 
     @cached_property
     def series(self) -> int:
@@ -135,8 +147,11 @@ class Confirmations:
 
         0 where there is none. A series that was only begun takes nothing from the one before.
         """
-        enough = (s for (s, _), runs in self._runs.items() if len(runs) >= RUNS_TO_CONFIRM)
-        return max(enough, default=0)
+        newest = 0
+        for (series, _), runs in self._runs.items():
+            if len(runs) >= RUNS_TO_CONFIRM:
+                newest = max(newest, series)
+        return newest
 
     @cached_property
     def fallen(self) -> Mapping[TrialConfig, TrialRecord]:
@@ -144,8 +159,11 @@ class Confirmations:
 
         A run of a few steps that fits does not take back that a longer one ran out of memory.
         """
-        lost = (r for r in self.records if r.verdict not in RETRYABLE | {Verdict.FITS})
-        return {canonical(record.config): record for record in lost}
+        fallen = {}
+        for record in self.records:
+            if record.verdict not in RETRYABLE | {Verdict.FITS}:
+                fallen[canonical(record.config)] = record
+        return fallen
 
     def runs(self, config: TrialConfig, *, series: int) -> Sequence[Measurement]:
         """Return what was measured of a configuration in one series, in order."""
@@ -153,7 +171,10 @@ class Confirmations:
 
     def soak(self, config: TrialConfig, *, series: int) -> TrialRecord | None:
         """Return the longest soak of a configuration that it stood, in one series."""
-        return next(iter(self.soaks(config, series=series)), None)
+        soaks = self.soaks(config, series=series)
+        if not soaks:
+            return None
+        return soaks[0]
 
     def soaks(self, config: TrialConfig, *, series: int) -> Sequence[TrialRecord]:
         """Return the soaks of a configuration that it stood in one series, the longest first."""
@@ -170,15 +191,14 @@ class Confirmations:
     def repeat_seconds(self, *, series: int, besides: Collection[TrialConfig] = ()) -> float:
         """Return what the runs of a series took so far; not its soaks, nor the worker's start, nor
         what somebody interrupted, nor the runs of canonical configurations ``besides``."""
-        # By the worker's clock where a run came to a measurement.
-        return sum(
-            record.run_seconds
-            for record in self.records
-            if record.series == series
-            and record.purpose == "confirm"
-            and not record.is_interrupted
-            and canonical(record.config) not in besides
-        )
+        seconds = 0.0
+        for record in self.records:
+            is_run = record.series == series and record.purpose == "confirm"
+            if not is_run or record.is_interrupted or canonical(record.config) in besides:
+                continue
+            # By the worker's clock where a run came to a measurement.
+            seconds += record.run_seconds
+        return seconds
 
     def pooled(self, config: TrialConfig) -> Measurement | None:
         """Return the runs of a configuration as one measurement; None where there are too few."""
@@ -186,12 +206,15 @@ class Confirmations:
         if len(runs) < RUNS_TO_CONFIRM:
             return None
         soak = self.soak(config, series=self.series)
+        stood = None
+        if soak is not None:
+            stood = soak.measurement
         return pool(
             runs,
             spread=self._spread,
             level=self._levels[canonical(config)],
             looks=self.looks,
-            soak=None if soak is None else soak.measurement,
+            soak=stood,
         )
 
     def ratio(self, config: TrialConfig, over: TrialConfig) -> Ratio | None:
@@ -201,23 +224,28 @@ class Confirmations:
         The runs of a round are paired, so that what drifts from round to round cancels: a
         randomized block design, whose residual spread is that of all that ran in these rounds.
         """
-        mine, theirs = (self._rounds.get(canonical(c), {}) for c in (config, over))
+        mine = self._rounds.get(canonical(config), {})
+        theirs = self._rounds.get(canonical(over), {})
         rounds = sorted(mine.keys() & theirs.keys())
         if len(rounds) < RUNS_TO_CONFIRM:
             return None
-        blocks = {
-            each: logarithms([ran[n] for n in rounds])
-            for each, ran in self._rounds.items()
-            if ran.keys() >= set(rounds)
-        }
-        noises = {each: noise(list(self._rounds[each].values())) for each in blocks}
-        gains = [math.log(mine[n].tokens_per_second / theirs[n].tokens_per_second) for n in rounds]
-        residual = _residual(list(blocks.values()), list(noises.values()))
+        blocks = []
+        noises = {}
+        for ran_config, ran in self._rounds.items():
+            if ran.keys() >= set(rounds):
+                blocks.append(logarithms([ran[number] for number in rounds]))
+                noises[ran_config] = noise(list(ran.values()))
+        gains = []
+        for number in rounds:
+            faster = mine[number].tokens_per_second / theirs[number].tokens_per_second
+            gains.append(math.log(faster))
+        residual = _residual(blocks, list(noises.values()))
         of_both = math.hypot(noises[canonical(config)], noises[canonical(over)])
         half = residual.half(gains, noise=of_both, looks=self.looks)
         center = statistics.fmean(gains)
-        ends = math.exp(center - half), math.exp(center + half)
-        return Ratio(math.exp(center), *ends, is_paired=True)
+        low = math.exp(center - half)
+        high = math.exp(center + half)
+        return Ratio(math.exp(center), low, high, is_paired=True)
 
     def rounds(self, *, series: int) -> Mapping[TrialConfig, Mapping[int, Measurement]]:
         """Return what was measured in a series, by canonical configuration and round: a round is
@@ -239,22 +267,27 @@ class Confirmations:
     def _levels(self) -> Mapping[TrialConfig, float]:
         """The logarithm of each configuration's step in a round that is like the mean of all, by
         least squares: what ran in slow rounds alone is no slower for it."""
-        cells = [(c, n, m) for c, ran in self._rounds.items() for n, m in ran.items()]
-        configs, numbers = list(self._rounds), sorted({n for _, n, _ in cells})
-        design = np.zeros((len(cells), len(configs) + len(numbers)))
-        for row, (config, number, _) in enumerate(cells):
-            design[row, configs.index(config)] = 1.0
-            design[row, len(configs) + numbers.index(number)] = 1.0
-        steps = logarithms([measured for _, _, measured in cells])
-        found = np.linalg.lstsq(design, np.array(steps), rcond=None)[0]
-        mean = float(found[len(configs) :].mean())
+        configs = list(self._rounds)
+        numbers = sorted(set().union(*self._rounds.values()))
+        cells = []
+        runs = []
+        for column, ran in enumerate(self._rounds.values()):
+            for number, measured in ran.items():
+                cells.append((column, len(configs) + numbers.index(number)))
+                runs.append(measured)
+        design = np.zeros((len(cells), len(configs) + len(numbers)))  # (runs, configs + rounds)
+        for row, columns in enumerate(cells):
+            design[row, columns] = 1.0
+        found = np.linalg.lstsq(design, np.array(logarithms(runs)), rcond=None)[0]
+        mean = found[len(configs) :].mean()
         # Rounded, so that equal steps stay equal.
-        return {c: round(float(level) + mean, 9) for c, level in zip(configs, found, strict=False)}
+        levels = np.round(found[: len(configs)] + mean, 9).tolist()
+        return dict(zip(configs, levels, strict=True))
 
     @cached_property
     def _spread(self) -> Spread:
-        known = [runs for (series, _), runs in self._runs.items() if series == self.series]
-        return Spread.of_runs(known)
+        of_series = [runs for key, runs in self._runs.items() if key[0] == self.series]
+        return Spread.of_runs(of_series)
 
     @cached_property
     def _runs(self) -> Mapping[tuple[int, TrialConfig], Sequence[Measurement]]:
@@ -295,36 +328,56 @@ def pool(
         soak: of the same configuration; what its allocator did counts as well.
     """
 
-    def known(key: str) -> list[Any]:
-        return [value for run in runs if (value := getattr(run, key)) is not None]
-
-    steps, energies = logarithms(runs), known("joules_per_token")
-    center = statistics.fmean(steps) if level is None else level
+    steps = logarithms(runs)
+    center = level
+    if center is None:
+        center = statistics.fmean(steps)
     half = spread.half(steps, noise=noise(runs), looks=looks)
-    retries = max(m.allocator_retries for m in (*runs, *(() if soak is None else (soak,))))
+    retries = max(map(attrgetter("allocator_retries"), runs))
+    if soak is not None:
+        retries = max(retries, soak.allocator_retries)
+    flags: dict[str, None] = {}
+    for run in runs:
+        flags |= dict.fromkeys(run.flags)
     # That the steps of one run were uneven is in the spread.
-    flags = dict.fromkeys(flag for run in runs for flag in run.flags if flag != "noisy")
-    flags |= {"allocator_retries": None} if retries else {}
-    flags |= {"noisy": None} if half > math.log1p(UNSURE_FROM) else {}
-    spent = ("steps_measured", "steps_warmup", "setup_seconds", "measured_seconds")
-    unsure = ("training_seconds", "compile_seconds")
-    most = ("peak_allocated_bytes", "peak_reserved_bytes", "peak_device_bytes")
-    return scaled(runs[-1], runs[-1].step_seconds / math.exp(center)).model_copy(
-        update={
-            "step_seconds_ci95": (math.exp(center - half), math.exp(center + half)),
-            **{key: sum(known(key)) for key in spent},
-            **{key: sum(known(key)) or None for key in unsure},
-            **{key: max(known(key), default=None) for key in most},
-            "allocator_retries": retries,
-            "joules_per_token": statistics.fmean(energies) if energies else None,
-            "flags": tuple(flags),
-        }
-    )
+    flags.pop("noisy", None)
+    if retries:
+        flags["allocator_retries"] = None
+    if half > math.log1p(UNSURE_FROM):
+        flags["noisy"] = None
+    changes: dict[str, Any] = {
+        "step_seconds_ci95": (math.exp(center - half), math.exp(center + half)),
+        "allocator_retries": retries,
+        "flags": tuple(flags),
+    }
+    for key, pooled in _POOLED.items():
+        values = map(attrgetter(key), runs)
+        known = [value for value in values if value is not None]
+        changes[key] = None
+        if known:
+            changes[key] = pooled(known)
+    return scaled(runs[-1], runs[-1].step_seconds / math.exp(center)).model_copy(update=changes)
+
+
+_POOLED: Mapping[str, Callable[[Sequence[float]], float]] = {
+    "steps_measured": sum,
+    "steps_warmup": sum,
+    "setup_seconds": sum,
+    "measured_seconds": sum,
+    "training_seconds": sum,
+    "compile_seconds": sum,
+    "peak_allocated_bytes": max,
+    "peak_reserved_bytes": max,
+    "peak_device_bytes": max,
+    "joules_per_token": statistics.fmean,
+}
+"""How a figure of several runs becomes one, of those in which it is known."""
 
 
 def scaled(measured: Measurement, faster: float) -> Measurement:
     """Return a measurement as if every step had been ``faster`` times as fast."""
-    ends, used = measured.step_seconds_ci95, measured.flops_utilization
+    ends = measured.step_seconds_ci95
+    used = measured.flops_utilization
     return measured.model_copy(
         update={
             "tokens_per_second": measured.tokens_per_second * faster,
@@ -344,9 +397,12 @@ def logarithms(runs: Sequence[Measurement]) -> list[float]:
 def noise(runs: Sequence[Measurement]) -> float:
     """Return how far a single run of a configuration may be off by what its steps show, a
     logarithm's standard deviation; no less than runs differ by anyway."""
-    ends = (run.step_seconds_ci95 for run in runs if run.step_seconds_ci95)
-    within = (math.log(high / low) / 2.0 / ERRORS_OF_STEPS for low, high in ends)
-    return math.hypot(BETWEEN_RUNS, *(each / math.sqrt(len(runs)) for each in within))
+    within = [BETWEEN_RUNS]
+    for run in runs:
+        if run.step_seconds_ci95 is not None:
+            low, high = run.step_seconds_ci95
+            within.append(math.log(high / low) / 2.0 / ERRORS_OF_STEPS / math.sqrt(len(runs)))
+    return math.hypot(*within)
 
 
 def _residual(blocks: Sequence[Sequence[float]], noises: Sequence[float]) -> Spread:
@@ -367,7 +423,9 @@ def _residual(blocks: Sequence[Sequence[float]], noises: Sequence[float]) -> Spr
 
 def _soak_seconds(record: TrialRecord) -> float:
     measured = record.measurement
-    return 0.0 if measured is None or measured.soak is None else measured.soak.seconds
+    if measured is None or measured.soak is None:
+        return 0.0
+    return measured.soak.seconds
 
 
 def soaked_long_enough(record: TrialRecord, *, seconds: float, steps: int) -> bool:
@@ -385,7 +443,8 @@ _RESAMPLES = 2000
 
 def binomial_ci95(wins: float, count: int) -> tuple[float, float]:
     """Return Wilson's 95 % interval of a share, of which so many were found among so many."""
-    share, z = wins / count, NormalDist().inv_cdf(0.975)
+    share = wins / count
+    z = NormalDist().inv_cdf(0.975)
     shrunk = 1 + z * z / count
     middle = (share + z * z / (2 * count)) / shrunk
     half = z / shrunk * math.sqrt(share * (1 - share) / count + (z / (2 * count)) ** 2)
@@ -397,16 +456,17 @@ def loss_difference(one: QualityReport, other: QualityReport) -> tuple[float, fl
     bootstrap over the blocks of held-out examples, the same draws each time. None where they are
     not of the same examples.
     """
-    blocks, others = one.eval_blocks or (), other.eval_blocks or ()
-    tokens = [count for _, count in blocks]
-    if not tokens or tokens != [count for _, count in others]:
+    if not one.eval_blocks or not other.eval_blocks:
+        return None
+    losses, tokens = np.array(one.eval_blocks).T  # (blocks,)
+    other_losses, other_tokens = np.array(other.eval_blocks).T
+    if not np.array_equal(tokens, other_tokens):
         return None
     if len(tokens) == 1:
         return -math.inf, math.inf
-    mine, theirs = (np.array([loss for loss, _ in held]) for held in (blocks, others))
     drawn = np.random.default_rng(0).integers(len(tokens), size=(_RESAMPLES, len(tokens)))
-    counts = np.array(tokens)[drawn]
-    differences = ((mine - theirs)[drawn] * counts).sum(1) / counts.sum(1)
+    counts = tokens[drawn]  # (resamples, blocks)
+    differences = ((losses - other_losses)[drawn] * counts).sum(1) / counts.sum(1)
     low, high = np.quantile(differences, (0.025, 0.975))
     return float(low), float(high)
 
@@ -432,33 +492,57 @@ def pooled_qualities(
         records: trials of the search, each trained with the study's own seed.
         confirmations: what trained some of them with further ones.
     """
-    known: dict[TrialConfig, dict[int, QualityReport]] = {}
-    for record in (*records, *(r for r in confirmations if r.purpose == "quality")):
-        if isinstance(record.outcome, Measured) and (report := record.outcome.measurement.quality):
-            known.setdefault(canonical(record.config), {})[report.seed] = report
-    losses = {config: [r.eval_loss for r in runs.values()] for config, runs in known.items()}
+    trained = list(records)
+    for record in confirmations:
+        if record.purpose == "quality":
+            trained.append(record)
+    reports: dict[TrialConfig, dict[int, QualityReport]] = {}
+    for record in trained:
+        if isinstance(record.outcome, Measured) and record.outcome.measurement.quality:
+            report = record.outcome.measurement.quality
+            reports.setdefault(canonical(record.config), {})[report.seed] = report
+    losses = {}
+    for config, by_seed in reports.items():
+        losses[config] = list(map(attrgetter("eval_loss"), by_seed.values()))
     spread = Spread.of(losses.values())
+    pooled = {}
+    for config, by_seed in reports.items():
+        half = math.inf
+        if len(by_seed) > 1:
+            half = spread.half(losses[config])
+        pooled[config] = _pooled_quality(list(by_seed.values()), half)
+    return pooled
 
-    def pooled(runs: Sequence[QualityReport], losses: Sequence[float]) -> QualityReport:
-        if len(runs) == 1:
-            return runs[0]
-        mean, half = statistics.fmean(losses), spread.half(losses)
-        won = [run.eval_wins for run in runs if run.eval_wins is not None]
-        wins, rows = statistics.fmean(won) if won else None, runs[0].eval_rows
-        return runs[0].model_copy(
-            update={
-                "eval_loss": mean,
-                "eval_blocks": tuple(
-                    (statistics.fmean(loss for loss, _ in blocks), blocks[0][1])
-                    for blocks in zip(*(run.eval_blocks or () for run in runs), strict=False)
-                ),
-                "eval_wins": wins,
-                "reward_accuracy_ci95": None if wins is None else binomial_ci95(wins, rows),
-                "train_loss": statistics.fmean(run.train_loss for run in runs),
-                "seconds": sum(run.seconds for run in runs),
-                "seeds": tuple(run.seed for run in runs),
-                "eval_loss_ci95": (mean - half, mean + half),
-            }
-        )
 
-    return {config: pooled(list(runs.values()), losses[config]) for config, runs in known.items()}
+def _pooled_quality(runs: Sequence[QualityReport], half: float) -> QualityReport:
+    """Return what trainings with several seeds learned, as one report.
+
+    Args:
+        runs: one of each seed.
+        half: half the 95 % interval of their mean loss.
+    """
+    if len(runs) == 1:
+        return runs[0]
+    loss = statistics.fmean(map(attrgetter("eval_loss"), runs))
+    won = [run.eval_wins for run in runs if run.eval_wins is not None]
+    changes: dict[str, Any] = {}
+    if won:
+        wins = statistics.fmean(won)
+        changes["eval_wins"] = wins
+        changes["reward_accuracy_ci95"] = binomial_ci95(wins, runs[0].eval_rows)
+    blocks = []
+    # Of each block of held-out examples the loss with every seed.
+    for of_seeds in zip(*(run.eval_blocks or () for run in runs), strict=False):
+        block_loss = statistics.fmean(block[0] for block in of_seeds)
+        blocks.append((block_loss, of_seeds[0][1]))
+    return runs[0].model_copy(
+        update=changes
+        | {
+            "eval_loss": loss,
+            "eval_blocks": tuple(blocks),
+            "train_loss": statistics.fmean(map(attrgetter("train_loss"), runs)),
+            "seconds": sum(map(attrgetter("seconds"), runs)),
+            "seeds": tuple(map(attrgetter("seed"), runs)),
+            "eval_loss_ci95": (loss - half, loss + half),
+        }
+    )

@@ -21,7 +21,7 @@ from qlora_sweep.search_spaces.linears import known_linear_modules
 from qlora_sweep.search_spaces.models import ModelSpec, shipped_models
 from qlora_sweep.storage.definition import StudySnapshot
 from qlora_sweep.storage.environment import PACKAGES
-from qlora_sweep.storage.records import NEIGHBOUR, SPEED_REUSED, TrialRecord
+from qlora_sweep.storage.records import NEIGHBOUR, SPEED_REUSED, TrialRecord, Verdict
 from qlora_sweep.storage.surfaces import (
     Header,
     Surface,
@@ -88,9 +88,9 @@ def contribution_of(snapshot: StudySnapshot) -> Contribution:
     if not snapshot.definition.target.is_on_gpu:
         raise InputError(f"{name} ran on a CPU: only what a GPU measured is contributed")
     model = _shipped(ModelSpec.from_json(snapshot.definition.model), name)
-    own = [record for record in snapshot.records if _is_contributed(record, model)]
-    header, *rows = surface_lines(snapshot, own)
-    if not any(row["verdict"] == "fits" for row in rows):
+    contributed = [record for record in snapshot.records if _is_contributed(record, model)]
+    header, *rows = surface_lines(snapshot, contributed)
+    if not any(record.verdict is Verdict.FITS for record in contributed):
         raise NothingFits(f"{name} has no trial of its own to contribute")
     gpu = find_gpu(header["measured_on"])
     header |= {
@@ -108,7 +108,8 @@ def contribution_of(snapshot: StudySnapshot) -> Contribution:
             header["versions"][package] = release[0]
     for row in rows:
         row.pop("predicted_peak_allocated_bytes", None)
-    text = "".join(json.dumps(line) + "\n" for line in (header, *rows))
+    lines = list(map(json.dumps, [header] + rows))
+    text = "\n".join(lines) + "\n"
     return parse_contribution(text, name)
 
 

@@ -7,7 +7,7 @@ import re
 import sqlite3
 import stat
 import time
-from collections.abc import Callable, Container, Generator, Iterator, Sequence
+from collections.abc import Callable, Container, Generator, Iterator
 from contextlib import contextmanager, suppress
 from json import JSONDecodeError
 from typing import Any, TypeVar
@@ -108,7 +108,8 @@ class Storage(RDBStorage):
             damaged = optuna.trial.create_trial(state=TrialState.FAIL)
             damaged.number = trial.number
             damaged._trial_id = trial.trial_id
-            damaged.state = TrialState.FAIL if trial.state.is_finished() else trial.state
+            if not trial.state.is_finished():
+                damaged.state = trial.state
             damaged.user_attrs = {DAMAGED: f"its rows cannot be read: {words_of(error)}"}
             return damaged
 
@@ -159,14 +160,14 @@ def close(storage: RDBStorage) -> None:
     storage.engine.dispose()
 
 
-def retried(action: Callable[[], T], *, more_seconds: Sequence[float] = ()) -> T:
+def retried(action: Callable[[], T], *, more_seconds: tuple[float, ...] = ()) -> T:
     """Return ``action()``, tried again where a connection was lost or something was locked.
 
     Args:
-        action: safe to repeat, also where it did all that it should and nobody was told.
+        action: safe to repeat, also after it was committed.
         more_seconds: further pauses before it is given up.
     """
-    for pause in (*_RETRY_SECONDS, *more_seconds):
+    for pause in _RETRY_SECONDS + more_seconds:
         try:
             return action()
         except FAILURES as error:
@@ -178,7 +179,9 @@ def retried(action: Callable[[], T], *, more_seconds: Sequence[float] = ()) -> T
 
 def _may_pass(error: BaseException) -> bool:
     text = str(_original(error))
-    cause = error.__cause__ if isinstance(error, StorageInternalError) else error
+    cause: BaseException | None = error
+    if isinstance(error, StorageInternalError):
+        cause = error.__cause__
     if re.search(r"already exists|UNIQUE constraint|duplicate key|read-only", text):
         return True
     # The last is what an earlier fault, which Optuna passed over, left of a transaction.
@@ -229,10 +232,11 @@ def _storage(url: DatabaseUrl, kind: type[S], begin: str, *, has_tables: bool) -
             later may find it taken; or with one moment to read.
         has_tables: whether Optuna's tables are there.
     """
+    text = str(url)
+    if isinstance(url, PostgresUrl):
+        text = url.text
     # Optuna formats the text, so braces are doubled.
-    text = (url.text if isinstance(url, PostgresUrl) else str(url)).translate(
-        {123: "{{", 125: "}}"}
-    )
+    text = text.replace("{", "{{").replace("}", "}}")
     options = engine_options(url, is_reader=begin == "BEGIN")
     try:
         storage = kind(text, engine_kwargs=options, skip_table_creation=has_tables)
@@ -283,7 +287,7 @@ def has_tables(url: DatabaseUrl) -> bool:
         names = set(inspector.get_table_names())
         foreign = {"alembic_version"} & names
         if foreign and "version_info" in names:
-            # Optuna makes the first of them last: whoever is stopped before begins anew.
+            # Optuna makes the first of them last: a process that is stopped before begins anew.
             return True
         for table in names & _OWN_COLUMNS.keys():
             if _OWN_COLUMNS[table] not in (c["name"] for c in inspector.get_columns(table)):
@@ -322,16 +326,20 @@ def reason(error: BaseException) -> str:
     original = _original(error)
     if isinstance(original, ValueError):
         return f"what is stored cannot be read: {words_of(original)}: {_RESTORE}"
-    known = {**_LASTING, **_PASSING}
-    hints = (words for pattern, words in known.items() if re.search(pattern, str(original)))
-    return ": ".join([words_of(original), *[*hints][:1]])
+    said = words_of(original)
+    for pattern, advice in (_LASTING | _PASSING).items():
+        if re.search(pattern, str(original)):
+            return f"{said}: {advice}"
+    return said
 
 
 def _original(error: BaseException) -> BaseException:
     """Return what the database's driver raised, or the first error where no driver did."""
     if isinstance(error, exc.DBAPIError) and error.orig is not None:
         return error.orig
-    return error if error.__cause__ is None else _original(error.__cause__)
+    if error.__cause__ is None:
+        return error
+    return _original(error.__cause__)
 
 
 def _connect_file(url: SqliteUrl, *, is_reader: bool) -> sqlite3.Connection:

@@ -5,15 +5,13 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, PositiveInt
 
 from qlora_sweep.search_spaces.config import TrialConfig
-from qlora_sweep.search_spaces.costs import usd_per_million_tokens
 from qlora_sweep.search_spaces.errors import InputError, quote
 from qlora_sweep.search_spaces.kinds import DEVICES, DeviceName
 from qlora_sweep.search_spaces.prices import Offer
@@ -97,48 +95,67 @@ def differences(stored: StudyDefinition, given: StudyDefinition) -> tuple[str, .
     fingerprint, not by spelling. So do texts; with them the seed counts too, as it says which of
     their rows are held out.
     """
-    old, new = _compared(stored), _compared(given)
+    old = _compared(stored)
+    new = _compared(given)
     absent = (None, "(absent)")
-    found = {
-        key: (old.get(key, absent), new.get(key, absent)) for key in sorted(old.keys() | new.keys())
-    }
-    lines = {key: f"{key}: {a[1]} -> {b[1]}" for key, (a, b) in found.items() if a[0] != b[0]}
+    lines = {}
+    for key in sorted(old.keys() | new.keys()):
+        old_value, old_words = old.get(key, absent)
+        new_value, new_words = new.get(key, absent)
+        if old_value != new_value:
+            lines[key] = f"{key}: {old_words} -> {new_words}"
     # A baseline inherits what is fixed: one change there is one line. Of other texts all else is.
     implied = {f"baseline.{key.removeprefix('fixed.')}" for key in lines}
-    implied |= set(_OF_TEXTS) if "texts" in lines else set()
+    if "texts" in lines:
+        implied.update(_OF_TEXTS)
     return tuple(line for key, line in lines.items() if key not in implied)
 
 
 def step_differences(stored: StudyDefinition, given: StudyDefinition) -> tuple[str, ...]:
     """Return one ``key: old -> new`` per difference in how long a trial trains."""
-    old, new = (of.space.steps.model_dump() for of in (stored, given))
-    return tuple(f"{key}: {old[key]} -> {new[key]}" for key in old if old[key] != new[key])
+    new = given.space.steps.model_dump()
+    lines = []
+    for key, old in stored.space.steps.model_dump().items():
+        if old != new[key]:
+            lines.append(f"{key}: {old} -> {new[key]}")
+    return tuple(lines)
 
 
 def _compared(definition: StudyDefinition) -> dict[str, tuple[object, str]]:
     """Return what counts of a definition, by key, each with how it is shown."""
-    space, texts = definition.space, definition.texts
+    space = definition.space
+    texts = definition.texts
     dumped = space.model_dump(mode="json")
+    values = {key: dumped[key] for key in ("weights", "objectives", "numerics", "leave_out")}
     # What is neither searched nor fixed is the recipe's, and a baseline is what it resolves to:
     # writing a default out changes nothing.
-    rest = {key: value for key, value in _RECIPE.items() if key not in space.dimensions}
+    fixed = _RECIPE | dumped["fixed"]
+    for key in space.dimensions:
+        if key not in dumped["fixed"]:
+            fixed.pop(key, None)
     nested = {
         "dimensions": dumped["dimensions"],
-        "fixed": rest | dumped["fixed"],
+        "fixed": fixed,
         "baseline": space.baseline_config().model_dump(mode="json"),
         "target": definition.target.model_dump(mode="json"),
     }
-    plain = {key: dumped[key] for key in ("weights", "objectives", "numerics", "leave_out")}
-    plain |= {f"{outer}.{key}": of for outer, inner in nested.items() for key, of in inner.items()}
+    for outer, inner in nested.items():
+        for key, value in inner.items():
+            values[f"{outer}.{key}"] = value
     if texts is not None:
-        chosen = {f"data.{key}": value for key, value in (dumped["data"] or {}).items()}
-        plain |= {key: (chosen | {"seed": space.seed}).get(key) for key in _OF_TEXTS}
-    compared: dict[str, tuple[object, str]] = {k: (v, json.dumps(v)) for k, v in plain.items()}
-    model, named = definition.model_fingerprint, definition.model.get("name")
-    compared["model"] = model, f"{named} (config {model})"
-    compared["texts"] = None, "none"
+        chosen = dumped["data"] or {}
+        values["data.eval_fraction"] = chosen.get("eval_fraction")
+        values["data.quality_tokens"] = chosen.get("quality_tokens")
+        values["seed"] = space.seed
+    compared: dict[str, tuple[object, str]] = {}
+    for key, value in values.items():
+        compared[key] = (value, json.dumps(value))
+    model = definition.model_fingerprint
+    compared["model"] = (model, f"{definition.model.get('name')} (config {model})")
+    compared["texts"] = (None, "none")
     if texts is not None:
-        compared["texts"] = texts.fingerprint, f"{texts.source} (fingerprint {texts.fingerprint})"
+        shown = f"{texts.source} (fingerprint {texts.fingerprint})"
+        compared["texts"] = (texts.fingerprint, shown)
     return compared
 
 
@@ -214,7 +231,7 @@ class StudySnapshot:
     wall_seconds: float = 0.0
     """Driver time over all runs of the study."""
     holder: str | None = None
-    """Who drives it now (``host:pid``), here or elsewhere; None where nobody does."""
+    """Who drives it now (``host:pid``), here or elsewhere; None where no process does."""
     driven_since: str | None = None
     """When that began, UTC in ISO 8601; None where the database does not tell."""
     warnings: tuple[str, ...] = ()
@@ -236,33 +253,3 @@ class StudySnapshot:
     def trials(self) -> tuple[TrialRecord, ...]:
         """The finished trials of the search without attempts that were repeated, by number."""
         return without_repeated(self.records)
-
-    def target_speed(self, record: TrialRecord) -> TargetSpeed | None:
-        """Return how fast a measured trial is on the target GPU: as measured where that ran it.
-
-        Where another GPU stood in it is what is predicted; None where nothing was measured, or
-        nothing can be predicted.
-        """
-        measured = record.measurement
-        if measured is None:
-            return None
-        if self.definition.target.emulated_on is not None:
-            return self.target_speeds.get(record.number)
-        low, high = measured.speed_interval or (None, None)
-        return TargetSpeed(measured.tokens_per_second, low, high, "measured")
-
-    def usd_per_million_tokens(self, record: TrialRecord) -> float | None:
-        """Return what tokens cost at a trial's speed on the target GPU; None without a price."""
-        speed, price = self.target_speed(record), self._price(record)
-        return None if speed is None or price is None else price(speed.tokens_per_second)
-
-    def usd_interval(self, record: TrialRecord) -> tuple[float, float] | None:
-        """Return the least and the most that a million tokens cost, by that speed's interval."""
-        speed, price = self.target_speed(record), self._price(record)
-        if price is None or speed is None or speed.low is None or speed.high is None:
-            return None
-        return price(speed.high), price(speed.low)
-
-    def _price(self, record: TrialRecord) -> Callable[[float], float] | None:
-        gpus = record.config.data_parallel
-        return None if self.offer is None else partial(usd_per_million_tokens, self.offer, gpus)

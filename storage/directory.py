@@ -26,19 +26,23 @@ from qlora_sweep.storage.definition import Fingerprint, StudyDefinition
 from qlora_sweep.storage.records import Attempt, Lost, Outcome, TrialRecord, Verdict
 from qlora_sweep.storage.soundness import Soundness, left_out_words
 
-STUDY, SPOOL, REPORT = "study.json", "spool.jsonl", "report.html"
+STUDY = "study.json"
+SPOOL = "spool.jsonl"
+REPORT = "report.html"
 HOST = "host.json"
 """Of the file that says on which machine a study is driven that was fetched from there."""
 OUTCOME = "outcome.json"
 """Of the first worker's file."""
 OUTCOMES = (OUTCOME, "outcome-[0-9].json", "outcome-[0-9][0-9].json")
 """Of all of them: each worker beside the first has its number in the name."""
-OUTCOME_BYTES_MAX, LINE_BYTES_MAX = 2**20, 2**22
-"""Far more than an outcome, or a line of the spool, takes."""
+OUTCOME_BYTES_MAX = 2**20
+"""Far more than an outcome takes."""
+LINE_BYTES_MAX = 2**22
+"""Far more than a line of the spool takes."""
 WORTH_KEEPING = frozenset(
     {Verdict.FITS, Verdict.OOM, Verdict.PRUNED_SLOW, Verdict.DIVERGED, Verdict.INEFFECTIVE}
 )
-"""What the device found out. The rest came to nothing, or is judged anew for nothing."""
+"""What the device found out. The rest failed, or costs nothing to be judged anew."""
 
 
 class StudyFile(BaseModel):
@@ -74,9 +78,13 @@ def stranger_words(directory: Path, study: str, identity: str | None, database: 
     beside = read_identity(directory)
     if beside is None or beside.identity == identity:
         return ""
-    of = "of a study that is not there any more" if identity is None else "of another study"
+    of = "of another study"
+    if identity is None:
+        of = "of a study that is not there any more"
     spool = directory / SPOOL
-    over = f" (--from {shlex.quote(str(spool))} takes its results over)" if spool.exists() else ""
+    over = ""
+    if spool.exists():
+        over = f" (--from {shlex.quote(str(spool))} takes its results over)"
     return (
         f"study '{study}' in {database}: the files in {directory} are {of}, driven in "
         f"{beside.database}: put that database back or name it with --storage, take another name "
@@ -85,13 +93,14 @@ def stranger_words(directory: Path, study: str, identity: str | None, database: 
 
 
 def note_identity(directory: Path, ours: StudyFile) -> None:
-    """Write whose the directory is, where nobody else was faster.
+    """Write whose the directory is, unless another process was faster.
 
     Raises:
         InputError: since anybody looked it has become another study's.
         EnvironmentFault: it cannot be written; a healthy database does not need it.
     """
-    path, data = directory / STUDY, json.dumps(ours.model_dump(mode="json")).encode()
+    path = directory / STUDY
+    data = json.dumps(ours.model_dump(mode="json")).encode()
     with files.writing(path):
         files.make_directory(directory)
         # Of two drivers at once one is first, and the other reads whose it is.
@@ -179,7 +188,7 @@ class Spool:
                 records.pop(line.record.attempt_id, None)
                 records[line.record.attempt_id] = line.record
         words = left_out_words(left_out, of=f"the spool {self.path}")
-        return Spooled(tuple(records.values()), (*problems, *words))
+        return Spooled(tuple(records.values()), problems + words)
 
 
 def spooled_lines(path: Path) -> tuple[list[SpoolLine], tuple[str, ...]]:
@@ -187,7 +196,8 @@ def spooled_lines(path: Path) -> tuple[list[SpoolLine], tuple[str, ...]]:
 
     A last line that is torn is left out: somebody is writing it, or died meanwhile.
     """
-    known, unreadable = list[SpoolLine](), 0
+    known = list[SpoolLine]()
+    unreadable = 0
     try:
         with files.open_reading(path) as file:
             while line := file.readline(LINE_BYTES_MAX):
@@ -199,8 +209,12 @@ def spooled_lines(path: Path) -> tuple[list[SpoolLine], tuple[str, ...]]:
         return [], ()
     except OSError as error:
         return [], (f"the spool {path} cannot be read: {error.strerror or words_of(error)}",)
-    lines = "1 line" if unreadable == 1 else f"{unreadable} lines"
-    return known, ((f"{lines} of the spool {path} cannot be read",) if unreadable else ())
+    if not unreadable:
+        return known, ()
+    lines = f"{unreadable} lines"
+    if unreadable == 1:
+        lines = "1 line"
+    return known, (f"{lines} of the spool {path} cannot be read",)
 
 
 def settled_attempts(known: Iterable[TrialRecord]) -> frozenset[str | None]:
@@ -218,22 +232,23 @@ def kept_among(
         known: every record that the database has of it.
     """
     attempts = settled_attempts(known)
-    concluded = {
-        canonical(r.config) for r in known if r.purpose == "search" and r.verdict in WORTH_KEEPING
-    }
-    return tuple(
-        r
-        for r in spooled
-        if r.verdict in WORTH_KEEPING
-        and r.attempt_id not in attempts
-        and (r.purpose != "search" or canonical(r.config) not in concluded)
-    )
+    concluded = set()
+    for record in known:
+        if record.purpose == "search" and record.verdict in WORTH_KEEPING:
+            concluded.add(canonical(record.config))
+    kept = []
+    for record in spooled:
+        if record.verdict not in WORTH_KEEPING or record.attempt_id in attempts:
+            continue
+        if record.purpose != "search" or canonical(record.config) not in concluded:
+            kept.append(record)
+    return tuple(kept)
 
 
 def spool_words(
     spool: Spool, *, study: str, known: Sequence[TrialRecord], running: Iterable[TrialRecord]
 ) -> tuple[str, ...]:
-    """Return what a person should know of the spool of a study that nobody drives.
+    """Return what a person should know of the spool of a study that is not driven.
 
     Args:
         spool: read after the database was.
@@ -241,14 +256,22 @@ def spool_words(
         known: every record that the database has of it.
         running: trials that have not ended.
     """
-    spooled, lines = spool.read(known=settled_attempts(known)), []
+    spooled = spool.read(known=settled_attempts(known))
+    lines = list(spooled.problems)
     open_attempts = {trial.attempt_id for trial in running}
-    if waiting := [r for r in spooled.records if r.attempt_id in open_attempts]:
+    waiting = []
+    rest = []
+    for record in spooled.records:
+        if record.attempt_id in open_attempts:
+            waiting.append(record)
+        else:
+            rest.append(record)
+    if waiting:
         lines.append(f"{_results_of(waiting)} in {spool.path} alone; resume the study to tell them")
-    rest = (r for r in spooled.records if r.attempt_id not in open_attempts)
-    if kept := kept_among(rest, known):
+    kept = kept_among(rest, known)
+    if kept:
         lines.append(kept_words(kept, study=study, path=spool.path))
-    return (*spooled.problems, *lines)
+    return tuple(lines)
 
 
 def kept_words(kept: Sequence[TrialRecord], *, study: str, path: Path) -> str:
@@ -262,8 +285,9 @@ def kept_words(kept: Sequence[TrialRecord], *, study: str, path: Path) -> str:
 
 def _results_of(records: Sequence[TrialRecord]) -> str:
     named = ", ".join(f"{r.number} ({r.verdict})" for r in sorted(records, key=lambda r: r.number))
-    is_one = len(records) == 1
-    return f"the result of trial {named} is" if is_one else f"results of trials {named} are"
+    if len(records) == 1:
+        return f"the result of trial {named} is"
+    return f"results of trials {named} are"
 
 
 class Left(BaseModel):
@@ -298,11 +322,12 @@ class OutcomeFile:
     def take(self, attempt: str, config: TrialConfig) -> Outcome | None:
         """Return the outcome of this very attempt; None where it, or its configuration, is another.
 
-        It stays where it is until the next one: whoever took it may die before it is told.
+        It stays where it is until the next one: the process that took it may die before it is told.
         """
         left = self.read()
-        is_its = left is not None and (left.attempt.id, left.config) == (attempt, config)
-        return left.outcome if left is not None and is_its else None
+        if left is None or (left.attempt.id, left.config) != (attempt, config):
+            return None
+        return left.outcome
 
     def read(self) -> Left | None:
         """Return what was left last; None where nothing, or something else, has that name."""
@@ -343,15 +368,20 @@ def keep_outcomes(directory: Path, found: Iterable[bytes]) -> None:
     ours = read_identity(directory)
     if ours is None:
         return
-    read = ((data, _parsed(data)) for data in found)
-    kept = (data for data, left in read if left and left.attempt.study == ours.identity)
-    for number, data in enumerate(kept):
+    number = 0
+    for data in found:
+        left = _parsed(data)
+        if left is None or left.attempt.study != ours.identity:
+            continue
         path = directory / f"outcome-{number}.json"
         with files.writing(path, "the outcome to "):
             files.replace(path, data)
+        number += 1
 
 
 def _parsed(data: bytes) -> Left | None:
+    if len(data) > OUTCOME_BYTES_MAX:
+        return None
     with suppress(ValueError):
-        return None if len(data) > OUTCOME_BYTES_MAX else Left.model_validate_json(data)
+        return Left.model_validate_json(data)
     return None

@@ -48,9 +48,8 @@ def fingerprint(*, device: DeviceName, **of_gpu: str | float | None) -> dict[str
         device: what trials run on.
         of_gpu: what is known of the GPU that runs them, by the keys of `OF_GPU`.
     """
-    found = {
+    found: dict[str, Any] = {
         "device": device,
-        **{key: of_gpu.get(key) for key in OF_GPU},
         "python": platform.python_version(),
         "os": platform.platform(),
         "cpu": _cpu(),
@@ -58,6 +57,8 @@ def fingerprint(*, device: DeviceName, **of_gpu: str | float | None) -> dict[str
         "commit": _commit(Path(__file__).resolve().parent.parent),
         "versions": {name: _version(name) for name in PACKAGES},
     }
+    for key in OF_GPU:
+        found[key] = of_gpu.get(key)
     # What drivers and systems call themselves is anybody's text.
     return {key: redacted(value) for key, value in found.items()}
 

@@ -123,7 +123,8 @@ def replace(path: Path, data: bytes, *, is_durable: bool = True) -> None:
         there = path.lstat()
         if not stat.S_ISLNK(there.st_mode):
             _require_file(path, there)
-            readers = there.st_mode & 0o044 if there.st_uid == os.geteuid() else 0
+            if there.st_uid == os.geteuid():
+                readers = there.st_mode & 0o044
     _swap_in(path, data, mode=0o600 | readers, is_durable=is_durable)
 
 
@@ -145,7 +146,10 @@ def write_output(path: Path, data: bytes) -> None:
         except RuntimeError as error:
             # What Python before 3.13 raises of links in a circle.
             raise OSError(errno.ELOOP, os.strerror(errno.ELOOP)) from error
-        _swap_in(target, data, mode=target.stat().st_mode & 0o7777 if target.exists() else None)
+        mode = None
+        if target.exists():
+            mode = target.stat().st_mode & 0o7777
+        _swap_in(target, data, mode=mode)
 
 
 def lock(descriptor: int) -> None:
@@ -190,7 +194,7 @@ def sweep_temporary(directory: Path) -> None:
     with suppress(OSError):
         for path in filter(is_temporary, directory.iterdir()):
             with suppress(OSError), open_reading(path) as file:
-                # Where there are no locks nobody knows: it stays.
+                # Where the file system has no locks this fails, and the file stays.
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 path.unlink()
 
@@ -242,8 +246,9 @@ def _open(path: Path, flags: int) -> int:
 
 def _require_file(path: Path, there: os.stat_result) -> None:
     if not stat.S_ISREG(there.st_mode):
-        is_link = stat.S_ISLNK(there.st_mode)
-        reason = "a symbolic link, which is not followed" if is_link else "no file"
+        reason = "no file"
+        if stat.S_ISLNK(there.st_mode):
+            reason = "a symbolic link, which is not followed"
         raise OSError(errno.EINVAL, f"is {reason}: remove it", str(path))
 
 
@@ -268,8 +273,10 @@ _DOCUMENT = re.compile(
     rb'\A{"surface": \d+, "model": |\A{"basis": "|^ +"provenance": {\n +"study": ', re.MULTILINE
 )
 """What an export has in JSON, which holds no comments."""
-_MARKED_BYTES, _DOCUMENT_BYTES = 2**12, 2**20
-"""A mark stands at a file's beginning; a document of JSON is smaller."""
+_MARKED_BYTES = 2**12
+"""A mark stands at a file's beginning."""
+_DOCUMENT_BYTES = 2**20
+"""A document of JSON is smaller."""
 _KNOWN_ENDINGS = re.compile(
     r"\.(arrow|bmp|bz2|csv|db|docx?|eps|feather|gif|gz|html?|ini|ipynb|jpe?g|js|jsonl?|md|ndjson|od[pst]|"
     r"parquet|pdf|pkl|png|pptx?|ps|pt|py|rst|rtf|safetensors|sh|sqlite|svg|tar|tex|tgz|tiff?|toml|tsv|"
@@ -306,7 +313,8 @@ def checked_output(
     """
     if typed is None or typed == "-":
         return None
-    path, label = Path(typed), f"{option}: {typed}"
+    path = Path(typed)
+    label = f"{option}: {typed}"
     suffix = path.suffix.lower()
     if _KNOWN_ENDINGS.fullmatch(suffix) and suffix not in endings:
         raise InputError(f"{label}: {what} goes into a file that ends in {listed(endings)}")
@@ -314,8 +322,12 @@ def checked_output(
         raise InputError(f"{label} names a directory: name a file in it")
     require_parent(path, option=option)
     if not is_forced and path.is_file() and not (is_marked and _is_replaceable(path)):
-        whose = "is not sweep's to replace" if is_marked else "is there already"
-        force = "" if is_forced is None else ", or replace it with --force"
+        whose = "is there already"
+        if is_marked:
+            whose = "is not sweep's to replace"
+        force = ""
+        if is_forced is not None:
+            force = ", or replace it with --force"
         raise InputError(f"{label} {whose}: name another file{force}")
     return path
 

@@ -60,7 +60,9 @@ class Holder:
     """UTC, ISO 8601; None where that is not known."""
 
     def __str__(self) -> str:
-        return self.who if self.since is None else f"{self.who} since {self.since}"
+        if self.since is None:
+            return self.who
+        return f"{self.who} since {self.since}"
 
 
 def this_driver() -> str:
@@ -97,7 +99,7 @@ def open_leased(
         options = engine_options(url, name=name, connected=lambda c: _lock(c, url, study, name))
         engine = sqlalchemy.create_engine(url.text, **options)
         undo(engine.dispose)
-        # Nothing is created through what nothing can be driven.
+        # Before anything is created: where this connection fails, no study can be driven.
         engine.connect().close()
     storage = open_for_writing(url)
     close(storage)
@@ -109,19 +111,26 @@ def open_leased(
 def holders(
     engine: sqlalchemy.Engine, url: DatabaseUrl, studies: Iterable[str]
 ) -> dict[str, Holder]:
-    """Return who drives each of some studies, on whatever host; nothing of what nobody drives.
+    """Return who drives each of some studies, on whatever host, of those that are driven.
 
     Args:
         engine: of the database; a server is asked once for all of them.
         url: of the database.
         studies: their names.
     """
+    found = {}
     if isinstance(url, SqliteUrl):
-        found = {study: FileLease(url.path, study).holder() for study in studies}
-        return {study: holder for study, holder in found.items() if holder is not None}
+        for study in studies:
+            holder = FileLease(url.path, study).holder()
+            if holder is not None:
+                found[study] = holder
+        return found
     with engine.connect() as connection:
         names = {row.key: row.name for row in connection.execute(sqlalchemy.text(_HELD))}
-    return {study: _holder_of(names[_key(study)]) for study in studies if _key(study) in names}
+    for study in studies:
+        if _key(study) in names:
+            found[study] = _holder_of(names[_key(study)])
+    return found
 
 
 def _take(attempt: Callable[[], bool], study: str, holder: Callable[[], Holder | None]) -> None:
@@ -159,9 +168,9 @@ class FileLease:
             file.truncate(0)
             os.write(file.fileno(), f"{this_driver()} {_iso(time.time())}\n".encode())
         except OSError as error:
-            has_no_locks = error.errno in (errno.ENOSYS, errno.ENOLCK, errno.ENOTSUP)
-            advice = "; put the database on a local disk" if has_no_locks else ""
-            why = f"{error.strerror}{advice}"
+            why = error.strerror
+            if error.errno in (errno.ENOSYS, errno.ENOLCK, errno.ENOTSUP):
+                why = f"{why}; put the database on a local disk"
             raise EnvironmentFault(f"cannot lock the study by {self.path}: {why}") from error
 
     def _lock(self) -> bool:
@@ -170,7 +179,7 @@ class FileLease:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             return False
-        # Whoever has a file of that name by now has the lease.
+        # Another process may have replaced the file: the one that has the name holds the lease.
         return os.path.samestat(os.fstat(self._file.fileno()), self.path.stat())
 
     def release(self) -> None:
@@ -179,10 +188,10 @@ class FileLease:
             self._file.close()
 
     def holder(self) -> Holder | None:
-        """Return who has it now, ourselves included; None where nobody does. Creates nothing."""
+        """Return who has it now, ourselves included; None where it is free. Creates nothing."""
         try:
             with files.open_reading(self.path) as file:
-                # A shared lock waits for nobody but the driver.
+                # A shared lock conflicts with the driver's alone.
                 fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
             return self._written()
@@ -194,7 +203,9 @@ class FileLease:
 
     def _written(self) -> Holder:
         words = files.read_bytes(self.path).decode(errors="replace").split()
-        return Holder(*words) if len(words) == 2 else Holder()
+        if len(words) != 2:
+            return Holder()
+        return Holder(*words)
 
 
 def _lock(connection: Any, url: PostgresUrl, study: str, name: str) -> None:
@@ -225,7 +236,8 @@ def _lock(connection: Any, url: PostgresUrl, study: str, name: str) -> None:
             ask("SELECT pg_terminate_backend(%s)", held[2])
         return held is None and bool(ask("SELECT pg_try_advisory_lock(%s::bigint)", key)[0])
 
-    process, info = ask("SELECT pg_backend_pid()"), connection.info
+    process = ask("SELECT pg_backend_pid()")
+    info = connection.info
     if not is_direct(connection):
         with type(connection).connect(info.dsn, password=info.password) as other:
             # A session that is another client's after each statement holds no lock.
@@ -238,7 +250,9 @@ def _lock(connection: Any, url: PostgresUrl, study: str, name: str) -> None:
 
 def _holder_of(session: str) -> Holder:
     found = _NAMED.match(session or "")
-    return Holder() if found is None else Holder(found[1], _iso(int(found[2], 16)))
+    if found is None:
+        return Holder()
+    return Holder(found[1], _iso(int(found[2], 16)))
 
 
 def _iso(seconds: float) -> str:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from bisect import insort
 from collections.abc import Iterable
+from operator import attrgetter
 
 from qlora_sweep.search_spaces.config import TrialConfig
 from qlora_sweep.storage.records import RETRYABLE, Errand, Lost, TrialRecord, Verdict
 
 MAX_ATTEMPTS = 3
 """The first try and two more."""
+_number = attrgetter("number")
 
 
 def attempts(records: Iterable[TrialRecord], config: TrialConfig, *, since: int = 0) -> int:
-    """Return how often ``config`` was tried and came to nothing that says something about it.
+    """Return how often ``config`` was tried and failed without a result.
 
     What somebody interrupted is no attempt, however often that happens.
 
@@ -23,21 +26,19 @@ def attempts(records: Iterable[TrialRecord], config: TrialConfig, *, since: int 
             is gone by now; a trial that its driver did not outlive, of which nobody could say how
             long it had run, counts for ever: it would else bring the machine down every time.
     """
-    return sum(
-        record.verdict in RETRYABLE
-        and not record.is_interrupted
-        and record.config == config
-        and (
-            record.number >= since
-            or (record.verdict is Verdict.LOST and record.device_seconds == 0.0)
-        )
-        for record in records
-    )
+    failed = 0
+    for record in records:
+        if record.verdict not in RETRYABLE or record.is_interrupted or record.config != config:
+            continue
+        is_unexplained = record.verdict is Verdict.LOST and record.device_seconds == 0.0
+        if record.number >= since or is_unexplained:
+            failed += 1
+    return failed
 
 
 def next_number(records: Iterable[TrialRecord]) -> int:
     """Return the least number that the next trial can have: where a run of the driver begins."""
-    return max((record.number + 1 for record in records), default=0)
+    return max(map(_number, records), default=-1) + 1
 
 
 class _Failures:
@@ -47,11 +48,10 @@ class _Failures:
         self.final = 0
         """How many of the trials did not fail."""
         self._failed: dict[TrialConfig, list[TrialRecord]] = {}
-        """Trials of each, in the order in which they were first tried."""
         self._concluded: set[TrialConfig] = set()
 
     def add(self, record: TrialRecord) -> None:
-        """Take in a trial whose number is larger than any before."""
+        """Take in a trial, whatever its number."""
         config = record.config
         if not _has_failed(record):
             self.final += 1
@@ -62,21 +62,19 @@ class _Failures:
 
     def to_retry(self, *, since: int) -> tuple[TrialConfig, ...]:
         """Return what failed fewer times than it may; see `Ledger.to_retry`."""
-        return tuple(
-            config
-            for config, failed in self._failed.items()
-            if attempts(failed, config, since=since) < MAX_ATTEMPTS
-        )
+        first_tried = {}
+        for config, failed in self._failed.items():
+            if attempts(failed, config, since=since) < MAX_ATTEMPTS:
+                first_tried[config] = min(record.number for record in failed)
+        return tuple(sorted(first_tried, key=lambda config: first_tried[config]))
 
     def trials_spent(self, *, since: int) -> int:
         """Return how many trials are spent; see `Ledger.trials_spent`."""
         return self.final + len(self._failed) - len(self.to_retry(since=since))
 
 
-class Ledger:
+class TrialLedger:
     """The finished trials of one study, in order of their numbers.
-
-    What a driver asks after each trial takes as long at ten thousand trials as at ten.
 
     Args:
         records: of the search, and of what measured its winners again.
@@ -86,14 +84,14 @@ class Ledger:
         self._all: list[TrialRecord] = []
         self._search: list[TrialRecord] = []
         self._confirmations: list[TrialRecord] = []
+        self._numbers: set[int] = set()
         self._of_config: dict[TrialConfig, list[TrialRecord]] = {}
         """Every trial of a configuration."""
         self._searched = _Failures()
-        self._own = _Failures()
+        self._searched_here = _Failures()
         """Without what another study ran."""
-        known = {record.number: record for record in records}
-        for number in sorted(known):
-            self._append(known[number])
+        for record in records:
+            self.add(record)
 
     @property
     def all(self) -> tuple[TrialRecord, ...]:
@@ -111,37 +109,38 @@ class Ledger:
         return tuple(self._confirmations)
 
     def add(self, record: TrialRecord) -> None:
-        """Take in a finished trial; one that is told again counts as it was told last."""
-        if self._all and record.number <= self._all[-1].number:
-            vars(self).update(vars(Ledger((*self._all, record))))
-        else:
-            self._append(record)
+        """Take in a finished trial; one that is told again counts as it was told last.
 
-    def _append(self, record: TrialRecord) -> None:
-        """Take in a trial whose number is larger than any before."""
-        self._all.append(record)
+        Trials of several lanes end in any order: each is put in its place, and only one that is
+        told again makes the ledger anew.
+        """
+        if record.number in self._numbers:
+            others = [known for known in self._all if known.number != record.number]
+            vars(self).update(vars(TrialLedger(others)))
+        self._numbers.add(record.number)
+        insort(self._all, record, key=_number)
         self._of_config.setdefault(record.config, []).append(record)
         if record.purpose != "search":
-            self._confirmations.append(record)
+            insort(self._confirmations, record, key=_number)
             return
-        self._search.append(record)
+        insort(self._search, record, key=_number)
         self._searched.add(record)
         if record.carried is None:
-            self._own.add(record)
+            self._searched_here.add(record)
 
     def attempts(self, config: TrialConfig, errand: Errand) -> int:
         """Return how often ``config`` was tried on an errand; see `attempts`."""
         wanted = (errand.purpose, errand.series)
         tried = self._of_config.get(config, ())
-        return attempts((r for r in tried if (r.purpose, r.series) == wanted), config)
+        alike = [record for record in tried if (record.purpose, record.series) == wanted]
+        return attempts(alike, config)
 
     def __contains__(self, config: TrialConfig) -> bool:
         """Whether a trial of the search was of a configuration, spelled just so."""
-        tried = self._of_config.get(config, ())
-        return any(record.purpose == "search" for record in tried)
+        return any(record.purpose == "search" for record in self._of_config.get(config, ()))
 
     def to_retry(self, *, since: int = 0) -> tuple[TrialConfig, ...]:
-        """Return what came to nothing, fewer than three times, and never concluded.
+        """Return what failed fewer than three times, and never concluded.
 
         In the order in which it was first tried.
 
@@ -160,7 +159,7 @@ class Ledger:
             since: number of the first trial of this run, which tries anew what failed in earlier
                 ones.
         """
-        return self._own.trials_spent(since=since)
+        return self._searched_here.trials_spent(since=since)
 
     @property
     def next_number(self) -> int:
@@ -169,6 +168,6 @@ class Ledger:
 
 
 def _has_failed(record: TrialRecord) -> bool:
-    """Whether a trial came to nothing, and its result is not known on disk either."""
+    """Whether a trial failed, and its result is not on disk either."""
     is_kept = isinstance(record.outcome, Lost) and record.outcome.is_kept
     return record.verdict in RETRYABLE and not is_kept

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
@@ -16,7 +16,8 @@ from qlora_sweep.search_spaces.errors import InputError, did_you_mean, quote
 from qlora_sweep.storage import codec, directory
 from qlora_sweep.storage.database import Storage, close, faults, open_for_reading
 from qlora_sweep.storage.definition import StudySnapshot, UnreadableStudy, is_file_name
-from qlora_sweep.storage.lease import holders
+from qlora_sweep.storage.lease import Holder, holders
+from qlora_sweep.storage.records import TrialRecord
 from qlora_sweep.storage.soundness import Soundness, left_out_words
 from qlora_sweep.storage.urls import DatabaseUrl, parse_url
 
@@ -53,8 +54,12 @@ def identity_in(database: DatabaseUrl, name: str) -> str | None:
     """Return the identity of a study; None where the database has none of that name. Raises as
     `read_study`."""
     with _opened(database) as storage:
-        attributes = None if storage is None else _studies(storage).get(name)
-    return None if attributes is None else str(attributes.get("identity", ""))
+        if storage is None:
+            return None
+        attributes = _studies(storage).get(name)
+    if attributes is None:
+        return None
+    return str(attributes.get("identity", ""))
 
 
 def read_spooled_study(path: Path) -> StudySnapshot:
@@ -73,7 +78,8 @@ def read_spooled_study(path: Path) -> StudySnapshot:
     lines, _ = directory.spooled_lines(path)
     if not lines:
         raise InputError(f"--from {path}: there is no result of a study in it")
-    identity, known = lines[-1].study, directory.read_identity(path.parent)
+    identity = lines[-1].study
+    known = directory.read_identity(path.parent)
     if known is None or known.identity != identity:
         missing = "no study.json beside it says what its results are of"
         raise InputError(f"--from {path}: {missing}; put it back into its study's directory")
@@ -83,26 +89,46 @@ def read_spooled_study(path: Path) -> StudySnapshot:
         beside = f"what study.json beside it says of the model cannot be read ({error})"
         raise InputError(f"--from {path}: {beside}; put it back as it was") from error
     spooled = directory.Spool(path, identity, soundness).read()
-    records = spooled.records
+    records, confirmations = _by_purpose(spooled.records)
     return StudySnapshot(
         name=known.name,
         definition=known.definition,
         environment=known.environment,
-        records=tuple(r for r in records if r.purpose == "search"),
-        confirmations=tuple(r for r in records if r.purpose != "search"),
+        records=records,
+        confirmations=confirmations,
         warnings=spooled.problems,
         identity=identity,
     )
 
 
+def _by_purpose(
+    records: Iterable[TrialRecord],
+) -> tuple[tuple[TrialRecord, ...], tuple[TrialRecord, ...]]:
+    """Return the trials of a search, and what measured its winners again."""
+    searched = []
+    confirmations = []
+    for record in records:
+        if record.purpose == "search":
+            searched.append(record)
+        else:
+            confirmations.append(record)
+    return tuple(searched), tuple(confirmations)
+
+
 def changed_versions(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     """Return each driver or library that differs between two runs: ``torch 2.10 -> 2.11``."""
+    before = _versions(old)
+    changed = []
+    for key, version in _versions(new).items():
+        if key in before and before[key] != version:
+            changed.append(f"{key} {before[key]} -> {version}")
+    return changed
+
+
+def _versions(environment: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the GPU, and what a run had of drivers and libraries."""
     machine = ("gpu", "driver", "cuda_driver", "python", "commit")
-    before, after = (
-        {key: run.get(key) for key in machine} | dict(run.get("versions", {})) for run in (old, new)
-    )
-    changed = (key for key in after if key in before and before[key] != after[key])
-    return [f"{key} {before[key]} -> {after[key]}" for key in changed]
+    return {key: environment.get(key) for key in machine} | dict(environment.get("versions", {}))
 
 
 def refusal(study: UnreadableStudy) -> InputError:
@@ -152,60 +178,85 @@ def list_studies(
 ) -> list[StudySnapshot | UnreadableStudy]:
     """Return every study, or that of a name, oldest first. Raises as `read_study` does, but for
     studies that cannot be read: those are in the list."""
-    database, lost = parse_url(url), ""
+    database = parse_url(url)
+    lost = ""
     if name is not None and is_file_name(name):
         lost = directory.stranger_words(home / name, name, None, str(database))
     with _opened(database) as opened:
         if lost and (opened is None or name not in _studies(opened)):
             raise InputError(lost)
         storage, studies = _required(opened, database, name)
-        stored = {
-            study: codec.read_stored(study, attributes, storage.trials_of(study))
-            for study, attributes in studies.items()
-            if name in (None, study)
-        }
+        stored = {}
+        for study, attributes in studies.items():
+            if name in (None, study):
+                trials = storage.trials_of(study)
+                stored[study] = codec.read_stored(study, attributes, trials)
         driven = holders(storage.engine, database, filter(is_file_name, stored))
     found = list[StudySnapshot | UnreadableStudy]()
     for study, its in stored.items():
-        if isinstance(its, UnreadableStudy):
+        if isinstance(its, codec.StoredStudy):
+            found.append(_snapshot(study, its, driven.get(study), database, home))
+        else:
             found.append(its)
-            continue
-        known, holder = its.attributes, driven.get(study)
-        environments = [run.environment for run in known.runs]
-        left_out = left_out_words(its.left_out, of=f"study '{study}'")
-        warnings = [*left_out]
-        warnings += [
-            f"run {number} changed {', '.join(changed)}; its trials may not compare with earlier "
-            "ones"
-            for number, (old, new) in enumerate(pairwise(environments), start=2)
-            if (changed := changed_versions(old, new))
-        ]
-        if is_file_name(study):
-            whose = directory.stranger_words(home / study, study, known.identity, str(database))
-            warnings += [whose] if whose else []
-            if holder is None:
-                soundness = Soundness.of(known.definition)
-                spool = directory.Spool(home / study / directory.SPOOL, known.identity, soundness)
-                about = {"known": its.records, "running": its.running}
-                warnings += directory.spool_words(spool, study=study, **about)
-        found.append(
-            StudySnapshot(
-                name=study,
-                definition=known.definition,
-                environment=environments[-1] if environments else {},
-                records=tuple(r for r in its.records if r.purpose == "search"),
-                confirmations=tuple(r for r in its.records if r.purpose != "search"),
-                running=its.running,
-                wall_seconds=known.wall_seconds,
-                ended=known.ended,
-                identity=known.identity,
-                holder=None if holder is None else holder.who,
-                driven_since=None if holder is None else holder.since,
-                warnings=tuple(warnings),
-                left_out=left_out,
-            )
-        )
     return found
+
+
+def _snapshot(
+    study: str, stored: codec.StoredStudy, holder: Holder | None, database: DatabaseUrl, home: Path
+) -> StudySnapshot:
+    """Return a study as it stands.
+
+    Args:
+        study: its name.
+        stored: what its database has of it.
+        holder: who drives it.
+        database: that was read.
+        home: the directory of all studies' files.
+    """
+    attributes = stored.attributes
+    environments = [run.environment for run in attributes.runs]
+    left_out = left_out_words(stored.left_out, of=f"study '{study}'")
+    warnings = list(left_out)
+    for number, (old, new) in enumerate(pairwise(environments), start=2):
+        changed = ", ".join(changed_versions(old, new))
+        if changed:
+            apart = "its trials may not compare with earlier ones"
+            warnings.append(f"run {number} changed {changed}; {apart}")
+    if is_file_name(study):
+        folder = home / study
+        whose = directory.stranger_words(folder, study, attributes.identity, str(database))
+        if whose:
+            warnings.append(whose)
+        if holder is None:
+            soundness = Soundness.of(attributes.definition)
+            spool = directory.Spool(folder / directory.SPOOL, attributes.identity, soundness)
+            warnings += directory.spool_words(
+                spool, study=study, known=stored.records, running=stored.running
+            )
+    who = None
+    since = None
+    if holder is not None:
+        who = holder.who
+        since = holder.since
+    environment = {}
+    if environments:
+        environment = environments[-1]
+    records, confirmations = _by_purpose(stored.records)
+    return StudySnapshot(
+        name=study,
+        definition=attributes.definition,
+        environment=environment,
+        records=records,
+        confirmations=confirmations,
+        running=stored.running,
+        wall_seconds=attributes.wall_seconds,
+        ended=attributes.ended,
+        identity=attributes.identity,
+        holder=who,
+        driven_since=since,
+        warnings=tuple(warnings),
+        left_out=left_out,
+    )
 
 
 @contextmanager
@@ -246,16 +297,18 @@ class _Shown(Storage):
         self, study_id: int, deepcopy: bool = True, states: Container[TrialState] | None = None
     ) -> list[FrozenTrial]:
         """Return the trials that a search began; what measured its winners again is none."""
-        trials = super().get_all_trials(study_id, deepcopy=False, states=states)
-        records = ((trial, trial.user_attrs.get(codec.RECORD)) for trial in trials)
-        return [
-            _shown_trial(t) for t, record in records if record and record["purpose"] == "search"
-        ]
+        shown = []
+        for trial in super().get_all_trials(study_id, deepcopy=False, states=states):
+            record = trial.user_attrs.get(codec.RECORD)
+            if record and record["purpose"] == "search":
+                shown.append(_shown_trial(trial))
+        return shown
 
 
 def _shown_trial(trial: FrozenTrial) -> FrozenTrial:
     shown = copy.copy(trial)
-    shown.user_attrs = {k: v for k, v in trial.user_attrs.items() if k != codec.RECORD}
+    shown.user_attrs = dict(trial.user_attrs)
+    shown.user_attrs.pop(codec.RECORD, None)
     # Tools look for a list; Optuna 5 keeps each constraint under its own name.
     constraints = list(trial.constraints.values())
     shown.system_attrs = {**trial.system_attrs, "constraints": constraints}

@@ -306,7 +306,7 @@ class Measurement(_Frozen):
         return self.step_seconds_ci95 is None or not _NOISY_FLAGS.isdisjoint(self.flags)
 
 
-class _Told(_Frozen):
+class _Detailed(_Frozen):
     detail: Detail = ""
     """What happened, in the words of whatever it happened to."""
 
@@ -325,7 +325,7 @@ class PrunedSlow(_Frozen):
     measurement: Measurement
 
 
-class OutOfMemory(_Told):
+class OutOfMemory(_Detailed):
     """A real allocation failed."""
 
     verdict: Literal[Verdict.OOM] = Verdict.OOM
@@ -339,7 +339,7 @@ class OutOfMemory(_Told):
     """``neighbour`` where another process had taken what the trial was to have."""
 
 
-class PredictedOutOfMemory(_Told):
+class PredictedOutOfMemory(_Detailed):
     """Predicted not to fit, beyond the prediction's uncertainty; never launched."""
 
     verdict: Literal[Verdict.PREDICTED_OOM] = Verdict.PREDICTED_OOM
@@ -355,44 +355,44 @@ class DominatedOutOfMemory(_Frozen):
     """Number of the trial that ran out of memory."""
 
 
-class Diverged(_Told):
+class Diverged(_Detailed):
     """The loss was not finite."""
 
     verdict: Literal[Verdict.DIVERGED] = Verdict.DIVERGED
     step: Count
 
 
-class Invalid(_Told):
+class Invalid(_Detailed):
     """A validity rule forbids it on this model or GPU."""
 
     verdict: Literal[Verdict.INVALID] = Verdict.INVALID
     rule: str
 
 
-class Ineffective(_Told):
+class Ineffective(_Detailed):
     """A setting did not take effect, so the run does not count as this configuration."""
 
     verdict: Literal[Verdict.INEFFECTIVE] = Verdict.INEFFECTIVE
     knob: str
 
 
-class TimedOut(_Told):
+class TimedOut(_Detailed):
     """A phase outlasted its deadline; the worker was killed."""
 
     verdict: Literal[Verdict.TIMED_OUT] = Verdict.TIMED_OUT
     phase: Phase
 
 
-class Crashed(_Told):
+class Crashed(_Detailed):
     """The worker ended or raised something that is neither the device's memory nor a rule."""
 
     verdict: Literal[Verdict.CRASHED] = Verdict.CRASHED
     phase: Phase
     cause: CrashCause | None = None
-    """None where nobody knows."""
+    """None where that is unknown."""
 
 
-class Lost(_Told):
+class Lost(_Detailed):
     """The driver ended while the trial ran, or somebody ended the trial; nothing is known of it."""
 
     verdict: Literal[Verdict.LOST] = Verdict.LOST
@@ -556,7 +556,7 @@ class TrialRecord(Errand):
 
 
 def without_repeated(records: Iterable[TrialRecord]) -> tuple[TrialRecord, ...]:
-    """Return trials, in their order, without attempts that came to nothing beside another.
+    """Return trials, in their order, without failed attempts of a configuration that has others.
 
     A configuration that failed whenever it was tried stays once, as it did last.
     """

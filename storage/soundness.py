@@ -46,7 +46,9 @@ def contradicted_tokens(
         loss_tokens: in a step on texts; None for full rows.
     """
     tokens = tokens_per_second * step_seconds
-    expected = config.tokens_per_step if loss_tokens is None else loss_tokens
+    expected: float = config.tokens_per_step
+    if loss_tokens is not None:
+        expected = loss_tokens
     if abs(tokens - expected) <= TOKENS_WITHIN * expected:
         return None
     return (
@@ -100,11 +102,14 @@ class Soundness:
         peak = getattr(measured or outcome, "peak_allocated_bytes", None)
         if peak is not None and self.memory_bytes is not None and peak > self.memory_bytes:
             return f"peak_allocated_bytes {peak:,} is more than the GPU has"
-        return None if measured is None else self._fault_of_measured(config, measured)
+        if measured is None:
+            return None
+        return self._fault_of_measured(config, measured)
 
     def _fault_of_measured(self, config: TrialConfig, measured: Measurement) -> str | None:
         tokens = config.tokens_per_step
-        loss_tokens, quality = measured.loss_tokens_per_step, measured.quality
+        loss_tokens = measured.loss_tokens_per_step
+        quality = measured.quality
         if loss_tokens is not None and loss_tokens > tokens * (1 + TOKENS_WITHIN):
             return f"loss_tokens_per_step {loss_tokens:,.0f} is more than the {tokens:,} of a step"
         contradiction = contradicted_tokens(
@@ -151,9 +156,10 @@ class Soundness:
     def counted(self, config: TrialConfig, told: object) -> Outcome:
         """Return what the outcome that a runner told counts as: out of memory where it was measured
         above the budget, and a failure where it cannot be."""
-        values = told.model_dump(warnings=False) if isinstance(told, BaseModel) else told
+        if isinstance(told, BaseModel):
+            told = told.model_dump(warnings=False)
         try:
-            outcome = _outcomes.validate_python(values)
+            outcome = _outcomes.validate_python(told)
             why = self.fault(config, outcome)
         except ValidationError as error:
             why = explain(error)
@@ -179,9 +185,12 @@ def left_out_words(left_out: Mapping[int, str], *, of: str) -> tuple[str, ...]:
     named = [f"trial {number}: {fault}" for number, fault in sorted(left_out.items())]
     shown = "; ".join(named[:_SHOWN_MAX])
     more = len(named) - _SHOWN_MAX
-    rest = f"; and {more} more" if more > 0 else ""
-    are = "1 trial is" if len(named) == 1 else f"{len(named)} trials are"
-    return (f"{are} left out of {of}, as what is stored cannot be: {shown}{rest}",)
+    if more > 0:
+        shown += f"; and {more} more"
+    are = f"{len(named)} trials are"
+    if len(named) == 1:
+        are = "1 trial is"
+    return (f"{are} left out of {of}, as what is stored cannot be: {shown}",)
 
 
 def sound_records(

@@ -33,7 +33,7 @@ from qlora_sweep.storage.definition import (
 )
 from qlora_sweep.storage.files import refuse_public, sweep_temporary
 from qlora_sweep.storage.lease import open_leased
-from qlora_sweep.storage.ledger import Ledger
+from qlora_sweep.storage.ledger import TrialLedger
 from qlora_sweep.storage.reading import identity_in, refusal
 from qlora_sweep.storage.records import (
     NEIGHBOUR,
@@ -51,6 +51,8 @@ from qlora_sweep.storage.urls import DatabaseUrl, parse_url
 T = TypeVar("T")
 
 _OPEN = (TrialState.RUNNING, TrialState.WAITING)
+_OF_A_RUN = {"definition", "identity", "driver", "mark", "format", "runs"}
+"""Attributes of a study that each run of a driver writes when it begins."""
 
 
 def open_study(
@@ -81,86 +83,120 @@ def open_study(
         EnvironmentFault: the database is not to be had, or another driver has the study.
     """
     check_name(name)
-    where, folder = parse_url(url), home / name
+    where = parse_url(url)
+    folder = home / name
     refuse_public(folder)
     if directory.read_identity(folder) is not None:
         words = directory.stranger_words(folder, name, identity_in(where, name), str(where))
         if words:
             raise InputError(words)
-    run = codec.Run(started_at=moment_now(), environment=dict(environment))
-    driver = uuid.uuid4().hex
-    mark = uuid.uuid4().hex
-    new_identity = uuid.uuid4().hex
-    named, directions = f"study '{name}' in {where}", codec.directions(definition.space.objectives)
+    fresh = codec.StudyAttributes(
+        definition=definition,
+        identity=uuid.uuid4().hex,
+        driver=uuid.uuid4().hex,
+        mark=uuid.uuid4().hex,
+        format=codec.FORMAT_WRITTEN,
+        runs=[codec.Run(started_at=moment_now(), environment=dict(environment))],
+    )
+    named = f"study '{name}' in {where}"
     with ExitStack() as closing:
         storage = open_leased(where, name, closing.callback)
-
-        def begin() -> tuple[optuna.Study, codec.StudyAttributes, codec.StoredStudy | None]:
-            """Create the study, or see that it can be resumed, all in one transaction."""
-            with storage.together():
-                stored, identity, runs = None, new_identity, list[codec.Run]()
-                # Where Optuna looks in vain it gives up the transaction.
-                if name in {study.study_name for study in storage.get_all_studies()}:
-                    stored = _checked(named, name, storage, definition)
-                    identity, runs = stored.attributes.identity, stored.attributes.runs
-                    storage.left_out = frozenset(stored.left_out)
-                else:
-                    optuna.create_study(study_name=name, storage=storage, directions=directions)
-                study = _load(name, storage, sampler)
-                changes = {
-                    "definition": definition,
-                    "identity": identity,
-                    "driver": driver,
-                    "mark": mark,
-                    "format": codec.FORMAT_WRITTEN,
-                    "runs": [*(earlier for earlier in runs if earlier != run), run],
-                }
-                known = codec.StudyAttributes(**changes)
-                for key, value in known.model_dump(mode="json", include=set(changes)).items():
-                    study.set_user_attr(key, value)
-                with warnings.catch_warnings():
-                    warnings.simplefilter("ignore", ExperimentalWarning)
-                    study.set_metric_names(list(definition.space.objectives))
-                if stored is not None:
-                    known = stored.attributes.model_copy(update=changes)
-                return study, known, stored
-
         with faults(where):
-            study, known, stored = retried(begin)
+            study, stored = retried(lambda: _begin(name, storage, sampler, fresh, named))
+        known = _continued(stored, fresh)
         try:
-            mine = directory.StudyFile(
+            ours = directory.StudyFile(
                 identity=known.identity,
                 name=name,
                 database=str(where),
                 definition=definition,
                 environment=dict(environment),
             )
-            directory.note_identity(folder, mine)
+            directory.note_identity(folder, ours)
         except EnvironmentFault as fault:
             warn(f"{fault}; the database goes on without it")
-        if stored and (changed := step_differences(stored.attributes.definition, definition)):
-            steps = f"was started with other steps ({', '.join(changed)})"
-            warn(f"{named} {steps}: its trials may not compare with earlier ones")
         sweep_temporary(folder)
-        soundness = Soundness.of(definition)
+        records: Iterable[TrialRecord] = ()
         if stored is not None:
-            for words in left_out_words(stored.left_out, of=named):
+            records = stored.records
+            for words in _resume_warnings(stored, definition, named):
                 warn(words)
+        soundness = Soundness.of(definition)
         return OpenStudy(
             study=study,
             definition=definition,
             was_resumed=stored is not None,
             environment=environment,
-            ledger=Ledger(() if stored is None else stored.records),
+            ledger=TrialLedger(records),
             known=known,
             soundness=soundness,
             spool=directory.Spool(folder / directory.SPOOL, known.identity, soundness),
             _storage=storage,
-            _marks={mark},
+            _marks={fresh.mark},
             _url=where,
             _closing=closing.pop_all(),
             _warn=warn,
         )
+
+
+def _begin(
+    name: str,
+    storage: Storage,
+    sampler: optuna.samplers.BaseSampler,
+    fresh: codec.StudyAttributes,
+    named: str,
+) -> tuple[optuna.Study, codec.StoredStudy | None]:
+    """Create a study, or see that it can be resumed, all in one transaction; return it and what was
+    stored of it, None of a new one.
+
+    Args:
+        name: of the study.
+        storage: of its database, leased.
+        sampler: proposes the next trial.
+        fresh: its attributes as those of a new study.
+        named: it and the database, for messages.
+    """
+    objectives = fresh.definition.space.objectives
+    with storage.together():
+        stored = None
+        # Where Optuna looks in vain it gives up the transaction.
+        if name in {study.study_name for study in storage.get_all_studies()}:
+            stored = _checked(named, name, storage, fresh.definition)
+            storage.left_out = frozenset(stored.left_out)
+        else:
+            directions = codec.directions(objectives)
+            optuna.create_study(study_name=name, storage=storage, directions=directions)
+        study = _load(name, storage, sampler)
+        values = _continued(stored, fresh).model_dump(mode="json", include=_OF_A_RUN)
+        for key, value in values.items():
+            study.set_user_attr(key, value)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", ExperimentalWarning)
+            study.set_metric_names(list(objectives))
+        return study, stored
+
+
+def _continued(
+    stored: codec.StoredStudy | None, fresh: codec.StudyAttributes
+) -> codec.StudyAttributes:
+    """Return a study's attributes as its new driver keeps them."""
+    if stored is None:
+        return fresh
+    # An earlier attempt may have written the run before its connection failed.
+    earlier = [run for run in stored.attributes.runs if run not in fresh.runs]
+    changes = {key: getattr(fresh, key) for key in _OF_A_RUN - {"identity"}}
+    return stored.attributes.model_copy(update=changes | {"runs": earlier + fresh.runs})
+
+
+def _resume_warnings(
+    stored: codec.StoredStudy, definition: StudyDefinition, named: str
+) -> Iterator[str]:
+    """Yield what a person must know of a study that is resumed."""
+    changed = step_differences(stored.attributes.definition, definition)
+    if changed:
+        steps = f"was started with other steps ({', '.join(changed)})"
+        yield f"{named} {steps}: its trials may not compare with earlier ones"
+    yield from left_out_words(stored.left_out, of=named)
 
 
 def _load(name: str, storage: Storage, sampler: optuna.samplers.BaseSampler) -> optuna.Study:
@@ -206,8 +242,8 @@ class OpenStudy(AbstractContextManager["OpenStudy"]):
     was_resumed: bool
     environment: Mapping[str, Any]
     """Fingerprint of this run."""
-    ledger: Ledger
-    """Every finished trial, from memory: nobody else writes."""
+    ledger: TrialLedger
+    """Every finished trial, from memory: no other process writes."""
     known: codec.StudyAttributes
     """What is stored of the study itself, from memory."""
     soundness: Soundness
@@ -261,7 +297,7 @@ class OpenStudy(AbstractContextManager["OpenStudy"]):
         """
 
         def close_never_begun() -> None:
-            # Read anew each time: an earlier attempt may have gone through although nobody knew.
+            # Read anew each time: an earlier attempt may have committed and lost its connection.
             for trial in self._storage.trials_of(self.name, *_OPEN):
                 if codec.begun_of(trial) is None:
                     self._close(trial)
@@ -285,7 +321,7 @@ class OpenStudy(AbstractContextManager["OpenStudy"]):
         for record in lost.values():
             known = ended.get(record.attempt_id, record)
             record = known if known.config == record.config else record
-            # What nobody could tell any more was paid for, too.
+            # The time of a lost trial was paid for, too.
             if self._has_stored(record, spent_seconds=record.wall_seconds, cards=_cards_of(record)):
                 self.ledger.add(record)
         for words in spooled.problems:
@@ -343,7 +379,7 @@ class OpenStudy(AbstractContextManager["OpenStudy"]):
         """Return the next trial, with ``params`` where given and the sampler's choice elsewhere."""
 
         def create() -> Trial:
-            # An earlier attempt may have gone through although nobody was told.
+            # An earlier attempt may have committed before its connection failed.
             for trial in self._storage.trials_of(self.name, TrialState.RUNNING):
                 if trial.number not in self._open and codec.RECORD not in trial.user_attrs:
                     self._close(trial)
@@ -440,7 +476,8 @@ class OpenStudy(AbstractContextManager["OpenStudy"]):
         """
         assert record.number == trial.number
         self._open.pop(record.number, None)
-        result, unspooled = f"the result of trial {record.number} ({record.verdict})", ""
+        result = f"the result of trial {record.number} ({record.verdict})"
+        unspooled = ""
         try:
             self.spool.append(record)
         except EnvironmentFault as fault:
@@ -534,7 +571,7 @@ class OpenStudy(AbstractContextManager["OpenStudy"]):
         """Do something in one transaction, all of it or nothing, where the study is ours.
 
         Args:
-            action: may be repeated, also where it went through and nobody was told.
+            action: may be repeated, also after it was committed.
         """
 
         mark = uuid.uuid4().hex

@@ -169,7 +169,8 @@ def parse_surface(
         row = validate(row_type, parse_object(line, where=at), Document(at))
         earlier, other = known.setdefault(canonical(row.config), (at, row))
         for key, share in _REPEATS_WITHIN.items():
-            old, new = getattr(other, key), getattr(row, key)
+            old = getattr(other, key)
+            new = getattr(row, key)
             is_near = share and old and new and abs(old - new) <= share * max(old, new)
             if old != new and not is_near and (share == 0.0 or (old and new)):
                 raise InputError(
@@ -214,19 +215,27 @@ def surface_lines(
             that the catalogue does not have.
         NothingFits: nothing was measured.
     """
-    definition, name = snapshot.definition, f"study '{snapshot.name}'"
-    texts, target = definition.texts, definition.target
+    name = f"study '{snapshot.name}'"
+    definition = snapshot.definition
+    texts = definition.texts
+    target = definition.target
     if texts is not None:
         full = f"{name}: a surface is of full rows"
         trained = f"its trials trained on {texts.source}, whose lengths decide what is fast"
         raise InputError(f"{full}, and {trained}; a study without texts makes one")
     if target.recorded is not None:
         raise InputError(f"{name}: its trials are those of a surface; nothing of it was measured")
-    card = gpu_catalogue().get(target.gpu)
-    product = target.emulated_on or (product_of(card) if card else target.gpu)
+    gpu = gpu_catalogue().get(target.gpu)
+    product = target.emulated_on or target.gpu
+    if gpu is not None and target.emulated_on is None:
+        product = product_of(gpu)
     if match_product(product) is None or not target.is_on_gpu:
         raise InputError(f"{name}: a surface is of a GPU of the catalogue, and this is '{product}'")
-    rows = {canonical(r.config): row for r in records if (row := _row_of(r))}
+    rows = {}
+    for record in records:
+        row = _row_of(record)
+        if row is not None:
+            rows[canonical(record.config)] = row
     if not rows:
         raise NothingFits(f"{name} has nothing to export: no trial of it fits or ran out of memory")
     header = {
@@ -238,7 +247,7 @@ def surface_lines(
         "date": max(r.started_at or "" for r in records)[:10],
         "budget_bytes": target.budget_bytes,
     }
-    return header, *rows.values()
+    return (header,) + tuple(rows.values())
 
 
 def _row_of(record: TrialRecord) -> dict[str, Any] | None:
@@ -247,22 +256,33 @@ def _row_of(record: TrialRecord) -> dict[str, Any] | None:
     Its seconds are the device's, or the whole trial's where those are not kept apart; of what
     another study ran those that the measurement knows.
     """
-    prediction, measured = record.prediction, record.measurement
-    is_oom = record.verdict is Verdict.OOM
-    if not is_oom and (record.verdict is not Verdict.FITS or measured is None):
+    if record.verdict not in (Verdict.OOM, Verdict.FITS):
         return None
+    # What was allocated when memory ran out is no peak of its own.
+    measured = record.measurement
     seconds: float | None = max(record.device_seconds or record.wall_seconds, 1e-3)
     if record.carried is not None:
-        seconds = None if measured is None else measured.setup_seconds + measured.measured_seconds
-    numbers = ("tokens_per_second", "step_seconds", "peak_allocated_bytes", "peak_reserved_bytes")
-    row = {
+        seconds = None
+        if measured is not None:
+            seconds = record.run_seconds
+    row: dict[str, Any] = {
         "config": record.config.model_dump(mode="json"),
-        "verdict": "oom" if is_oom else "fits",
-        # What was allocated when memory ran out is no peak of its own.
-        **{key: None if is_oom else getattr(measured, key) for key in numbers},
+        "verdict": str(record.verdict),
+        "tokens_per_second": None,
+        "step_seconds": None,
+        "peak_allocated_bytes": None,
+        "peak_reserved_bytes": None,
         "device_seconds": seconds,
-        "step_seconds_ci95": None if is_oom or measured is None else measured.step_seconds_ci95,
+        "step_seconds_ci95": None,
     }
-    if prediction is not None:
-        row["predicted_peak_allocated_bytes"] = prediction.peak_allocated_bytes
+    if measured is not None:
+        row |= {
+            "tokens_per_second": measured.tokens_per_second,
+            "step_seconds": measured.step_seconds,
+            "peak_allocated_bytes": measured.peak_allocated_bytes,
+            "peak_reserved_bytes": measured.peak_reserved_bytes,
+            "step_seconds_ci95": measured.step_seconds_ci95,
+        }
+    if record.prediction is not None:
+        row["predicted_peak_allocated_bytes"] = record.prediction.peak_allocated_bytes
     return row

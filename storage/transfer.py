@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import fnmatch
 import json
-import os
 from collections.abc import Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ import optuna
 from qlora_sweep.search_spaces.errors import EnvironmentFault, InputError, words_of
 from qlora_sweep.storage import directory
 from qlora_sweep.storage.database import close, faults, open_for_reading
+from qlora_sweep.storage.definition import StudySnapshot
 from qlora_sweep.storage.files import is_temporary, read_bytes, replace, writing
 from qlora_sweep.storage.lease import FileLease, open_leased
 from qlora_sweep.storage.reading import identity_in, read_study
@@ -65,11 +65,12 @@ def take_in(
         InputError: here is another study of that name, or one with results of its own.
         EnvironmentFault: a database or the directory is not to be had, or somebody drives it here.
     """
-    here, there = parse_url(url), SqliteUrl(database.resolve())
+    here = parse_url(url)
+    there = SqliteUrl(database.resolve())
     if identity_in(there, name) is None:
         return
     with ExitStack() as closing:
-        # What is looked at can no longer change: whoever goes on with it here needs the lease.
+        # Nothing here can change from now on: resuming the study needs the lease.
         target = open_leased(here, name, closing.callback)
         is_there = identity_in(here, name) is not None
         if is_there:
@@ -90,35 +91,42 @@ def take_in(
 
 def _refuse_loss(name: str, *, url: str, there: str, home: Path, files: Mapping[str, Path]) -> None:
     """Raise where what is here, in database or spool, would be lost to what was fetched."""
-    ours, theirs = (read_study(name, url=of, home=home) for of in (url, there))
+    ours = read_study(name, url=url, home=home)
+    theirs = read_study(name, url=there, home=home)
     if ours.identity != theirs.identity:
         other = "and is another than the one that was fetched: choose another --study"
         raise InputError(f"study '{name}' is here already, {other}")
-    here, fetched = (
-        {(r.number, r.attempt_id) for r in (*study.records, *study.confirmations)}
-        for study in (ours, theirs)
-    )
-    spools = {home / name / directory.SPOOL: here, files.get(directory.SPOOL): fetched}
-    for path, known in spools.items():
-        spooled = () if path is None else directory.Spool(path, ours.identity).read().records
-        worth = (r for r in spooled if r.verdict in directory.WORTH_KEEPING)
-        known |= {(r.number, r.attempt_id) for r in worth}
-    if lost := here - fetched:
+    here = _results(ours, home / name / directory.SPOOL)
+    lost = here - _results(theirs, files.get(directory.SPOOL))
+    if lost:
         raise InputError(
             f"study '{name}' has results here ({len(lost)}) that are not on the machine it was "
             "fetched from: nothing was replaced; resume it here, or under another --study there"
         )
 
 
+def _results(study: StudySnapshot, spool: Path | None) -> set[tuple[int, str | None]]:
+    """Return number and attempt of each result that is in a study's database, or in its spool and
+    worth keeping."""
+    records = list(study.records + study.confirmations)
+    if spool is not None:
+        for record in directory.Spool(spool, study.identity).read().records:
+            if record.verdict in directory.WORTH_KEEPING:
+                records.append(record)
+    return {(record.number, record.attempt_id) for record in records}
+
+
+_LOGS = ("worker.log", "worker-[0-9].log", "worker-[0-9][0-9].log")
+_OF_QUEUE = ("slurm.sh", "slurm.run.json", "slurm-*.log", "slurm-*.idle")
+"""Of a study that a queue ran: its job's script, and what each allocation leaves."""
 FILES = (
-    directory.SPOOL,
-    *directory.OUTCOMES,
-    directory.REPORT,
-    *(f"worker{n}.log{older}" for n in ("", "-[0-9]", "-[0-9][0-9]") for older in ("", ".1")),
-    # Of a study that a queue ran: its job's script, and what each allocation leaves.
-    *("slurm.sh", "slurm.run.json", "slurm-*.log", "slurm-*.idle"),
-    directory.HOST,
-    directory.STUDY,
+    (directory.SPOOL,)
+    + directory.OUTCOMES
+    + (directory.REPORT,)
+    + _LOGS
+    + tuple(f"{log}.1" for log in _LOGS)
+    + _OF_QUEUE
+    + (directory.HOST, directory.STUDY)
 )
 """Patterns of what a study leaves in its directory; whatever else is there is somebody else's.
 
@@ -148,27 +156,38 @@ def remove_study(name: str, *, url: str, home: Path) -> Removed:
         EnvironmentFault: somebody drives it, and nothing was removed; or the database or a file
             is not to be had.
     """
-    database, folder = parse_url(url), home / name
+    database = parse_url(url)
+    folder = home / name
     with ExitStack() as closing:
         storage = open_leased(database, name, closing.callback)
         with faults(database), storage.together():
             number = storage.get_study_id_from_name(name)
             identity = storage.get_study_user_attrs(number).get("identity")
             storage.delete_study(number)
-        is_its_own = not directory.stranger_words(folder, name, identity, str(database))
-        there = sorted(os.listdir(folder)) if folder.is_dir() else []
-        files = [folder / f for pattern in FILES for f in fnmatch.filter(there, pattern)]
+        files: list[Path] = []
         # What a process that was killed had not yet given its name.
-        torn = [folder / f for f in there if is_temporary(folder / f)]
+        torn: list[Path] = []
+        if not directory.stranger_words(folder, name, identity, str(database)):
+            there = _in_directory(folder)
+            torn = list(filter(is_temporary, there))
+            for pattern in FILES:
+                files += (path for path in there if fnmatch.fnmatch(path.name, pattern))
         try:
-            for path in (*torn, *files) if is_its_own else ():
+            for path in torn + files:
                 path.unlink()
-            left = tuple(sorted(folder.iterdir())) if folder.is_dir() else ()
+            left = _in_directory(folder)
             if folder.is_dir() and not left:
                 folder.rmdir()
             if isinstance(database, SqliteUrl):
-                # Whoever waits for it finds it gone, and is refused.
+                # A process that waits for the lock finds it gone, and is refused.
                 FileLease(database.path, name).path.unlink(missing_ok=True)
         except OSError as error:
             raise EnvironmentFault(f"cannot remove {folder}: {words_of(error)}") from error
-        return Removed(tuple(files) if is_its_own else (), left)
+        return Removed(tuple(files), left)
+
+
+def _in_directory(folder: Path) -> tuple[Path, ...]:
+    """Return what is in a directory, in order; nothing where it is not there."""
+    if not folder.is_dir():
+        return ()
+    return tuple(sorted(folder.iterdir()))

@@ -62,11 +62,13 @@ def parse_url(url: str) -> DatabaseUrl:
         return _parse_postgresql(url)
     if scheme not in _SQLITE:
         _remember_written(url)
-    named = f"{scheme}://" if separator else ""
-    guarded = named + _SUSPECT.sub(":***@", redact(rest if separator else url))
     if not separator:
-        meant = _EXAMPLE if "@" in url else f"sqlite:///{redact(url) or 'runs/sweep.db'}"
+        guarded = _SUSPECT.sub(":***@", redact(url))
+        meant = f"sqlite:///{redact(url) or 'runs/sweep.db'}"
+        if "@" in url:
+            meant = _EXAMPLE
         raise InputError(f"storage '{guarded}' is no database URL; did you mean '{meant}'?")
+    guarded = f"{scheme}://" + _SUSPECT.sub(":***@", redact(rest))
     if scheme not in _SQLITE:
         known = "known are sqlite and postgresql"
         raise InputError(f"storage '{guarded}': unknown database '{scheme}'; {known}")
@@ -101,7 +103,9 @@ def _parse_postgresql(url: str) -> PostgresUrl:
     remember(parsed.password or "")
     for key, value in parsed.query.items():
         if key.endswith("password"):
-            remember(*([value] if isinstance(value, str) else value))
+            if isinstance(value, str):
+                value = (value,)
+            remember(*value)
     text = parsed.set(drivername="postgresql+psycopg").render_as_string(hide_password=False)
     return PostgresUrl(text)
 

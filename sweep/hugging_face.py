@@ -17,7 +17,7 @@ import torch
 from peft import LoraConfig, PeftModel
 from transformers import TrainerCallback, TrainingArguments
 
-from qlora_sweep.reports import units
+from qlora_sweep.reports import format as units
 from qlora_sweep.search_spaces.config import KNOBS, allocator_settings
 from qlora_sweep.search_spaces.errors import InputError, quote
 from qlora_sweep.search_spaces.linears import parameters

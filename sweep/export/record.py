@@ -25,7 +25,8 @@ from pydantic import (
     computed_field,
 )
 
-from qlora_sweep.reports import units, words
+from qlora_sweep.reports import format as units
+from qlora_sweep.reports import words
 from qlora_sweep.reports.answer import status_words
 from qlora_sweep.search_spaces.config import KNOBS, TrialConfig, canonical
 from qlora_sweep.search_spaces.documents import home_expanded, is_directory, parse_object, read_text
@@ -38,15 +39,14 @@ from qlora_sweep.search_spaces.models import ModelSpec, load_model_spec, shipped
 from qlora_sweep.search_spaces.space import Weights
 from qlora_sweep.search_spaces.texts import TextsChoice, TextsSummary
 from qlora_sweep.storage.confirmations import Ratio
-from qlora_sweep.storage.definition import StudySnapshot, Target
+from qlora_sweep.storage.definition import StudySnapshot, Target, TargetSpeed
 from qlora_sweep.storage.files import WRITTEN_BY
-from qlora_sweep.storage.ranking import NoGain, Ranking, measured_of, rank_study
+from qlora_sweep.storage.ranking import NoGain, RankedTrial, Ranking, rank_study
 from qlora_sweep.storage.records import (
     NOT_SHOWN,
     Count,
     EpochRecord,
     Measurement,
-    TrialRecord,
     Verdict,
 )
 from qlora_sweep.sweep.predict.forecast import Forecast
@@ -310,7 +310,7 @@ def record_of(snapshot: StudySnapshot, *, number: int | None = None) -> Record:
             f"study {quote(snapshot.name)} has nothing to export: no trial of its space was "
             "measured to fit"
         )
-    measured = measured_of(trial)
+    measured = trial.measurement
     spec = ModelSpec.from_json(definition.model)
     if best is not None and trial.number == best.number:
         is_confirmed = ranking.is_confirmed
@@ -328,7 +328,7 @@ def record_of(snapshot: StudySnapshot, *, number: int | None = None) -> Record:
     baseline = ranking.reference_for(trial.config) or ranking.baseline
     if baseline is not None:
         baseline_trial = baseline.number
-        baseline_speed = measured_of(baseline).tokens_per_second
+        baseline_speed = baseline.measurement.tokens_per_second
     return Record(
         study=snapshot.name,
         number=trial.number,
@@ -342,10 +342,10 @@ def record_of(snapshot: StudySnapshot, *, number: int | None = None) -> Record:
         provenance=Provenance(
             study=snapshot.name,
             trial=trial.number,
-            date=trial.started_at,
+            date=trial.record.started_at,
             environment=snapshot.environment,
             tokens_per_second_ci95=measured.speed_interval,
-            target_tokens_per_second=_predicted(snapshot, trial),
+            target_tokens_per_second=_predicted(ranking.target_speed(trial)),
             confirmed=is_confirmed,
             role=role,
             certainty=certainty,
@@ -432,25 +432,25 @@ def _written_out(config: TrialConfig, spec: ModelSpec) -> TrialConfig:
     return canonical(config).changed(target_modules=targets)
 
 
-def _predicted(snapshot: StudySnapshot, trial: TrialRecord) -> PredictedSpeed | None:
-    speed = snapshot.target_speed(trial)
+def _predicted(speed: TargetSpeed | None) -> PredictedSpeed | None:
     if speed is None or speed.basis != "predicted":
         return None
     return PredictedSpeed(value=speed.tokens_per_second, low=speed.low, high=speed.high)
 
 
-def _trial(snapshot: StudySnapshot, ranking: Ranking, number: int) -> TrialRecord:
+def _trial(snapshot: StudySnapshot, ranking: Ranking, number: int) -> RankedTrial:
     """Return a trial as it is ranked: what was measured again with the speed of those runs."""
     if number not in {record.number for record in snapshot.records}:
         raise InputError(
             f"study {quote(snapshot.name)} has no trial {number}; `sweep report` shows all of them"
         )
-    for record in ranking.records:
-        if record.number == number and record.verdict is Verdict.FITS:
-            return record
-    raise InputError(
-        f"trial {number} of study {quote(snapshot.name)} was not measured to fit: name one that was"
-    )
+    trial = ranking.trials.get(number)
+    if trial is None or trial.record.verdict is not Verdict.FITS:
+        raise InputError(
+            f"trial {number} of study {quote(snapshot.name)} was not measured to fit: name one "
+            "that was"
+        )
+    return trial
 
 
 def recorded_texts(snapshot: StudySnapshot, epoch: EpochRecord | None) -> RecordedTexts | None:

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from qlora_sweep.reports import units
+from qlora_sweep.reports import format as units
 from qlora_sweep.reports.loss import loss_page
 from qlora_sweep.search_spaces.checkpoints import ADAPTER, ADAPTER_CONFIG
 from qlora_sweep.search_spaces.documents import exists, is_directory, read_json

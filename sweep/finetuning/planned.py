@@ -8,7 +8,7 @@ from bisect import bisect_left
 from dataclasses import dataclass
 from functools import cache
 
-from qlora_sweep.reports import units
+from qlora_sweep.reports import format as units
 from qlora_sweep.search_spaces.config import TrialConfig
 from qlora_sweep.search_spaces.gpus import match_product
 from qlora_sweep.search_spaces.texts import CUT_MAX

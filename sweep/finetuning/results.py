@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from qlora_sweep.reports import units
+from qlora_sweep.reports import format as units
 from qlora_sweep.reports.words import reward_accuracy
 from qlora_sweep.search_spaces.checkpoints import identity_of
 from qlora_sweep.search_spaces.config import KNOBS, canonical

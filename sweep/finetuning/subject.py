@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from qlora_sweep.reports import units
+from qlora_sweep.reports import format as units
 from qlora_sweep.search_spaces.config import TrialConfig, parse_config
 from qlora_sweep.search_spaces.documents import exists, home_expanded, read_json
 from qlora_sweep.search_spaces.errors import InputError, NothingFits, did_you_mean, quote

@@ -11,7 +11,7 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, assert_never
 
-from qlora_sweep.reports import units
+from qlora_sweep.reports import format as units
 from qlora_sweep.reports.words import emulation_note
 from qlora_sweep.search_spaces.checkpoints import check_weights
 from qlora_sweep.search_spaces.config import TrialConfig, canonical

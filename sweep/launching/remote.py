@@ -28,7 +28,7 @@ from typing import IO, Self, TypeVar, cast
 
 from pydantic import BaseModel
 
-from qlora_sweep.reports import units
+from qlora_sweep.reports import format as units
 from qlora_sweep.search_spaces.errors import EnvironmentFault, InputError, quote, words_of
 from qlora_sweep.search_spaces.redaction import shown
 from qlora_sweep.sweep.installation import DISTRIBUTION

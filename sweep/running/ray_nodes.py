@@ -24,7 +24,7 @@ from functools import partial
 from operator import itemgetter
 from typing import Any
 
-from qlora_sweep.reports import units
+from qlora_sweep.reports import format as units
 from qlora_sweep.search_spaces.errors import (
     NAMED_MAX,
     EnvironmentFault,

@@ -26,7 +26,7 @@ from qlora_sweep.search_spaces.linears import CapacityClass, nearest_capacity
 from qlora_sweep.search_spaces.models import ModelSpec
 from qlora_sweep.search_spaces.space import Objective, SearchSpace, StepBudget
 from qlora_sweep.storage import codec
-from qlora_sweep.storage.ranking import merits_of
+from qlora_sweep.storage.ranking import merit, objective_value
 from qlora_sweep.storage.records import NEIGHBOUR, Measured, OutOfMemory, PrunedSlow, TrialRecord
 from qlora_sweep.sweep.predict.forecast import Forecaster, Progress, silent
 from qlora_sweep.sweep.predict.memory.prediction import CAPPED_EXPANDABLE, stated_uncertainty
@@ -492,7 +492,8 @@ class GuidedSampler(CandidateSampler):
         if record.number not in self._merits:
             reached = -math.inf
             if isinstance(record.outcome, Measured):
-                (reached,) = merits_of(record, (self._objective,))
+                measured = record.outcome.measurement
+                reached = merit(self._objective, objective_value(self._objective, measured))
             self._merits[record.number] = reached
         return self._merits[record.number]
 

@@ -20,7 +20,7 @@ from qlora_sweep.storage.confirmations import (
     soaked_long_enough,
 )
 from qlora_sweep.storage.ledger import MAX_ATTEMPTS, attempts
-from qlora_sweep.storage.ranking import Ranking, measured_of
+from qlora_sweep.storage.ranking import RankedTrial, Ranking
 from qlora_sweep.storage.records import Errand, Measurement, Purpose, TrialRecord
 from qlora_sweep.sweep.planning.survey import TRIAL_SECONDS
 from qlora_sweep.sweep.study.driver import Wanted, quality_command
@@ -47,7 +47,7 @@ class Contender:
     """Of its trial; None for the baseline in a winner's class that none was of."""
 
     @classmethod
-    def of(cls, record: TrialRecord) -> Contender:
+    def of(cls, record: TrialRecord | RankedTrial) -> Contender:
         """Return the configuration of a trial."""
         return cls(canonical(record.config), record.config, record.number)
 
@@ -85,7 +85,7 @@ class ConfirmationPlan:
             return self._soak_of(winner)
         return self._next_seed()
 
-    def _soak_of(self, winner: TrialRecord) -> Wanted:
+    def _soak_of(self, winner: RankedTrial) -> Wanted:
         budget = self.budget
         steps = self._steps.model_copy(
             update={
@@ -97,7 +97,7 @@ class ConfirmationPlan:
         errand = Errand(purpose="soak", series=self.series, confirms=winner.number)
         return Wanted(steps, winner.config, errand)
 
-    def _faster_baseline(self) -> TrialRecord | None:
+    def _faster_baseline(self) -> RankedTrial | None:
         """Return the baseline where it outran the winner and the space holds it: no trial was of
         it, and as one it can win."""
         ranking = self.ranking
@@ -105,7 +105,7 @@ class ConfirmationPlan:
         if winner is None:
             return None
         baseline = ranking.reference_for(winner.config)
-        if baseline is None or baseline.purpose == "search":
+        if baseline is None or baseline.record.purpose == "search":
             return None
         high = ranking.ratio(winner, baseline).high
         if high is None or high >= 1.0 or not ranking.holds(baseline.config):
@@ -140,17 +140,17 @@ class ConfirmationPlan:
         least = self._steps.model_copy(update={"measured_max": self._steps.measured_min})
         tried = [r for r in self.ranking.confirmations.records if r.purpose == "quality"]
         for seed in range(space.seed + 1, space.seed + self.budget.quality_seeds):
-            for record in self._to_seed():
-                quality = measured_of(record).quality
+            for trial in self._to_seed():
+                quality = trial.measurement.quality
                 is_done = quality is not None and seed in (quality.seeds or (quality.seed,))
-                if is_done or self._has_failed(record.config, tried):
+                if is_done or self._has_failed(trial.config, tried):
                     continue
-                errand = Errand(purpose="quality", series=self.series, confirms=record.number)
+                errand = Errand(purpose="quality", series=self.series, confirms=trial.number)
                 asked = quality_command(space, tokens=self.tokens, seed=seed)
-                return Wanted(least, record.config, errand, asked)
+                return Wanted(least, trial.config, errand, asked)
         return None
 
-    def _to_seed(self) -> tuple[TrialRecord, ...]:
+    def _to_seed(self) -> tuple[RankedTrial, ...]:
         """Return the few that the choice is between: the knee, the lowest loss and the fastest of
         the front."""
         ranking = self.ranking
@@ -159,7 +159,7 @@ class ConfirmationPlan:
             return ()
         knee = front[0]
         lowest = min(ranking.ranked, key=_loss)
-        fastest = max(front, key=lambda record: measured_of(record).tokens_per_second)
+        fastest = max(front, key=lambda trial: trial.measurement.tokens_per_second)
         # Each once, where one is the same as another.
         chosen = {knee.number: knee, lowest.number: lowest, fastest.number: fastest}
         return tuple(chosen.values())
@@ -197,9 +197,9 @@ class ConfirmationPlan:
             references += self._recipe_of(fastest)
         return tuple(references)
 
-    def _recipe_of(self, record: TrialRecord) -> list[Contender]:
+    def _recipe_of(self, trial: RankedTrial) -> list[Contender]:
         """Return the baseline in a trial's class; none where that is known not to run."""
-        config = self.ranking.recipe_for(record.config)
+        config = self.ranking.recipe_for(trial.config)
         recipe = canonical(config)
         newest = self._newest_of(recipe)
         if newest is not None and newest.measurement is None:
@@ -256,23 +256,16 @@ class ConfirmationPlan:
     def _like_its_runs(self) -> Sequence[Measurement]:
         """The runs of this series that were measured; before there are any, the contenders as the
         search measured them."""
-        if self.has_begun:
-            return self._measured_runs
-        runs = []
-        for record in self.ranking.ranked:
-            if Contender.of(record) in self.contenders:
-                runs.append(measured_of(record))
-        return runs
-
-    @cached_property
-    def _measured_runs(self) -> Sequence[Measurement]:
-        """What the runs of this series measured."""
-        return list(filter(None, (record.measurement for record in self._of("confirm"))))
+        measured = [run.measurement for run in self._of("confirm") if run.measurement is not None]
+        if measured:
+            return measured
+        ranked = self.ranking.ranked
+        return [trial.measurement for trial in ranked if Contender.of(trial) in self.contenders]
 
     @property
     def has_begun(self) -> bool:
         """Whether a run of it was measured."""
-        return bool(self._measured_runs)
+        return any(run.measurement is not None for run in self._of("confirm"))
 
     @property
     def least_seconds(self) -> float:
@@ -318,7 +311,11 @@ class ConfirmationPlan:
         if wanted.errand.purpose == "confirm" and not self.has_begun:
             needed = self.least_seconds
         if wanted.quality is not None:
-            needed += max(map(_training_seconds, self.ranking.ranked), default=0.0)
+            longest = 0.0
+            for trial in self.ranking.ranked:
+                if trial.measurement.quality is not None:
+                    longest = max(longest, trial.measurement.quality.seconds)
+            needed += longest
         return wanted if needed <= left_seconds else None
 
     def _undecided(self) -> list[Contender]:
@@ -340,7 +337,7 @@ class ConfirmationPlan:
             return wanted
         return []
 
-    def _ties_of(self, winner: TrialRecord) -> set[Contender]:
+    def _ties_of(self, winner: RankedTrial) -> set[Contender]:
         """Return a winner and what further runs may tell from it; nothing where that is nothing."""
         ranking = self.ranking
         open_ties = set()
@@ -351,17 +348,17 @@ class ConfirmationPlan:
             open_ties.add(Contender.of(winner))
         return open_ties
 
-    def _pair_of(self, winner: TrialRecord) -> set[Contender]:
+    def _pair_of(self, winner: RankedTrial) -> set[Contender]:
         """Return a winner, and what its gain is stated over."""
         reference = self.ranking.reference_for(winner.config) or winner
         return {Contender.of(winner), Contender.of(reference)}
 
-    def _is_gain_unsure(self, winner: TrialRecord) -> bool:
+    def _is_gain_unsure(self, winner: RankedTrial) -> bool:
         """Whether further runs may say more of a winner's gain."""
         reference = self.ranking.reference_for(winner.config) or winner
         if Contender.of(winner) == Contender.of(reference):
             # Without a gain its own speed is to be known closely.
-            return measured_of(winner).is_noisy
+            return winner.measurement.is_noisy
         if _is_enough(self.ranking.ratio(winner, reference), width=GAIN_WIDTH):
             return False
         return bool(self._runs(Contender.of(reference)))
@@ -376,7 +373,7 @@ class ConfirmationPlan:
             return 0.0
         return statistics.fmean(seconds) * len(contenders)
 
-    def _is_to_soak(self, winner: TrialRecord) -> bool:
+    def _is_to_soak(self, winner: RankedTrial) -> bool:
         budget = self.budget
         soaks = self._of("soak")
         if not budget.soak_seconds or not self.ranking.is_measured_again(winner):
@@ -459,16 +456,8 @@ def _is_enough(ratio: Ratio, *, width: float = math.inf) -> bool:
     return ratio.high - ratio.low < width * ratio.value
 
 
-def _training_seconds(record: TrialRecord) -> float:
-    """Return what training a trial for its quality took; 0 where it was not."""
-    quality = measured_of(record).quality
-    if quality is None:
-        return 0.0
-    return quality.seconds
-
-
-def _loss(record: TrialRecord) -> float:
-    quality = measured_of(record).quality
+def _loss(trial: RankedTrial) -> float:
+    quality = trial.measurement.quality
     if quality is None:
         return math.inf
     return quality.eval_loss

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from qlora_sweep.reports import units
+from qlora_sweep.reports import format as units
 from qlora_sweep.search_spaces.config import CONFIG_KEYS, TrialConfig
 from qlora_sweep.search_spaces.documents import Document, validate
 from qlora_sweep.search_spaces.errors import InputError

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from qlora_sweep.reports import units
+from qlora_sweep.reports import format as units
 from qlora_sweep.search_spaces.errors import InputError
 from qlora_sweep.search_spaces.linears import parameters
 from qlora_sweep.search_spaces.space import SearchSpace

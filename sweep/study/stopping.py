@@ -241,17 +241,13 @@ class Rivals:
     def learn(self, records: Iterable[TrialRecord]) -> None:
         """Take in finished trials of the search, later than every one before.
 
-        They are ranked, but with the speed that the search measured: what runs is measured by the
-        search as well.
+        Their speed is that which the search measured: what runs is measured by the search as well.
         """
         by_number = {record.number: record for record in records}
         ranking = rank(by_number.values(), self._definition, self._confirmations)
         # Another mapping, as what runs in another thread reads the one that was.
         rivals = dict(self._rivals)
-        for ranked in ranking.records:
-            record = ranked
-            if ranked.number not in ranking.fallen:
-                record = by_number[ranked.number]
+        for record in ranking.records:
             if record.verdict in CONCLUSIVE and self._space.holds(record.config):
                 key = identity(record.config)
                 rivals.pop(key, None)

@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import islice
 
-from qlora_sweep.reports import units, words
+from qlora_sweep.reports import format as units
+from qlora_sweep.reports import words
 from qlora_sweep.search_spaces.config import (
     BATCH_KEYS,
     CAPACITY_KEYS,
@@ -19,7 +20,7 @@ from qlora_sweep.search_spaces.config import (
 )
 from qlora_sweep.search_spaces.space import SearchSpace
 from qlora_sweep.storage.definition import StudyDefinition
-from qlora_sweep.storage.ledger import Ledger
+from qlora_sweep.storage.ledger import TrialLedger
 from qlora_sweep.storage.ranking import Ranking, rank
 from qlora_sweep.storage.records import TrialRecord, Verdict
 from qlora_sweep.sweep.planning.evidence import target_speeds
@@ -94,7 +95,7 @@ class Board:
         self.definition = definition
         self.clock = clock
         self.lock = threading.Lock()
-        self.ledger = Ledger(records)
+        self.ledger = TrialLedger(records)
         self.running: dict[int, Running] = {}
         """What runs, by number."""
         self.tracing: events.SpaceTraced | None = None

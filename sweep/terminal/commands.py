@@ -7,7 +7,8 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-from qlora_sweep.reports import images, units
+from qlora_sweep.reports import format as units
+from qlora_sweep.reports import images
 from qlora_sweep.reports.comparison import compare, of_study
 from qlora_sweep.reports.page import render, render_comparison, write_page
 from qlora_sweep.search_spaces.costs import AskedWork

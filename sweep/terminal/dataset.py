@@ -12,7 +12,7 @@ from dataclasses import asdict
 from functools import partial
 from typing import Any, get_args
 
-from qlora_sweep.reports import units
+from qlora_sweep.reports import format as units
 from qlora_sweep.search_spaces.errors import InputError, did_you_mean
 from qlora_sweep.search_spaces.kinds import Method
 from qlora_sweep.search_spaces.models import ModelSpec, load_model_spec

@@ -13,14 +13,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from qlora_sweep.reports import units
+from qlora_sweep.reports import format as units
 from qlora_sweep.reports.answer import facts, headline
 from qlora_sweep.reports.view import StudyView, view_of
 from qlora_sweep.reports.words import verdict_words
 from qlora_sweep.search_spaces.documents import parse_object, read_text
 from qlora_sweep.search_spaces.errors import NothingFits
 from qlora_sweep.search_spaces.loading import load_space
-from qlora_sweep.storage.ranking import measured_of
 from qlora_sweep.storage.surfaces import read_surface
 from qlora_sweep.sweep.paths import report_path, storage_url
 from qlora_sweep.sweep.request import RunRequest, Where
@@ -80,7 +79,7 @@ def _as_published(view: StudyView, surface: str) -> Iterator[str]:
     recipe = identity(load_space("a10").baseline_config())
     rows = {identity(row.config): row.tokens_per_second for row in read_surface(surface).rows}
     if view.winner is not None and (known := rows.get(recipe)) is not None:
-        ratio = measured_of(view.winner).tokens_per_second / known
+        ratio = view.winner.measurement.tokens_per_second / known
         yield f"  (that is {ratio:.2f}x the recipe as published, which has adapters on q,k,v,o)"
 
 

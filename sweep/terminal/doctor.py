@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from qlora_sweep.reports import units
+from qlora_sweep.reports import format as units
 from qlora_sweep.search_spaces.errors import install_extra
 from qlora_sweep.search_spaces.gpus import GIB
 from qlora_sweep.search_spaces.rules import torch_for

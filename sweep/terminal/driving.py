@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from qlora_sweep.reports import units
+from qlora_sweep.reports import format as units
 from qlora_sweep.reports.answer import stopped_words
 from qlora_sweep.reports.page import render, write_page
 from qlora_sweep.reports.view import StudyView, view_of

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from qlora_sweep.reports import units
+from qlora_sweep.reports import format as units
 from qlora_sweep.reports.view import view_of
 from qlora_sweep.search_spaces.costs import SECONDS_PER_HOUR
 from qlora_sweep.search_spaces.documents import home_expanded

@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Iterator
 from contextlib import closing
 
-from qlora_sweep.reports import units
+from qlora_sweep.reports import format as units
 from qlora_sweep.reports.answer import status_words
 from qlora_sweep.search_spaces.config import TrainerName
 from qlora_sweep.search_spaces.errors import EnvironmentFault, InputError, NothingFits, did_you_mean

@@ -9,7 +9,7 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
-from qlora_sweep.reports import units
+from qlora_sweep.reports import format as units
 from qlora_sweep.reports.words import reward_accuracy
 from qlora_sweep.search_spaces.documents import exists, read_json
 from qlora_sweep.search_spaces.errors import InputError, NothingFits, did_you_mean, quote

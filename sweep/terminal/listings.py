@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-from qlora_sweep.reports import units
+from qlora_sweep.reports import format as units
 from qlora_sweep.reports.view import view_of
 from qlora_sweep.search_spaces.errors import InputError, NothingFits
 from qlora_sweep.search_spaces.gpus import gpu_catalogue

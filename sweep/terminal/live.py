@@ -16,11 +16,12 @@ from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.text import Text
 
-from qlora_sweep.reports import units, words
+from qlora_sweep.reports import format as units
+from qlora_sweep.reports import words
 from qlora_sweep.reports.words import outcome_line, verdict_words
 from qlora_sweep.search_spaces.config import TrialConfig
 from qlora_sweep.storage.definition import StudySnapshot
-from qlora_sweep.storage.records import Errand, Phase, Purpose, TrialRecord
+from qlora_sweep.storage.records import Errand, Phase, Purpose, TrialRecord, Verdict
 from qlora_sweep.sweep.predict.forecast import TRACED
 from qlora_sweep.sweep.study import events
 from qlora_sweep.sweep.terminal import console
@@ -223,7 +224,7 @@ def _best(board: Board) -> str:
     best = board.ranking.winner
     if best is None:
         return "nothing fits yet"
-    ended = outcome_line(best, budget_bytes=board.definition.target.budget_bytes)
+    ended = f"{words.VERDICT_LABELS[Verdict.FITS]}, {words.measured_line(best.measurement)}"
     line = f"trial {best.number}: {ended}"
     ratio = board.ranking.gain.ratio
     if ratio is not None and ratio.value != 1:

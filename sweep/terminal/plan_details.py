@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from qlora_sweep.reports import units
+from qlora_sweep.reports import format as units
 from qlora_sweep.search_spaces.config import CAPACITY_KEYS, SIZE_KEYS, TrialConfig, targets_in_words
 from qlora_sweep.search_spaces.costs import Bill, OfferComparison, Workload
 from qlora_sweep.search_spaces.linears import parameters

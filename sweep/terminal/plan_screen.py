@@ -10,7 +10,7 @@ from typing import Any, Literal
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from qlora_sweep.reports import units
+from qlora_sweep.reports import format as units
 from qlora_sweep.reports.words import capacity, cut_in_words
 from qlora_sweep.search_spaces.config import CAPACITY_KEYS, TrialConfig
 from qlora_sweep.search_spaces.costs import Bill

@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from qlora_sweep.reports import units
+from qlora_sweep.reports import format as units
 from qlora_sweep.search_spaces.errors import InputError
 from qlora_sweep.storage.contributions import contribution_of, read_contribution
 from qlora_sweep.storage.files import checked_output, write_output

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from qlora_sweep.reports import answer, units, words
+from qlora_sweep.reports import answer, words
+from qlora_sweep.reports import format as units
 from qlora_sweep.reports.advice import how_to_go_faster
 from qlora_sweep.reports.view import StudyView, view_of
 from qlora_sweep.search_spaces import redaction
 from qlora_sweep.search_spaces.errors import quote
 from qlora_sweep.storage.definition import StudySnapshot, UnreadableStudy
-from qlora_sweep.storage.ranking import measured_of
 from qlora_sweep.storage.records import Invalid, Purpose
 from qlora_sweep.sweep.terminal.console import folded
 from qlora_sweep.sweep.terminal.drawing import table
@@ -166,7 +166,7 @@ def _best_of(view: StudyView) -> str:
     as well."""
     if view.winner is None:
         return units.DASH
-    measured = measured_of(view.winner)
+    measured = view.winner.measurement
     speed = words.speed(measured)
     predicted = view.target_tokens_per_second
     if predicted is not None and predicted.basis == "predicted":

@@ -18,7 +18,7 @@ from typing import Any
 
 from pydantic import BaseModel, Field, ValidationError
 
-from qlora_sweep.reports import units
+from qlora_sweep.reports import format as units
 from qlora_sweep.search_spaces.checkpoints import check_weights
 from qlora_sweep.search_spaces.config import TrialConfig, allocator_settings
 from qlora_sweep.search_spaces.errors import EnvironmentFault, InputError, NothingFits

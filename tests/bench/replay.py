@@ -19,7 +19,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from qlora_sweep.reports import units
+from qlora_sweep.reports import format as units
 from qlora_sweep.search_spaces.errors import (
     InputError,
     NothingFits,

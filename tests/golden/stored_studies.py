@@ -65,8 +65,10 @@ def store(study: StudySnapshot, *, url: str, home: Path) -> None:
 def _again(study: StudySnapshot) -> Iterator[TrialRecord]:
     """Yield runs in turns of the best two and the baseline, each a little slower, and soaks."""
     ranking = rank_study(study)
-    rivals = dict.fromkeys((*ranking.ranked[:2], ranking.baseline) if ranking.ranked else ())
-    for turn, run in enumerate(confirmed(*filter(None, rivals))):
+    rivals = {trial.number: trial.record for trial in ranking.ranked[:2]}
+    if rivals and ranking.baseline is not None:
+        rivals.setdefault(ranking.baseline.number, ranking.baseline.record)
+    for turn, run in enumerate(confirmed(*rivals.values())):
         measured, share = measured_of(run), 0.99 - 0.003 * turn
         changes = {
             "tokens_per_second": share * measured.tokens_per_second,

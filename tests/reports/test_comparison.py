@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from qlora_sweep.reports.comparison import Comparison, compare, comparison_words, of_study
+from qlora_sweep.reports.comparison import GpuComparison, compare, comparison_words, of_study
 from qlora_sweep.search_spaces.config import TrialConfig
 from qlora_sweep.search_spaces.costs import AskedWork
 from qlora_sweep.search_spaces.errors import InputError
@@ -50,11 +50,11 @@ def _study(
     )
 
 
-def _compared(*studies: StudySnapshot, **work: float) -> Comparison:
+def _compared(*studies: StudySnapshot, **work: float) -> GpuComparison:
     return compare([of_study(study) for study in studies], work=AskedWork(**work))  # type: ignore[arg-type]
 
 
-def _verdicts(comparison: Comparison) -> tuple[str, ...]:
+def _verdicts(comparison: GpuComparison) -> tuple[str, ...]:
     return comparison_words(comparison).groups[0].verdicts
 
 
@@ -105,7 +105,7 @@ def test_a_break_even_is_where_the_bills_cross_and_none_is_told_inside_the_uncer
     """The one that starts for less costs twice as much a token, until that is used up."""
     starts = {"boot_seconds": 360.0, "download_bytes_per_second": None}
 
-    def known(**width: float) -> Comparison:
+    def known(**width: float) -> GpuComparison:
         return _compared(
             _study("quick start", 4_000.0, usd=1.0, boot_seconds=0.0, **width),
             _study("long run", 16_000.0, usd=2.0, **starts, **width),

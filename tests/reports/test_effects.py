@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from qlora_sweep.reports.document import document_of
-from qlora_sweep.reports.effects import Effect, Ratio, effects_of
+from qlora_sweep.reports.effects import Effect, EffectRatio, effects_of
 from qlora_sweep.reports.view import view_of
 from qlora_sweep.search_spaces.config import TrialConfig
 from qlora_sweep.search_spaces.gpus import GIB
@@ -221,5 +221,5 @@ def test_what_cannot_be_told_apart_says_why(study: StudySnapshot, key: str, why:
 
 
 def test_an_interval_across_one_shows_no_difference() -> None:
-    assert str(Ratio(1.01, 0.98, 1.04)) == "no difference shown (-2.0 to +4.0 %)"
-    assert str(Ratio(1.6, 1.5, 1.7)) == "+60 % (+50 to +70 %)"
+    assert str(EffectRatio(1.01, 0.98, 1.04)) == "no difference shown (-2.0 to +4.0 %)"
+    assert str(EffectRatio(1.6, 1.5, 1.7)) == "+60 % (+50 to +70 %)"

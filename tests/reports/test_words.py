@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from qlora_sweep.reports import units, words
+from qlora_sweep.reports import format as units
+from qlora_sweep.reports import words
 from qlora_sweep.reports.words import VERDICT_LABELS, VERDICT_MEANINGS, verdict_words
 from qlora_sweep.search_spaces.config import TrialConfig
 from qlora_sweep.search_spaces.gpus import GIB

@@ -25,7 +25,7 @@ from qlora_sweep.storage.codec import (
 )
 from qlora_sweep.storage.definition import differences
 from qlora_sweep.storage.environment import PACKAGES, fingerprint
-from qlora_sweep.storage.ledger import MAX_ATTEMPTS, Ledger, attempts, next_number
+from qlora_sweep.storage.ledger import MAX_ATTEMPTS, TrialLedger, attempts, next_number
 from qlora_sweep.storage.records import (
     RETRYABLE,
     Carried,
@@ -193,7 +193,7 @@ def spent_of(records: Sequence[TrialRecord], *, since: int) -> int:
 def test_a_ledger_says_of_any_sequence_of_trials_what_looking_at_all_of_them_says(
     told: list[TrialRecord], since: int, loaded: int
 ) -> None:
-    ledger = Ledger(told[:loaded])
+    ledger = TrialLedger(told[:loaded])
     for record in told[loaded:]:
         ledger.add(record)
     last = {record.number: record for record in told}
@@ -227,7 +227,7 @@ def test_what_came_to_nothing_is_tried_three_times_at_most(
     outcomes: list[Outcome], is_retried: bool
 ) -> None:
     records = [a_record(number, outcome) for number, outcome in enumerate(outcomes)]
-    assert bool(Ledger(records).to_retry()) == is_retried
+    assert bool(TrialLedger(records).to_retry()) == is_retried
 
 
 @pytest.mark.parametrize(
@@ -239,5 +239,5 @@ def test_a_new_run_tries_anew_what_failed_in_the_last(
     outcome: Outcome, seconds: float, is_retried: bool
 ) -> None:
     records = [a_record(number, outcome, device_seconds=seconds) for number in range(3)]
-    assert bool(Ledger(records).to_retry(since=next_number(records))) is is_retried
-    assert not Ledger(records).to_retry()
+    assert bool(TrialLedger(records).to_retry(since=next_number(records))) is is_retried
+    assert not TrialLedger(records).to_retry()

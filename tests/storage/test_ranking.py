@@ -27,12 +27,12 @@ from qlora_sweep.storage.confirmations import (
 )
 from qlora_sweep.storage.definition import StudySnapshot, TargetSpeed
 from qlora_sweep.storage.ranking import (
-    Gain,
+    RankedGain,
     Ranking,
     measured_of,
-    pareto_front,
     rank,
     rank_study,
+    undominated,
     verdict_counts,
 )
 from qlora_sweep.storage.records import (
@@ -162,16 +162,14 @@ def test_trials_are_ordered_by_what_is_asked_for(
 
 def test_the_front_of_any_trials_is_what_comparing_all_pairs_gives() -> None:
     rng = random.Random(0)
-    objectives: tuple[Objective, ...] = (*BOTH, "trainable_parameters")
     for _ in range(50):
-        points = [tuple(rng.randint(1, 5) for _ in range(3)) for _ in range(12)]
-        records = trials(*(fits(s, peak=p, trainable_parameters=t) for s, p, t in points))
+        points = {n: tuple(float(rng.randint(1, 5)) for _ in range(3)) for n in range(12)}
         beaten = {
             n
-            for n, (s, p, t) in enumerate(points)
-            if any(o != (s, p, t) and o[0] >= s and o[1] <= p and o[2] >= t for o in points)
+            for n, point in points.items()
+            if any(o != point and min(np.subtract(o, point)) >= 0 for o in points.values())
         }
-        assert set(numbers(pareto_front(records, objectives))) == set(range(12)) - beaten
+        assert undominated(points) == set(points) - beaten
 
 
 def test_what_overlaps_the_winner_is_close_and_a_tie_once_measured_beside_it() -> None:
@@ -238,9 +236,9 @@ def test_a_baseline_outside_the_space_is_a_reference_and_never_ranked() -> None:
         ranking = ranked(outside, inside, fixed={"lora_rank": 64}, objectives=objectives)
         assert (numbers(ranking.ranked), ranking.tied) == ([1], ())
         assert [best.number for best in ranking.fastest_by_class] == [1]
-        assert (ranking.baseline, ranking.is_baseline_in_space) == (outside, False)
+        assert (ranking.baseline.record, ranking.is_baseline_in_space) == (outside, False)
     again = [as_baseline(a_record(n, outcome)) for n, outcome in enumerate((fits(), fits(), OOM))]
-    assert ranked(*again).baseline == again[1], "as it was last measured"
+    assert ranked(*again).baseline.record == again[1], "as it was last measured"
 
 
 def test_every_class_of_capacity_has_its_fastest_trial() -> None:
@@ -279,10 +277,11 @@ def test_the_baseline_has_a_recipe_in_every_class_and_is_its_own() -> None:
     ranking = ranked(base, own, other, dimensions=CLASSES)
     assert ranking.recipe_for(own.config) == TrialConfig()
     assert ranking.recipe_for(other.config) == TrialConfig(lora_rank=64, target_modules="qv")
-    assert ranking.reference_for(own.config) == base
+    assert ranking.reference_for(own.config).record == base
     assert ranking.reference_for(other.config) is None
     recipe = classed(3, fits(150.0), lora_rank=64, target_modules="qv")
-    assert ranked(base, other, recipe, dimensions=CLASSES).reference_for(other.config) == recipe
+    ranking = ranked(base, other, recipe, dimensions=CLASSES)
+    assert ranking.reference_for(other.config).record == recipe
 
 
 # Classes of numerics, where another GPU may stand in for the target
@@ -336,8 +335,8 @@ def test_the_target_itself_measures_which_class_of_numerics_is_faster() -> None:
 def test_where_another_gpu_stands_in_what_is_predicted_of_the_target_decides() -> None:
     ranking = for_a_target(*FOUR)
     assert (numbers(ranking.ranked), ranking.numerics_choice) == ([2, 3, 1, 0], "predicted")
-    assert measured_of(ranking.ranked[0]) == measured_of(FOUR[2]), "its measurement is its own"
-    assert ranking.other_numerics == FOUR[1]
+    assert ranking.ranked[0].measurement == FOUR[2].measurement, "its measurement is its own"
+    assert ranking.other_numerics.record == FOUR[1]
     # Intervals on the stand-in say nothing of the target.
     assert ranking.close == ()
     assert numbers(for_a_target(FOUR[1], FOUR[3], objectives=BOTH).front) == [3]
@@ -371,7 +370,7 @@ def test_8_bits_have_to_be_sure_to_gain_on_the_target(int8: TargetSpeed, is_chos
     speeds = {1: predicted(500.0, 0.0), 3: int8}
     ranking = for_a_target(FOUR[1], FOUR[3], speeds=speeds)
     assert numbers(ranking.ranked) == ([3, 1] if is_chosen else [1, 3])
-    assert ranking.other_numerics == (FOUR[1] if is_chosen else FOUR[3])
+    assert ranking.other_numerics.record == (FOUR[1] if is_chosen else FOUR[3])
 
 
 @pytest.mark.parametrize(("speed", "first"), [(205.0, 1), (230.0, 3)])
@@ -514,13 +513,13 @@ THREE = (BASE, SLOW, FAST)
 
 def test_the_speed_of_several_runs_is_their_middle_and_one_run_confirms_nothing() -> None:
     runs = Runs().runs(FAST, 190.0, 200.0, peak=11 * GIB)
-    measured = measured_of(measured_again(SLOW, FAST, runs=runs).records[1])
+    measured = measured_again(SLOW, FAST, runs=runs).trials[2].measurement
     assert measured.tokens_per_second == pytest.approx(math.sqrt(190.0 * 200.0))
     assert measured.step_seconds == pytest.approx(4096 / measured.tokens_per_second)
     assert (measured.steps_measured, measured.peak_allocated_bytes) == (12, 11 * GIB)
     once = measured_again(FAST, runs=Runs().runs(FAST, 190.0))
-    assert measured_of(once.records[0]).tokens_per_second == 210.0
-    assert not once.is_measured_again(once.records[0])
+    assert once.trials[2].measurement.tokens_per_second == 210.0
+    assert not once.is_measured_again(once.trials[2])
 
 
 def test_confirmed_is_measured_again_and_soaked() -> None:
@@ -528,7 +527,11 @@ def test_confirmed_is_measured_again_and_soaked() -> None:
     assert not measured_again(FAST, runs=again).is_confirmed
     assert measured_again(FAST, runs=again, confirm={"soak_seconds": 0}).is_confirmed
     soaked = measured_again(FAST, runs=again.soak(FAST))
-    assert (soaked.is_confirmed, soaked.runs, soaked.soak is None) == (True, 2, False)
+    assert (soaked.is_confirmed, len(soaked.runs_of(FAST.config)), soaked.soak is None) == (
+        True,
+        2,
+        False,
+    )
     # What a further search finds faster wins until it is measured again.
     further = measured_again(BASE, FAST, trial(3, 220.0), runs=again)
     assert (numbers(further.ranked)[0], further.is_confirmed) == (3, False)
@@ -641,13 +644,13 @@ def test_what_joins_later_is_paired_with_what_ran_beside_it() -> None:
     assert before is None
     # They never ran in one round: all that drifted is in the interval of their speeds.
     ranking = measured_again(*THREE, runs=runs)
-    assert ranking.ratio(ranking.records[0], ranking.records[1]).is_open
+    assert ranking.ratio(ranking.trials[0], ranking.trials[1]).is_open
 
 
 def test_noise_takes_no_gain_away_that_is_sure_and_leaves_none_that_may_not_be() -> None:
     sure = Runs().runs(FAST, 210.0, 130.0, 300.0).runs(BASE, 20.0, 11.0, 26.0).soak(FAST)
     ranking = measured_again(BASE, FAST, runs=sure)
-    assert measured_of(ranking.ranked[0]).is_noisy
+    assert ranking.ranked[0].measurement.is_noisy
     assert ranking.is_confirmed
     ratio = ranking.gain.ratio
     assert ratio is not None
@@ -685,8 +688,8 @@ def test_what_was_measured_again_and_soaked_is_ranked_by_that(
     ranking = measured_again(*THREE, runs=runs.runs(FAST, fast[0]))
     assert (numbers(ranking.ranked), ranking.tied, list(ranking.fallen)) == (order, tied, fallen)
     assert ranking.is_confirmed is (isinstance(soak, dict) and order[0] == 2)
-    measured = {r.number: r.measurement for r in ranking.records}[2]
-    if measured is not None and soak == {"allocator_retries": 3}:
+    if soak == {"allocator_retries": 3}:
+        measured = ranking.trials[2].measurement
         assert (measured.allocator_retries, "allocator_retries" in measured.flags) == (3, True)
 
 
@@ -696,7 +699,7 @@ def test_on_a_machine_that_got_slower_all_speeds_are_of_the_confirmation() -> No
     runs = Runs().runs(FAST, 104.0, 106.0, 105.0).runs(SLOW, 99.0, 100.0, 99.5)
     ranking = measured_again(*THREE, third, stopped, runs=runs)
     assert numbers(ranking.ranked) == [2, 1, 3, 0]
-    speeds = {r.number: measured_of(r).tokens_per_second for r in ranking.records}
+    speeds = {n: trial.measurement.tokens_per_second for n, trial in ranking.trials.items()}
     expected = {0: 50.0, 1: 99.5, 2: 105.0, 3: 102.5, 4: 206.5}
     assert speeds == pytest.approx(expected, rel=1e-3)
     # It was never measured beside the winner, and the search told them apart.
@@ -830,7 +833,7 @@ def test_across_capacity_classes_the_baselines_own_class_has_its_gain() -> None:
     assert of_class.value == pytest.approx(1.5)
 
 
-def in_another_class(config: dict[str, Any], *outcomes: Outcome) -> Gain:
+def in_another_class(config: dict[str, Any], *outcomes: Outcome) -> RankedGain:
     """Return the gain of a winner of rank 64 where a confirmation ran another recipe as well."""
     records = searched((fits(100.0), {}), (fits(300.0, spread=0.01), {"lora_rank": 64, **TWO}))
     errand = {"purpose": "confirm", "series": 1, "confirms": None}
@@ -871,7 +874,7 @@ def test_a_recipe_that_the_search_measured_is_what_a_gain_is_over_before_a_confi
         (fits(150.0, spread=0.01), {"lora_rank": 64}),
     )
     found = rank(records, a_definition(**LARGER)).gain
-    assert found.over == records[2]
+    assert found.over.record == records[2]
     assert found.ratio is not None
     assert found.ratio.value == pytest.approx(2.0)
 

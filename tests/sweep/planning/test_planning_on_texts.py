@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from qlora_sweep.reports import units
+from qlora_sweep.reports import format as units
 from qlora_sweep.reports.answer import facts
 from qlora_sweep.reports.comparison import compare, comparison_words, of_study
 from qlora_sweep.reports.view import view_of
@@ -22,8 +22,9 @@ from qlora_sweep.search_spaces.errors import InputError
 from qlora_sweep.search_spaces.gpus import GIB, find_gpu
 from qlora_sweep.search_spaces.models import load_model_spec
 from qlora_sweep.search_spaces.space import SearchSpace
-from qlora_sweep.storage.definition import StudySnapshot
-from qlora_sweep.storage.records import OutOfMemory, TrialRecord
+from qlora_sweep.storage.definition import StudySnapshot, TargetSpeed
+from qlora_sweep.storage.ranking import rank_study
+from qlora_sweep.storage.records import TrialRecord
 from qlora_sweep.sweep.data.study_epochs import StudyEpochs
 from qlora_sweep.sweep.planning.documents import card_document
 from qlora_sweep.sweep.planning.evidence import (
@@ -152,10 +153,16 @@ def study(*records: TrialRecord, **target: object) -> StudySnapshot:
     return with_target_speeds(synthetic.snapshot(records, definition=definition))
 
 
+def target_speed(snapshot: StudySnapshot) -> TargetSpeed | None:
+    """Return the speed of a study's only trial."""
+    ranking = rank_study(snapshot)
+    return ranking.target_speed(ranking.trials[0])
+
+
 def test_the_speed_is_what_is_predicted_of_the_configuration_on_that_card() -> None:
     record = synthetic.fits(0, 17_000.0, TrialConfig(micro_batch_size=8, checkpoint_fraction=0.0))
     expected = predict_step(record.config, model=MODEL, gpu=find_gpu("a10"))
-    speed = study(record).target_speed(record)
+    speed = target_speed(study(record))
     assert speed.basis == "predicted"
     assert speed.tokens_per_second == pytest.approx(expected.tokens_per_second)
     assert (speed.low, speed.high) == pytest.approx(expected.speed_estimate.ends)
@@ -203,19 +210,18 @@ def test_a_configuration_has_one_interval_wherever_it_is_shown() -> None:
 
 def test_a_card_that_ran_itself_has_the_speed_that_was_measured() -> None:
     record = synthetic.fits(0, 17_000.0)
-    speed = study(record, emulated_on=None).target_speed(record)
+    speed = target_speed(study(record, emulated_on=None))
     assert (speed.basis, speed.tokens_per_second) == ("measured", 17_000.0)
     assert (speed.low, speed.high) == pytest.approx(record.measurement.speed_interval)  # type: ignore[union-attr]
 
 
-def test_what_was_not_measured_and_what_cannot_be_predicted_has_no_speed() -> None:
-    lost, record = synthetic.record(0, OutOfMemory(stage="forward")), synthetic.fits(0, 17_000.0)
-    assert study(lost).target_speed(lost) is None
-    assert study(record, gpu="a-card-of-an-older-catalogue").target_speed(record) is None
+def test_what_cannot_be_predicted_has_no_speed() -> None:
+    record = synthetic.fits(0, 17_000.0)
+    assert target_speed(study(record, gpu="a-card-of-an-older-catalogue")) is None
     unknown = {"model": replace(MODEL, config={}).to_json()}
     definition = synthetic.definition().model_copy(update=unknown)
     snapshot = with_target_speeds(synthetic.snapshot((record,), definition=definition))
-    assert snapshot.target_speed(record) is None
+    assert target_speed(snapshot) is None
 
 
 # What a configuration would need is handed to a report where it was traced before, else not

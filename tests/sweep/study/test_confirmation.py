@@ -121,7 +121,7 @@ def test_winner_and_baseline_run_again_in_turns_and_the_winner_is_soaked(tmp_pat
         assert batches(study.confirmations()) == [10, 8, 8, 10]
         assert len(records) == study.ledger.trials_spent() == 3
     assert soaked(runner) == [10]
-    assert (ranking.is_confirmed, ranking.runs) == (True, 2)
+    assert (ranking.is_confirmed, len(ranking.runs_of(ranking.winner.config))) == (True, 2)
     assert ranking.gain.ratio is not None
     assert numbers == list(range(8))
     # What failed is no sampler's business, and has no parameters to learn from.
@@ -459,7 +459,7 @@ def test_what_came_to_nothing_at_first_is_stated_over_what_ran(
     left = [lost]
     with a_grid(tmp_path, **LARGER) as study:
         drive(study, a_runner(lambda c: left.pop() if c == RECIPE and left else by_size(c)))
-        assert ranking_of(study).gain.over.verdict is Verdict.FITS
+        assert ranking_of(study).gain.over.record.verdict is Verdict.FITS
 
 
 @pytest.mark.parametrize(
@@ -512,6 +512,6 @@ def test_time_to_build_and_compile_is_not_expected_of_what_was_trained_already(
     ranking, _, _ = confirmed(tmp_path, slow_to_start, confirm=None)
     plan = ConfirmationPlan(ranking, ConfirmBudget(), series=1)
     assert ranking.winner is not None
-    assert ranking.winner.run_seconds > 16.0
+    assert ranking.winner.record.run_seconds > 16.0
     assert plan.setup_seconds == TRIAL_SECONDS
     assert plan.run_seconds < TRIAL_SECONDS + 16.0

@@ -140,7 +140,7 @@ def test_the_front_holds_what_speed_alone_would_not(searched: Any) -> None:
     assert least.measurement.quality.eval_loss == pytest.approx(loss_of(64, 0))
     fastest = max(ranking.front, key=lambda r: r.measurement.tokens_per_second)
     bare = fastest.measurement.model_copy(update={"quality": None})
-    without = fastest.model_copy(update={"outcome": Measured(measurement=bare)})
+    without = fastest.record.model_copy(update={"outcome": Measured(measurement=bare)})
     records = [without if r.number == fastest.number else r for r in ranking.records]
     other = rank(records, ranking.definition)
     assert fastest.number not in {r.number for r in (*other.ranked, *other.front)}

@@ -9,7 +9,7 @@ import pytest
 from qlora_sweep.search_spaces.config import TrialConfig
 from qlora_sweep.search_spaces.errors import CardLost, EnvironmentFault
 from qlora_sweep.search_spaces.rules import Violation
-from qlora_sweep.storage.ledger import MAX_ATTEMPTS, Ledger, attempts
+from qlora_sweep.storage.ledger import MAX_ATTEMPTS, TrialLedger, attempts
 from qlora_sweep.storage.records import (
     Crashed,
     Measured,
@@ -119,7 +119,7 @@ def test_what_crashed_is_tried_twice_more_and_counts_once(tmp_path: Path) -> Non
         assert drive(study, runner) is StopReason.TRIALS_SPENT
         records = study.records()
     assert [record.attempt for record in records if record.config == bad] == [1, 2, 3]
-    assert Ledger(records).trials_spent() == 2
+    assert TrialLedger(records).trials_spent() == 2
 
 
 def test_after_a_crash_another_configuration_goes_first(tmp_path: Path) -> None:
@@ -206,7 +206,7 @@ def test_an_only_trial_that_crashes_is_the_machines_fault(tmp_path: Path) -> Non
         records = study.records()
     assert [record.attempt for record in records] == [1, 2, 3, 4, 5]
     assert records[-1].verdict is Verdict.FITS
-    assert Ledger(records).trials_spent() == 1
+    assert TrialLedger(records).trials_spent() == 1
 
 
 @pytest.mark.parametrize("is_known", [False, True])
