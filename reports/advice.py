@@ -39,7 +39,9 @@ def _for_the_winner(view: StudyView, winner: RankedTrial) -> Iterator[str]:
     if "tokens_per_second" in view.objectives:
         yield from _too_large(view, winner)
         yield from _edges(view, winner)
-        fixed = [key for key, knob in KNOBS.items() if knob.tried and key not in space.dimensions]
+        fixed = [
+            key for key, setting in KNOBS.items() if setting.tried and key not in space.dimensions
+        ]
         if fixed:
             yield (
                 "Settings that were not searched and can change the speed, not the model: "

@@ -18,8 +18,8 @@ from qlora_sweep.search_spaces.config import (
     canonical,
     targets_in_words,
 )
+from qlora_sweep.search_spaces.dataset_choice import CUT_MAX
 from qlora_sweep.search_spaces.quality import quality_in_words
-from qlora_sweep.search_spaces.texts import CUT_MAX
 from qlora_sweep.search_spaces.trainers import trainer_of
 from qlora_sweep.storage.confirmations import FEW_ROWS
 from qlora_sweep.storage.definition import StudySnapshot

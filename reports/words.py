@@ -372,7 +372,7 @@ def _cause(record: TrialRecord) -> str:
         case ended.Invalid(rule=rule, detail=detail):
             return detail or rule
         case (
-            ended.Ineffective(knob=where, detail=detail)
+            ended.Ineffective(setting=where, detail=detail)
             | ended.TimedOut(phase=where, detail=detail)
             | ended.Crashed(phase=where, detail=detail)
         ):

@@ -123,7 +123,7 @@ def _same(value: Any) -> Any:
 
 
 @dataclass(frozen=True)
-class Knob:
+class Declaration:
     """What is said of a setting beside the values it takes."""
 
     label: str
@@ -230,7 +230,7 @@ class TrialConfig(BaseModel):
 
     method: Annotated[
         Method,
-        Knob(
+        Declaration(
             "method",
             in_words(METHODS),
             applies=lambda config: config.is_on_completions,
@@ -243,7 +243,7 @@ class TrialConfig(BaseModel):
 
     loss_type: Annotated[
         PairLoss,
-        Knob(
+        Declaration(
             "loss of a pair",
             "{} loss",
             resolved=lambda config: config.loss_type if config.is_on_pairs else "sigmoid",
@@ -255,7 +255,7 @@ class TrialConfig(BaseModel):
 
     dpo_beta: Annotated[
         Annotated[Number, Field(gt=0, le=1e3)],
-        Knob(
+        Declaration(
             "DPO beta",
             "beta {:g}",
             resolved=lambda config: config.dpo_beta if config.is_on_pairs else 0.1,
@@ -267,7 +267,7 @@ class TrialConfig(BaseModel):
 
     reference: Annotated[
         Reference,
-        Knob(
+        Declaration(
             "reference",
             {"adapter_off": "reference in each step", ...: "reference precomputed"},
             resolved=lambda config: config.reference if config.is_on_pairs else "adapter_off",
@@ -278,14 +278,14 @@ class TrialConfig(BaseModel):
     """What ``dpo`` compares with: the base, in a pass with adapters off in each step, or its
     log-probabilities, computed once before the first step (``precomputed``)."""
 
-    lora_rank: Annotated[StrictInt, Knob("LoRA rank", "rank {}", memory="grows")] = Field(
+    lora_rank: Annotated[StrictInt, Declaration("LoRA rank", "rank {}", memory="grows")] = Field(
         default=16, ge=1, le=65_536
     )
     """Rank r of every adapter pair."""
 
     lora_alpha: Annotated[
         Annotated[Number, Field(gt=0, le=1e6)] | None,
-        Knob(
+        Declaration(
             "LoRA alpha",
             {None: "alpha 2 x rank", ...: "alpha {:g}"},
             resolved=lambda config: config.alpha,
@@ -297,7 +297,7 @@ class TrialConfig(BaseModel):
     lora_dropout: Annotated[
         Number,
         # A dropout keeps a masked copy of each adapter's input, however much it drops.
-        Knob(
+        Declaration(
             "LoRA dropout",
             {0: "no dropout", ...: "dropout {:g}"},
             memory="grows",
@@ -308,7 +308,7 @@ class TrialConfig(BaseModel):
 
     target_modules: Annotated[
         TargetModules,
-        Knob(
+        Declaration(
             "target modules",
             lambda value: f"adapters on {targets_in_words(value)}",
             memory="grows",
@@ -319,19 +319,21 @@ class TrialConfig(BaseModel):
     """Linear layers with an adapter: ``qv``, ``attention`` (q,k,v,o), ``all-linear`` or names."""
 
     micro_batch_size: Annotated[
-        StrictInt, Knob("micro-batch", "micro-batch {}", memory="grows", survives_compiler=True)
+        StrictInt,
+        Declaration("micro-batch", "micro-batch {}", memory="grows", survives_compiler=True),
     ] = Field(default=4, ge=1, le=MICRO_BATCH_MAX)
     """Sequences in one forward and backward pass, of one GPU; under ``dpo`` pairs of them."""
 
     seq_len: Annotated[
-        StrictInt, Knob("sequence length", "length {}", memory="grows", survives_compiler=True)
+        StrictInt,
+        Declaration("sequence length", "length {}", memory="grows", survives_compiler=True),
     ] = Field(default=512, ge=1, le=SEQ_LEN_MAX)
     """Tokens in every sequence."""
 
     effective_batch_size: Annotated[
         Annotated[StrictInt, Field(ge=1, le=1_000_000)] | None,
         # The gradients of one micro-batch live through the forward pass of the next.
-        Knob(
+        Declaration(
             "effective batch",
             {None: "no accumulation", ...: "effective batch {}"},
             resolved=lambda config: config.samples_per_step,
@@ -343,14 +345,14 @@ class TrialConfig(BaseModel):
     each. Accumulation follows from it."""
 
     compute_dtype: Annotated[
-        ComputeDtype, Knob("compute dtype", "{} compute", shapes_base=True, traced=_same)
+        ComputeDtype, Declaration("compute dtype", "{} compute", shapes_base=True, traced=_same)
     ] = "bf16"
     """Type of the matrix products. With ``fp8`` and ``int8`` the frozen layers multiply in 8 bits,
     forward and for their input's gradient, with a scale per token; the rest is in 16 bits."""
 
     quantization: Annotated[
         Quantization,
-        Knob(
+        Declaration(
             "quantization",
             in_words(QUANTIZATIONS),
             lean_first=lean_first(QUANTIZATIONS),
@@ -364,7 +366,7 @@ class TrialConfig(BaseModel):
     double_quant: Annotated[
         StrictBool,
         # Of 4-bit types alone.
-        Knob(
+        Declaration(
             "double quantization",
             {True: "double quantization", False: "single quantization"},
             resolved=lambda config: config.double_quant and config.is_4bit,
@@ -379,7 +381,7 @@ class TrialConfig(BaseModel):
     quantized_fraction: Annotated[
         Number,
         # Its structures are put together from those of quantized layers and of 16-bit ones.
-        Knob(
+        Declaration(
             "quantized layers",
             {1: "all layers quantized", ...: "{:.0%} of layers quantized"},
             resolved=lambda config: config.quantized_fraction if config.is_quantized else 1.0,
@@ -394,13 +396,13 @@ class TrialConfig(BaseModel):
         AdapterDtype,
         # Parameters, gradients and unquantized optimizer states are of this type. That decides
         # nothing for sure: a bf16 adapter keeps a copy of its input where that is fp32.
-        Knob("adapter dtype", "{} adapters", lean_first=("bf16",), traced=_same),
+        Declaration("adapter dtype", "{} adapters", lean_first=("bf16",), traced=_same),
     ] = "fp32"
     """Type of the adapters, of their gradients and of the optimizer states that are not 8-bit."""
 
     checkpoint_fraction: Annotated[
         Number,
-        Knob(
+        Declaration(
             "checkpointing",
             {0: "no checkpointing", 1: "full checkpointing", ...: "{:.0%} checkpointed"},
             memory="shrinks",
@@ -411,7 +413,7 @@ class TrialConfig(BaseModel):
 
     upcast_fp32: Annotated[
         StrictBool,
-        Knob(
+        Declaration(
             "fp32 upcast",
             {True: "fp32 upcast", False: "no fp32 upcast"},
             memory="grows",
@@ -425,7 +427,7 @@ class TrialConfig(BaseModel):
 
     kernels: Annotated[
         Kernels,
-        Knob(
+        Declaration(
             "kernels",
             in_words(KERNELS),
             resolved=lambda config: config.kernels_that_matter,
@@ -440,7 +442,7 @@ class TrialConfig(BaseModel):
 
     attention: Annotated[
         Attention,
-        Knob(
+        Declaration(
             "attention",
             "{} attention",
             lean_first=("sdpa", "flash_attention_2"),
@@ -451,13 +453,13 @@ class TrialConfig(BaseModel):
     """Attention implementation."""
 
     optimizer: Annotated[
-        OptimizerName, Knob("optimizer", "{}", lean_first=lean_first(OPTIMIZERS))
+        OptimizerName, Declaration("optimizer", "{}", lean_first=lean_first(OPTIMIZERS))
     ] = "adamw_8bit"
     """Optimizer of the adapters."""
 
     compile: Annotated[
         StrictBool,
-        Knob(
+        Declaration(
             "compile",
             {True: "compiled layers", False: "not compiled"},
             lean_first=(False,),
@@ -470,7 +472,7 @@ class TrialConfig(BaseModel):
     expandable_segments: Annotated[
         StrictBool,
         # Weights that lie in segments of the other kind would stay there.
-        Knob(
+        Declaration(
             "expandable segments",
             {True: "expandable segments", False: "fixed segments"},
             lean_first=(True,),
@@ -482,7 +484,7 @@ class TrialConfig(BaseModel):
     packing: Annotated[
         Packing,
         # A mask keeps packed examples apart; grouped sequences are like any other.
-        Knob(
+        Declaration(
             "packing",
             {"none": "rows not packed", "packed": "packed rows", ...: "rows grouped by length"},
             lean_first=("none", "grouped"),
@@ -494,7 +496,7 @@ class TrialConfig(BaseModel):
 
     learning_rate: Annotated[
         Annotated[Number, Field(ge=1e-7, le=1.0)] | None,
-        Knob(
+        Declaration(
             "learning rate",
             {None: "learning rate by the rule", ...: "learning rate {:g}"},
             memory="untouched",
@@ -504,8 +506,8 @@ class TrialConfig(BaseModel):
     configuration and the model (`docs/learning_rates.md`). Neither speed nor memory depends on
     it."""
 
-    data_parallel: Annotated[StrictInt, Knob("GPUs", {1: "one GPU", ...: "{} GPUs"})] = Field(
-        default=1, ge=1, le=GPUS_MAX
+    data_parallel: Annotated[StrictInt, Declaration("GPUs", {1: "one GPU", ...: "{} GPUs"})] = (
+        Field(default=1, ge=1, le=GPUS_MAX)
     )
     """GPUs that train one configuration together (DDP), each on different sequences; an optimizer
     step covers all of them."""
@@ -513,7 +515,7 @@ class TrialConfig(BaseModel):
     sharding: Annotated[
         Sharding,
         # What is sharded is stored in another type, and stays sharded.
-        Knob(
+        Declaration(
             "sharding",
             {"none": "whole model on each GPU", "fsdp": "sharded (FSDP)"},
             applies=lambda config: config.data_parallel > 1,
@@ -527,7 +529,7 @@ class TrialConfig(BaseModel):
     trainer: Annotated[
         TrainerName,
         # Of the others' tensors nothing is known that a setting does not say.
-        Knob(
+        Declaration(
             "trainer",
             {name: f"for {label}" for name, label in TRAINER_LABELS.items()},
             applies=lambda config: config.trainer != "sweep",
@@ -745,7 +747,9 @@ class TrialConfig(BaseModel):
     def base(self) -> TrialConfig:
         """Return what of this configuration shapes the frozen base; equal ones share one base."""
         resolved = canonical(self)
-        shaping = {key: getattr(resolved, key) for key, knob in KNOBS.items() if knob.shapes_base}
+        shaping = {
+            key: getattr(resolved, key) for key, setting in KNOBS.items() if setting.shapes_base
+        }
         return TrialConfig(**shaping)
 
     def capacity(self) -> dict[str, Any]:
@@ -768,12 +772,14 @@ def _spread(count: int, layers: int) -> frozenset[int]:
 
 
 CONFIG_KEYS = tuple(TrialConfig.model_fields)
-KNOBS: Mapping[str, Knob] = {
-    key: next(one for one in field.metadata if isinstance(one, Knob))
+KNOBS: Mapping[str, Declaration] = {
+    key: next(one for one in field.metadata if isinstance(one, Declaration))
     for key, field in TrialConfig.model_fields.items()
 }
 """What is declared of each setting, by its key."""
-_RESOLVED = {key: knob.resolved for key, knob in KNOBS.items() if knob.resolved is not None}
+_RESOLVED = {
+    key: setting.resolved for key, setting in KNOBS.items() if setting.resolved is not None
+}
 
 NEEDED: Mapping[tuple[str, Any], Mapping[str, Any]] = {
     ("sharding", "fsdp"): {"optimizer": SHARDED_OPTIMIZER, "upcast_fp32": False},

@@ -109,7 +109,7 @@ class AskedWork:
     dataset_samples: float | None = None
     epochs: float | None = None
     """Of the dataset, or of the tokens where those are given."""
-    has_texts: bool = False
+    has_dataset: bool = False
     """Whether there are texts, of which an epoch is asked about where nothing else is."""
 
     def __post_init__(self) -> None:
@@ -129,9 +129,9 @@ class AskedWork:
                 given.append(option)
         if len(given) > 1:
             raise InputError(f"{' and '.join(given)} both say how much to train: keep one")
-        if self.epochs is not None and self.has_texts and given:
+        if self.epochs is not None and self.has_dataset and given:
             raise InputError(f"--work epochs is of the dataset, and {given[0]} says how much")
-        sized = self.has_texts or self.tokens is not None or self.dataset_samples is not None
+        sized = self.has_dataset or self.tokens is not None or self.dataset_samples is not None
         if self.epochs is not None and not sized:
             raise InputError("--work epochs needs tokens or dataset-samples, or in a plan --data")
 

@@ -111,7 +111,7 @@ def _drawn(space: SearchSpace) -> Iterator[dict[str, Any]]:
             yield params
 
 
-def refuse_without_texts(space: SearchSpace) -> None:
+def refuse_without_dataset(space: SearchSpace) -> None:
     """Refuse what only a dataset, or only its held-out loss, can show.
 
     Raises:

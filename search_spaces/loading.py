@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from qlora_sweep.search_spaces.config import Packing, TrialConfig, needed_by, parse_config
+from qlora_sweep.search_spaces.dataset_choice import DatasetChoice
 from qlora_sweep.search_spaces.dimensions import Choices, read_value
 from qlora_sweep.search_spaces.documents import (
     Document,
@@ -29,7 +30,6 @@ from qlora_sweep.search_spaces.models import ModelSpec, located
 from qlora_sweep.search_spaces.presets import preset_space, preset_texts
 from qlora_sweep.search_spaces.rules import own_settings
 from qlora_sweep.search_spaces.space import SearchSpace, largest_whole
-from qlora_sweep.search_spaces.texts import TextsChoice
 
 PACKINGS: tuple[str, ...] = get_args(Packing)
 """How sequences are put into micro-batches; the first is the standard recipe's."""
@@ -84,12 +84,12 @@ def load_space(name_or_path: str) -> SearchSpace:
             f"or a space, and the dataset with --data {shlex.quote(name_or_path)}"
         )
     space = parse_space(read_text(path, label=name_or_path), label=name_or_path)
-    data = None if space.data is None else located_texts(space.data, beside=path.parent)
+    data = None if space.data is None else located_dataset(space.data, beside=path.parent)
     here = {"model": located(space.model, beside=path.parent), "data": data}
     return space.model_copy(update=here)
 
 
-def located_texts(choice: TextsChoice, *, beside: Path) -> TextsChoice:
+def located_dataset(choice: DatasetChoice, *, beside: Path) -> DatasetChoice:
     """Return a choice of a dataset as a file in the directory ``beside`` means its names.
 
     What is not there beside the file is left as it is: a path from where the command runs, or a hub
@@ -257,7 +257,7 @@ def with_learning_rate(space: SearchSpace, model: ModelSpec) -> Offered:
     return Offered(space, (f"{note}; learning_rate: {between} under dimensions searches it.",))
 
 
-def with_texts(
+def with_dataset(
     space: SearchSpace,
     lengths: Sequence[Length],
     *,

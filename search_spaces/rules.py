@@ -100,7 +100,7 @@ class Setting:
     device: DeviceName
     compute_capability: tuple[int, int] | None
     """Of the GPU; None on a CPU, or where it is not known."""
-    has_texts: bool = False
+    has_dataset: bool = False
     """Whether it would train on a dataset; on full-length random sequences elsewhere."""
 
     @property
@@ -207,7 +207,7 @@ def violation(
     model: ModelSpec,
     compute_capability: tuple[int, int] | None,
     device: DeviceName,
-    has_texts: bool = False,
+    has_dataset: bool = False,
 ) -> Violation | None:
     """Return the first rule that forbids ``config`` on this model and device, or None.
 
@@ -216,9 +216,9 @@ def violation(
         model: what would be trained.
         compute_capability: of the GPU; None on a CPU, or where it is not known.
         device: where it would run.
-        has_texts: whether it would train on a dataset, and not on full-length random sequences.
+        has_dataset: whether it would train on a dataset, and not on full-length random sequences.
     """
-    setting = Setting(model, device, compute_capability, has_texts)
+    setting = Setting(model, device, compute_capability, has_dataset)
     return next((Violation(*each) for each in broken_rules(config, setting)), None)
 
 
@@ -440,7 +440,7 @@ def misnamed_targets(config: TrialConfig, model: ModelSpec) -> str | None:
 
 
 def _of_many_gpus(config: TrialConfig, setting: Setting) -> Asked:
-    if config.packing != "none" and not setting.has_texts:
+    if config.packing != "none" and not setting.has_dataset:
         needs = f"packing {config.packing} needs a dataset, as random sequences are full already"
         yield "packing-needs-texts", f"{needs}: name yours with --data, or use packing none"
     if config.packing == "grouped" and config.micro_batch_size * config.data_parallel == 1:
@@ -462,7 +462,7 @@ def _of_trainer(config: TrialConfig, setting: Setting) -> Asked:
         yield "grpo", lacking and f"method grpo is for TRL: {lacking}"
     else:
         yield "trainer", lacking
-    yield "not-predicted", trainer.unmeasured(config, kind, has_texts=setting.has_texts)
+    yield "not-predicted", trainer.unmeasured(config, kind, has_dataset=setting.has_dataset)
 
 
 def _not_of_trainer(config: TrialConfig, model: ModelSpec) -> str | None:

@@ -28,6 +28,7 @@ from qlora_sweep.search_spaces.config import (
     canonical,
     parse_config,
 )
+from qlora_sweep.search_spaces.dataset_choice import DatasetChoice
 from qlora_sweep.search_spaces.dimensions import (
     Choices,
     Dimension,
@@ -46,7 +47,6 @@ from qlora_sweep.search_spaces.documents import (
 from qlora_sweep.search_spaces.errors import InputError, listed, quote
 from qlora_sweep.search_spaces.gpus import match_product
 from qlora_sweep.search_spaces.kinds import EIGHT_BIT
-from qlora_sweep.search_spaces.texts import TextsChoice
 
 MICRO_STEPS_TIMED = 2
 """Micro-steps of one optimizer step that a trial really runs, however long the accumulation.
@@ -169,7 +169,7 @@ class SearchSpace(Strict):
     """Speed and memory do not depend on them; pretrained loads the real ones."""
     budget_gib: Annotated[Number, Field(gt=0, le=100_000)] | None = None
     """Budget of a device that the catalogue lacks (the CPU), or a tighter one than the GPU's."""
-    data: TextsChoice | None = None
+    data: DatasetChoice | None = None
     """Dataset to train on: its path, or a section; without it sequences are random and full."""
     objectives: tuple[Objective, ...] = Field(default=("tokens_per_second",), min_length=1)
     """What is searched for; of several the best compromises are shown."""

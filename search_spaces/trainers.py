@@ -60,19 +60,19 @@ class Trainer:
     measured_types: tuple[str, ...] = ()
     """Model types whose layers are those that were measured."""
 
-    def unmeasured(self, config: TrialConfig, model_type: str, *, has_texts: bool) -> str | None:
+    def unmeasured(self, config: TrialConfig, model_type: str, *, has_dataset: bool) -> str | None:
         """Return why neither memory nor speed of a configuration is predicted, as nothing is
         measured that is like it; None where they are.
 
         Args:
             config: the configuration.
             model_type: of the model.
-            has_texts: whether it would train on a dataset.
+            has_dataset: whether it would train on a dataset.
         """
         if self.measured is None:
             return None
         what = None
-        if has_texts:
+        if has_dataset:
             what = "a dataset"
         elif model_type not in self.measured_types:
             what = f"model type '{model_type}'"

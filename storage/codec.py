@@ -77,7 +77,7 @@ class StudyAttributes(BaseModel):
     runs: list[Run]
     wall_seconds: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
     """The driver's time over all runs."""
-    card_seconds: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
+    gpu_seconds: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
     """The same times the GPUs that each run had: what is paid."""
     quality_tokens: int | None = None
     """On how many tokens a trial trains for its held-out loss; None before that is chosen."""

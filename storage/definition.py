@@ -12,11 +12,11 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, PositiveInt
 
 from qlora_sweep.search_spaces.config import TrialConfig
+from qlora_sweep.search_spaces.dataset_choice import DatasetSummary
 from qlora_sweep.search_spaces.errors import InputError, quote
 from qlora_sweep.search_spaces.kinds import DEVICES, DeviceName
 from qlora_sweep.search_spaces.prices import Offer
 from qlora_sweep.search_spaces.space import SearchSpace
-from qlora_sweep.search_spaces.texts import TextsSummary
 from qlora_sweep.storage.records import TrialRecord, without_repeated
 
 NAME_MAX = 100
@@ -83,7 +83,7 @@ class StudyDefinition(BaseModel):
     """`ModelSpec.to_json`."""
     model_fingerprint: str
     target: Target
-    texts: TextsSummary | None = None
+    texts: DatasetSummary | None = None
     """What was found in the texts that its trials train on; None where their rows are random."""
 
 

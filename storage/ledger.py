@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from operator import attrgetter
 
 from qlora_sweep.search_spaces.config import TrialConfig
-from qlora_sweep.storage.records import RETRYABLE, Errand, Lost, TrialRecord, Verdict
+from qlora_sweep.storage.records import RETRYABLE, Lost, RunKind, TrialRecord, Verdict
 
 MAX_ATTEMPTS = 3
 """The first try and two more."""
@@ -128,9 +128,9 @@ class TrialLedger:
         if record.carried is None:
             self._searched_here.add(record)
 
-    def attempts(self, config: TrialConfig, errand: Errand) -> int:
-        """Return how often ``config`` was tried on an errand; see `attempts`."""
-        wanted = (errand.purpose, errand.series)
+    def attempts(self, config: TrialConfig, run_kind: RunKind) -> int:
+        """Return how often ``config`` was run in this way; see `attempts`."""
+        wanted = (run_kind.purpose, run_kind.series)
         tried = self._of_config.get(config, ())
         alike = [record for record in tried if (record.purpose, record.series) == wanted]
         return attempts(alike, config)

@@ -373,7 +373,7 @@ class Ineffective(_Detailed):
     """A setting did not take effect, so the run does not count as this configuration."""
 
     verdict: Literal[Verdict.INEFFECTIVE] = Verdict.INEFFECTIVE
-    knob: str
+    setting: str
 
 
 class TimedOut(_Detailed):
@@ -467,7 +467,7 @@ class EpochRecord(_Frozen):
         return not self.rows_cut and not self.rows_left_out
 
 
-class Errand(_Frozen):
+class RunKind(_Frozen):
     """Why a configuration is run."""
 
     purpose: Purpose = "search"
@@ -479,10 +479,10 @@ class Errand(_Frozen):
     the baseline's in the winner's capacity class."""
 
 
-SEARCH = Errand()
+SEARCH = RunKind()
 
 
-class Attempt(Errand):
+class Attempt(RunKind):
     """One run of a configuration as its study began it: what a result is a result of."""
 
     id: str
@@ -504,7 +504,7 @@ class Carried(_Frozen):
     """What it was called there."""
 
 
-class TrialRecord(Errand):
+class TrialRecord(RunKind):
     """One trial as storage keeps it."""
 
     number: Count

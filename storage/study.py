@@ -39,9 +39,9 @@ from qlora_sweep.storage.records import (
     NEIGHBOUR,
     SEARCH,
     Attempt,
-    Errand,
     Lost,
     OutOfMemory,
+    RunKind,
     TrialRecord,
     moment_now,
 )
@@ -225,7 +225,7 @@ def _checked(
     return stored
 
 
-def _cards_of(record: TrialRecord) -> int:
+def _gpus_of(record: TrialRecord) -> int:
     """Return how many GPUs a trial took while it ran."""
     return record.config.data_parallel or 1
 
@@ -322,7 +322,7 @@ class OpenStudy(AbstractContextManager["OpenStudy"]):
             known = ended.get(record.attempt_id, record)
             record = known if known.config == record.config else record
             # The time of a lost trial was paid for, too.
-            if self._has_stored(record, spent_seconds=record.wall_seconds, cards=_cards_of(record)):
+            if self._has_stored(record, spent_seconds=record.wall_seconds, cards=_gpus_of(record)):
                 self.ledger.add(record)
         for words in spooled.problems:
             self._warn(words)
@@ -351,16 +351,16 @@ class OpenStudy(AbstractContextManager["OpenStudy"]):
 
     def _begun(self, attempt: Attempt, config: TrialConfig) -> TrialRecord:
         """Return the record of a trial that begins: as lost, until more is known."""
-        errand = Errand.model_validate(attempt.model_dump(include=set(Errand.model_fields)))
+        run_kind = RunKind.model_validate(attempt.model_dump(include=set(RunKind.model_fields)))
         return TrialRecord(
             number=attempt.number,
             config=config,
             outcome=Lost(detail="the driver ended while the trial ran"),
             is_baseline=config == self.definition.space.baseline_config(),
-            attempt=self.ledger.attempts(config, errand) + 1,
+            attempt=self.ledger.attempts(config, run_kind) + 1,
             attempt_id=attempt.id,
             started_at=attempt.started_at,
-            **errand.model_dump(),
+            **run_kind.model_dump(),
         )
 
     def lacking(self, spooled: Iterable[TrialRecord]) -> tuple[TrialRecord, ...]:
@@ -439,7 +439,7 @@ class OpenStudy(AbstractContextManager["OpenStudy"]):
         self.ledger.add(record)
 
     def begin(
-        self, trial: Trial, config: TrialConfig, started_at: str, *, errand: Errand = SEARCH
+        self, trial: Trial, config: TrialConfig, started_at: str, *, run_kind: RunKind = SEARCH
     ) -> Attempt:
         """Store the configuration before it runs, so that a driver's death loses only the run.
 
@@ -448,7 +448,7 @@ class OpenStudy(AbstractContextManager["OpenStudy"]):
             configuration, in a database that was restored from a copy.
         """
         known = {"id": uuid.uuid4().hex, "study": self.known.identity, "number": trial.number}
-        begun = Attempt(**known, started_at=started_at, **errand.model_dump())
+        begun = Attempt(**known, started_at=started_at, **run_kind.model_dump())
         record = self._begun(begun, config)
         self._open[trial.number] = record
         values = record.model_dump(mode="json")
@@ -544,7 +544,7 @@ class OpenStudy(AbstractContextManager["OpenStudy"]):
         """Return the study's times with so many more seconds on so many GPUs."""
         return {
             "wall_seconds": self.known.wall_seconds + seconds,
-            "card_seconds": self.known.card_seconds + seconds * cards,
+            "gpu_seconds": self.known.gpu_seconds + seconds * cards,
         }
 
     def note(self, **attributes: Any) -> None:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from transformers import TrainingArguments
     from trl import DPOConfig, SFTConfig
 
-    from qlora_sweep.sweep.data.texts import PreparedTexts, TextsRequest
+    from qlora_sweep.sweep.data.prepared_dataset import DatasetRequest, PreparedDataset
     from qlora_sweep.sweep.export.record import Record
     from qlora_sweep.sweep.hugging_face import ThroughputCallback
     from qlora_sweep.sweep.study.events import Listener
@@ -178,7 +178,7 @@ def plan(
     """
     from qlora_sweep.search_spaces.costs import AskedWork
     from qlora_sweep.sweep.planning.answers import GpuPlans, answer
-    from qlora_sweep.sweep.planning.documents import card_document
+    from qlora_sweep.sweep.planning.documents import gpu_document
     from qlora_sweep.sweep.planning.question import PlanRequest
 
     named = None
@@ -194,18 +194,18 @@ def plan(
         configuration=settings,
         numerics=numerics,
         is_exact=exact,
-        work=AskedWork(has_texts=data is not None),
+        work=AskedWork(has_dataset=data is not None),
         data=_data(data),
         study=study,
         storage=storage,
     )
-    found = answer(request, read_texts=_read_texts, tell=_warn)
+    found = answer(request, read_dataset=_read_dataset, tell=_warn)
     assert isinstance(found, GpuPlans), "nothing else is asked"
     # A space that is named for another GPU has a plan of its own beside that of the one named.
     of_gpu = found.plans[-1]
     about = Gpu(name=of_gpu.gpu.name, budget_bytes=of_gpu.forecaster.budget_bytes)
     model_name = of_gpu.forecaster.model.name
-    printed = card_document(of_gpu)
+    printed = gpu_document(of_gpu)
     shown = of_gpu.shown
     if shown is None:
         return Plan(gpu=about, model=model_name, notes=of_gpu.all_notes, printed=printed)
@@ -312,7 +312,7 @@ def tune(
 
     quiet: Any = {}
     if not progress:
-        quiet = {"watch": unwatched, "tell": _warn, "warn": _warn, "read": _read_texts}
+        quiet = {"watch": unwatched, "tell": _warn, "warn": _warn, "read": _read_dataset}
     prepared, reason = driving.tune(
         request,
         Where.parse(on),
@@ -363,10 +363,10 @@ def _data(data: Data) -> dict[str, Any]:
     return {"texts": os.fspath(data)}
 
 
-def _read_texts(request: TextsRequest) -> PreparedTexts:
-    from qlora_sweep.sweep.data.texts import prepare_texts
+def _read_dataset(request: DatasetRequest) -> PreparedDataset:
+    from qlora_sweep.sweep.data.prepared_dataset import prepare_dataset
 
-    texts = prepare_texts(request)
+    texts = prepare_dataset(request)
     for words in texts.notes(request.model):
         _warn(words)
     return texts

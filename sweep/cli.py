@@ -250,7 +250,7 @@ def plan(
         numerics=of_space.get("numerics"),
         is_exact=exact,
         from_file=from_file,
-        work=AskedWork(**opt.amounts(work, known), has_texts=data is not None),
+        work=AskedWork(**opt.amounts(work, known), has_dataset=data is not None),
         data=opt.dataset(data, of_space),
         prices=price_file,
         typed_prices=typed_prices,

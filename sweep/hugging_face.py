@@ -31,7 +31,7 @@ from qlora_sweep.sweep.export.trainers import options, unsupported
 from qlora_sweep.sweep.finetuning import course
 from qlora_sweep.sweep.finetuning.results import compared
 from qlora_sweep.sweep.paths import cache_directory
-from qlora_sweep.sweep.running.device_info import environment_with, read_card
+from qlora_sweep.sweep.running.device_info import environment_with, read_gpu
 from qlora_sweep.sweep.training.adapters import compile_each, recompute, with_adapters
 from qlora_sweep.sweep.training.device import open_device
 from qlora_sweep.sweep.training.model import (
@@ -249,7 +249,7 @@ class ThroughputCallback(StepClock):
         self.tokens_per_second = args.world_size * rate if rate else None
         if not state.is_world_process_zero:
             return
-        here = environment_with(read_card() if torch.cuda.is_available() else None)
+        here = environment_with(read_gpu() if torch.cuda.is_available() else None)
         found = compared(
             self._record,
             tokens_per_second=self.tokens_per_second,

@@ -26,7 +26,7 @@ _THROTTLE_BITS = {
 
 
 @dataclass(frozen=True)
-class CardProcess:
+class GpuProcess:
     """A process that has memory on the GPU."""
 
     pid: int
@@ -35,7 +35,7 @@ class CardProcess:
 
 
 @contextmanager
-def visible_cards(nvml: Any = NVML, *, most: int | None = None) -> Iterator[list[NvmlCard]]:
+def visible_gpus(nvml: Any = NVML, *, most: int | None = None) -> Iterator[list[NvmlDevice]]:
     """Yield the GPUs that ``CUDA_VISIBLE_DEVICES`` leaves visible, in its order.
 
     Args:
@@ -53,7 +53,7 @@ def visible_cards(nvml: Any = NVML, *, most: int | None = None) -> Iterator[list
     else:
         names = [name.strip() for name in named.split(",")]
         names[0] = names[0] or "0"
-    cards: list[NvmlCard] = []
+    cards: list[NvmlDevice] = []
     for name in names[:most]:
         handle = None
         if name.isdigit():
@@ -63,21 +63,21 @@ def visible_cards(nvml: Any = NVML, *, most: int | None = None) -> Iterator[list
         if handle is None:
             # CUDA shows none of what comes after one that is not there.
             break
-        cards.append(NvmlCard(handle, nvml))
+        cards.append(NvmlDevice(handle, nvml))
     try:
         yield cards
     finally:
         _ask(nvml.nvmlShutdown)
 
 
-def card_at(pci_bus_id: str, nvml: Any = NVML) -> NvmlCard | None:
+def device_at(pci_bus_id: str, nvml: Any = NVML) -> NvmlDevice | None:
     """Return the GPU on that bus, to be asked as long as this process lives; None without NVML."""
     _ask(nvml.nvmlInit)
     handle = _ask(nvml.nvmlDeviceGetHandleByPciBusId, pci_bus_id)
-    return None if handle is None else NvmlCard(handle, nvml)
+    return None if handle is None else NvmlDevice(handle, nvml)
 
 
-class NvmlCard:
+class NvmlDevice:
     """A GPU, asked anew at each call.
 
     What is refused differs by GPU: one whose memory is the host's has no memory figures, a slice
@@ -104,10 +104,10 @@ class NvmlCard:
         """Return its ``total``, ``free`` and ``used`` bytes, of all processes together, or None."""
         return self.ask("nvmlDeviceGetMemoryInfo")
 
-    def processes(self) -> tuple[CardProcess, ...]:
+    def processes(self) -> tuple[GpuProcess, ...]:
         """Return the processes that have memory on it; none where the driver does not say."""
         running = self.ask("nvmlDeviceGetComputeRunningProcesses") or ()
-        return tuple(CardProcess(process.pid, process.usedGpuMemory) for process in running)
+        return tuple(GpuProcess(process.pid, process.usedGpuMemory) for process in running)
 
     def sm_clock_mhz(self) -> int | None:
         """Return the clock of its multiprocessors."""
@@ -137,7 +137,7 @@ class FaultWatch:
         self._uuid, self._nvml = uuid, nvml
         self._events: Any = None
         self._found: str | None = None
-        # For as long as this process lives, like `card_at`.
+        # For as long as this process lives, like `device_at`.
         _ask(nvml.nvmlInit)
         handle = _ask(nvml.nvmlDeviceGetHandleByUUID, uuid)
         self._is_known = handle is not None

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import BaseModel, ConfigDict, ValidationError, field_validator
 
 from qlora_sweep.search_spaces.config import KNOBS, TrialConfig, as_options
+from qlora_sweep.search_spaces.dataset_choice import DatasetChoice
 from qlora_sweep.search_spaces.documents import exists, explain, home_expanded, read_text
 from qlora_sweep.search_spaces.errors import InputError, did_you_mean, quote
 from qlora_sweep.search_spaces.gpus import find_gpu
@@ -25,13 +26,12 @@ from qlora_sweep.search_spaces.models import load_model_spec
 from qlora_sweep.search_spaces.presets import preset_space
 from qlora_sweep.search_spaces.redaction import STARS, remember
 from qlora_sweep.search_spaces.space import ConfirmBudget, SearchSpace
-from qlora_sweep.search_spaces.texts import TextsChoice
 from qlora_sweep.search_spaces.trainer_spaces import for_trainer
 from qlora_sweep.search_spaces.trainers import trainer_named
 from qlora_sweep.storage.definition import NAME_MAX, check_name, is_file_name
-from qlora_sweep.sweep.data.choice import refuse_planned_alone, typed_texts
+from qlora_sweep.sweep.data.choice import refuse_planned_alone, typed_dataset
 from qlora_sweep.sweep.data.files import is_on_hub
-from qlora_sweep.sweep.data.texts import TextsRequest, look_at
+from qlora_sweep.sweep.data.prepared_dataset import DatasetRequest, look_at
 from qlora_sweep.sweep.paths import RESERVED, runs_directory
 
 if TYPE_CHECKING:
@@ -231,7 +231,7 @@ def refuse_mistakes(request: RunRequest, *, storage: str) -> None:
         with suppress(InputError):
             read_study(name, url=storage, home=runs_directory())
             return
-    look_at(TextsRequest.of(choice, model))
+    look_at(DatasetRequest.of(choice, model))
 
 
 def refuse_unmeasured(space: SearchSpace) -> None:
@@ -277,7 +277,7 @@ def overridden(
     if known is None and stored is not None:
         known = stored.space.data
     values = dict(overrides)
-    values["data"] = typed_texts(known, overrides.get("data") or {})
+    values["data"] = typed_dataset(known, overrides.get("data") or {})
     if isinstance(overrides.get("confirm"), Mapping):
         values["confirm"] = with_confirm(declared, overrides["confirm"])
     given = {key: value for key, value in values.items() if value is not None}
@@ -350,7 +350,7 @@ def default_study_name(space: SearchSpace, changed: Mapping[str, Any]) -> str:
         if key in changed:
             parts.append(str(changed[key]))
     data = changed.get("data")
-    if isinstance(data, TextsChoice):
+    if isinstance(data, DatasetChoice):
         parts.append(Path(data.texts).stem)
     trainer = changed.get("trainer", "sweep")
     if trainer != "sweep":

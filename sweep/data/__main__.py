@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from qlora_sweep.sweep.data.kinds import Asked
-from qlora_sweep.sweep.data.texts import Question
+from qlora_sweep.sweep.data.prepared_dataset import Question
 from qlora_sweep.sweep.json_child import Say
 from qlora_sweep.sweep.subprocess_jobs import serve_subprocess
 

@@ -34,7 +34,7 @@ from qlora_sweep.sweep.data.epoch import (
     representative,
     too_few,
 )
-from qlora_sweep.sweep.data.texts import LENGTHS, LOSS_LENGTHS, TOKENS
+from qlora_sweep.sweep.data.prepared_dataset import LENGTHS, LOSS_LENGTHS, TOKENS
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -80,7 +80,7 @@ def open_tokens(directory: Path) -> Dataset:
 
 
 @dataclass(frozen=True)
-class Texts:
+class TokenizedDataset:
     """Prepared texts, and which of them are trained on."""
 
     directory: Path
@@ -93,7 +93,7 @@ class Texts:
 class TrialBatches:
     """What a trial on texts trains on: tensors on the host, made once."""
 
-    texts: Texts
+    texts: TokenizedDataset
     epoch: Epoch
     largest: list[Batch]
     """Micro-batches of the epoch's longest rows: none is larger in any order."""
@@ -135,7 +135,7 @@ class TrialBatches:
 
 
 def trial_batches(
-    texts: Texts, config: TrialConfig, *, micro_steps: int | None = None, rank: int = 0
+    texts: TokenizedDataset, config: TrialConfig, *, micro_steps: int | None = None, rank: int = 0
 ) -> TrialBatches:
     """Return the micro-batches of a trial on prepared texts.
 
@@ -198,7 +198,7 @@ def _weights(tokens: Integers, *, of_step: int) -> list[float]:
     return (steps * of_step / steps.sum(1, keepdims=True)).ravel().tolist()
 
 
-def trained_epoch(texts: Texts, config: TrialConfig) -> Epoch:
+def trained_epoch(texts: TokenizedDataset, config: TrialConfig) -> Epoch:
     """Return an epoch of the texts that are trained on.
 
     Raises:
@@ -302,7 +302,7 @@ class Lesson:
     """
 
     def __init__(
-        self, texts: Texts, config: TrialConfig, *, tokens: int, seed: int, rank: int = 0
+        self, texts: TokenizedDataset, config: TrialConfig, *, tokens: int, seed: int, rank: int = 0
     ) -> None:
         lengths, loss = _of_samples(texts, config)
         self.config = config
@@ -328,7 +328,7 @@ class Lesson:
         return _weighted(batch, self._weights[place], self.config)
 
 
-def _of_samples(texts: Texts, config: TrialConfig) -> tuple[Integers, Integers]:
+def _of_samples(texts: TokenizedDataset, config: TrialConfig) -> tuple[Integers, Integers]:
     """Return the tokens of each text and those left that carry loss; of a pair the longer row's,
     and both rows' together, or none where one has none."""
     lengths, loss = loss_left(texts.directory, config.seq_len)
@@ -353,7 +353,13 @@ def _collated(
 
 
 def _rows(
-    texts: Texts, config: TrialConfig, lengths: Integers, loss: Integers, *, tokens: int, seed: int
+    texts: TokenizedDataset,
+    config: TrialConfig,
+    lengths: Integers,
+    loss: Integers,
+    *,
+    tokens: int,
+    seed: int,
 ) -> list[Integers]:
     """Return the rows of so many optimizer steps as have the budget's tokens."""
     size = config.samples_per_step
@@ -378,8 +384,8 @@ def _rows(
                 have += int(loss[number])
     chosen = np.array(numbers, dtype=np.int64)
     if config.packing == "grouped":
-        of_texts = config.changed(method="sft")
-        whole = epoch(lengths[chosen], loss[chosen], of_texts, seed=seed)
+        of_dataset = config.changed(method="sft")
+        whole = epoch(lengths[chosen], loss[chosen], of_dataset, seed=seed)
         return [chosen[whole.rows.of(row)] for row in range(len(chosen))]
     if config.packing != "packed":
         return list(chosen[:, None])
@@ -392,7 +398,7 @@ def _rows(
 
 
 def held_out_batches(
-    texts: Texts, config: TrialConfig, *, tokens: int, tokens_at_once: int
+    texts: TokenizedDataset, config: TrialConfig, *, tokens: int, tokens_at_once: int
 ) -> Iterator[tuple[int, Batch]]:
     """Yield held-out texts as micro-batches of like length, each with the number of its block:
     blocks of as many texts, drawn at random and the same for every configuration.

@@ -12,27 +12,32 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from qlora_sweep.search_spaces.dataset_choice import CUT_MAX, DatasetChoice
 from qlora_sweep.search_spaces.documents import Document, exists, home_expanded, validate
 from qlora_sweep.search_spaces.errors import EnvironmentFault, InputError
 from qlora_sweep.search_spaces.feasibility import HOW_TO_NAME_TEXTS
 from qlora_sweep.search_spaces.kinds import METHODS
-from qlora_sweep.search_spaces.loading import Length, Offered, located_texts, with_texts
+from qlora_sweep.search_spaces.loading import Length, Offered, located_dataset, with_dataset
 from qlora_sweep.search_spaces.models import ModelSpec
 from qlora_sweep.search_spaces.space import SearchSpace
-from qlora_sweep.search_spaces.texts import CUT_MAX, TextsChoice
 from qlora_sweep.storage.definition import StudyDefinition
 from qlora_sweep.sweep.data.lengths import worthwhile_lengths
+from qlora_sweep.sweep.data.prepared_dataset import (
+    DatasetRequest,
+    PreparedDataset,
+    dataset_directory,
+    open_prepared,
+)
 from qlora_sweep.sweep.data.study_epochs import StudyEpochs
-from qlora_sweep.sweep.data.texts import PreparedTexts, TextsRequest, open_prepared, texts_directory
 
-ReadTexts = Callable[[TextsRequest], PreparedTexts]
+ReadDataset = Callable[[DatasetRequest], PreparedDataset]
 """Reads and tokenizes texts, or finds what did so before."""
 
 _OF_THE_FILE = ("text_column", "prompt_column", "completion_column", "format")
 """What is said of one file's rows and of no other's."""
 
 
-def typed_texts(known: TextsChoice | None, typed: Mapping[str, Any]) -> TextsChoice | None:
+def typed_dataset(known: DatasetChoice | None, typed: Mapping[str, Any]) -> DatasetChoice | None:
     """Return the choice of a dataset with what was typed in place of what was known.
 
     Args:
@@ -54,11 +59,11 @@ def typed_texts(known: TextsChoice | None, typed: Mapping[str, Any]) -> TextsCho
     if "texts" in given:
         for key in _OF_THE_FILE:
             before.pop(key, None)
-    choice = validate(TextsChoice, {**before, **given}, Document("options"))
-    return located_texts(choice, beside=Path.cwd())
+    choice = validate(DatasetChoice, {**before, **given}, Document("options"))
+    return located_dataset(choice, beside=Path.cwd())
 
 
-def is_same_choice(known: TextsChoice | None, given: TextsChoice) -> bool:
+def is_same_choice(known: DatasetChoice | None, given: DatasetChoice) -> bool:
     """Whether a study's texts are those that a space names.
 
     A study knows a file by its whole path. Where that is gone, a space file's name for it is not
@@ -73,13 +78,13 @@ def is_same_choice(known: TextsChoice | None, given: TextsChoice) -> bool:
     return not (_is_here(known) or _is_here(given))
 
 
-def _is_here(choice: TextsChoice) -> bool:
+def _is_here(choice: DatasetChoice) -> bool:
     return exists(home_expanded(choice.texts), label=choice.texts)
 
 
-def texts_of_study(
-    stored: StudyDefinition, *, model: ModelSpec, read: ReadTexts
-) -> PreparedTexts | None:
+def dataset_of_study(
+    stored: StudyDefinition, *, model: ModelSpec, read: ReadDataset
+) -> PreparedDataset | None:
     """Return the texts that a study goes on with; None of a study without.
 
     Where their source is not there any more, what was prepared of it is enough. Where it is there,
@@ -92,13 +97,13 @@ def texts_of_study(
         return None
     if stored.texts is not None and not _is_here(choice):
         with suppress(EnvironmentFault):
-            return open_prepared(texts_directory() / stored.texts.fingerprint)
-    return read(TextsRequest.of(choice, model))
+            return open_prepared(dataset_directory() / stored.texts.fingerprint)
+    return read(DatasetRequest.of(choice, model))
 
 
-def space_with_texts(
+def space_with_dataset(
     space: SearchSpace,
-    texts: PreparedTexts,
+    texts: PreparedDataset,
     *,
     model: ModelSpec,
     is_preset: bool,
@@ -124,7 +129,7 @@ def space_with_texts(
     lengths = worthwhile_lengths(
         texts.lengths(), max_positions=model.max_positions, truncation_at=epochs.truncation
     )
-    offered = with_texts(
+    offered = with_dataset(
         space,
         [Length(length, epochs.truncation(length).supervised_share) for length in lengths],
         names_its_lengths=is_own,
@@ -147,7 +152,7 @@ def space_with_texts(
     return replace(offered, notes=tuple(notes))
 
 
-def refuse_other_kind(method: str, texts: PreparedTexts) -> None:
+def refuse_other_kind(method: str, texts: PreparedDataset) -> None:
     """Refuse texts where pairs are trained on, and the other way round.
 
     Raises:

@@ -12,8 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from qlora_sweep.search_spaces.config import TrialConfig
+from qlora_sweep.search_spaces.dataset_choice import CUT_MAX
 from qlora_sweep.search_spaces.kinds import Method
-from qlora_sweep.search_spaces.texts import CUT_MAX
 from qlora_sweep.sweep.data.collation import Truncation
 from qlora_sweep.sweep.data.epoch import Integers, cut, epoch, packed
 

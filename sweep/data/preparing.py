@@ -23,18 +23,18 @@ from datasets import Dataset, Features, List, Value
 from datasets.arrow_writer import ArrowWriter
 from transformers import AutoTokenizer
 
+from qlora_sweep.search_spaces.dataset_choice import DatasetKind, DatasetSummary, LengthQuantiles
 from qlora_sweep.search_spaces.errors import InputError, words_of
 from qlora_sweep.search_spaces.redaction import redact
-from qlora_sweep.search_spaces.texts import LengthQuantiles, TextsKind, TextsSummary
 from qlora_sweep.storage import files
-from qlora_sweep.sweep.data import texts
+from qlora_sweep.sweep.data import prepared_dataset
 from qlora_sweep.sweep.data.collation import INPUT, MASK
 from qlora_sweep.sweep.data.encoding import Encoder, Tokens, encoded
 from qlora_sweep.sweep.data.epoch import DIFFERENCES
 from qlora_sweep.sweep.data.files import Broken, Place, Read, Source
 from qlora_sweep.sweep.data.kinds import all_broken, first_rows, on_completions
 from qlora_sweep.sweep.data.marking import marked
-from qlora_sweep.sweep.data.texts import (
+from qlora_sweep.sweep.data.prepared_dataset import (
     BROKEN_KEPT,
     BrokenRow,
     Progress,
@@ -64,7 +64,7 @@ def prepare(question: Question, *, on_progress: Progress) -> Path:
     content = question.content or str(source.data._fingerprint)
     home = Path(question.home)
     note = question.note(content)
-    known = texts.noted(note)
+    known = prepared_dataset.noted(note)
     if is_whole(known):
         return known
     files.make_directory(home)
@@ -77,7 +77,10 @@ def prepare(question: Question, *, on_progress: Progress) -> Path:
     try:
         directory = home / _write(question, source, unfinished, content, on_progress)
         with translated(question.source):
-            if question.seen is not None and texts.seen(question.source) != question.seen:
+            if (
+                question.seen is not None
+                and prepared_dataset.seen(question.source) != question.seen
+            ):
                 # What was read is not what it would be known by.
                 raise InputError(
                     f"{question.source}: changed while it was read: run the command again"
@@ -142,8 +145,8 @@ class _Counts:
 
     def save(self, directory: Path) -> None:
         """Write them beside the tokens."""
-        np.save(directory / texts.LENGTHS, np.array(self.lengths, np.int32))
-        np.save(directory / texts.LOSS_LENGTHS, np.array(self.loss_lengths, np.int32))
+        np.save(directory / prepared_dataset.LENGTHS, np.array(self.lengths, np.int32))
+        np.save(directory / prepared_dataset.LOSS_LENGTHS, np.array(self.loss_lengths, np.int32))
         if self.differences:
             np.save(directory / DIFFERENCES, np.array(self.differences, np.int32))
 
@@ -180,7 +183,7 @@ class _BrokenRows:
     def save(self, directory: Path) -> None:
         """Write the first of them, a line each."""
         lines = "".join(f"{json.dumps(asdict(row))}\n" for row in self.first)
-        (directory / texts.BROKEN).write_text(lines, encoding="utf-8")
+        (directory / prepared_dataset.BROKEN).write_text(lines, encoding="utf-8")
 
 
 def _write(
@@ -212,7 +215,7 @@ def _write(
         if not counts.lengths:
             raise broken.fault(asked.source)
         writer.finalize()
-    Dataset.from_file(str(path)).save_to_disk(str(directory / texts.TOKENS))
+    Dataset.from_file(str(path)).save_to_disk(str(directory / prepared_dataset.TOKENS))
     path.unlink()
     fingerprint = asked.fingerprint(content, counts.digest())
     counts.save(directory)
@@ -220,9 +223,9 @@ def _write(
     marked_template = None
     if encoder.unmarked_template is not None:
         marked_template = marked(encoder.unmarked_template)
-    summary = TextsSummary(
+    summary = DatasetSummary(
         source=asked.source,
-        kind=cast(TextsKind, layout.kind),
+        kind=cast(DatasetKind, layout.kind),
         **asdict(asked.asked),
         columns_read={name: _text_of(column) for name, column in layout.columns.items()},
         columns=tuple(map(_text_of, columns)),
@@ -242,7 +245,7 @@ def _write(
         marked_template=marked_template,
     )
     text = summary.model_dump_json(indent=1)
-    (directory / texts.SUMMARY).write_text(text, encoding="utf-8")
+    (directory / prepared_dataset.SUMMARY).write_text(text, encoding="utf-8")
     return fingerprint
 
 

@@ -12,13 +12,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from qlora_sweep.search_spaces.config import TrialConfig
+from qlora_sweep.search_spaces.dataset_choice import CUT_MAX, DatasetChoice
 from qlora_sweep.search_spaces.errors import InputError
 from qlora_sweep.search_spaces.space import SearchSpace
-from qlora_sweep.search_spaces.texts import CUT_MAX, TextsChoice
 from qlora_sweep.storage.records import EpochRecord
 from qlora_sweep.sweep.data.collation import Truncation, percent, split
 from qlora_sweep.sweep.data.epoch import Epoch, cut, cut_exactly, epoch, packed, too_few
-from qlora_sweep.sweep.data.texts import PreparedTexts
+from qlora_sweep.sweep.data.prepared_dataset import PreparedDataset
 
 Lengths = NDArray[np.int64]
 CutAt = Callable[[int], tuple[Lengths, Lengths]]
@@ -118,14 +118,14 @@ class StudyEpochs:
         self._held_out = held_out
 
     @classmethod
-    def of(cls, texts: PreparedTexts, choice: TextsChoice, *, seed: int) -> StudyEpochs:
+    def of(cls, texts: PreparedDataset, choice: DatasetChoice, *, seed: int) -> StudyEpochs:
         """Return the epochs of a choice of texts."""
         whole = cls.of_all(texts, seed=seed)
         train, held = split(len(whole.lengths), choice.eval_fraction, seed, whole.rows_per_sample)
         return whole.of_rows(train, held_out=whole.of_rows(held))
 
     @classmethod
-    def of_all(cls, texts: PreparedTexts, *, seed: int = 0) -> StudyEpochs:
+    def of_all(cls, texts: PreparedDataset, *, seed: int = 0) -> StudyEpochs:
         """Return the epochs of all rows, where none is held out."""
         lengths = np.asarray(texts.lengths(), dtype=np.int64)
         loss = np.asarray(texts.loss_lengths(), dtype=np.int64)

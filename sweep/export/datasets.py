@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from qlora_sweep.search_spaces.texts import TextsSummary
+from qlora_sweep.search_spaces.dataset_choice import DatasetSummary
 from qlora_sweep.sweep.data.files import ending, is_saved
 from qlora_sweep.sweep.data.kinds import CHATS
 from qlora_sweep.sweep.export.record import Record, Trainer
@@ -104,7 +104,7 @@ def dataset_options(record: Record, reader: str) -> dict[str, Any]:
     return dict(filled(options["every"] | options[summary.kind], values))
 
 
-def _renamed(summary: TextsSummary) -> str:
+def _renamed(summary: DatasetSummary) -> str:
     """Return what columns are to be called, where that is something else than they are."""
     if "messages" in summary.columns_read and summary.kind == "prompt-completion":
         return ""

@@ -26,7 +26,7 @@ from qlora_sweep.sweep.export import trainers
 from qlora_sweep.sweep.export.datasets import DATA_FILE, TEMPLATE_FILE, dataset_options
 from qlora_sweep.sweep.export.record import (
     Record,
-    RecordedTexts,
+    RecordedDataset,
     Trainer,
     beside,
     facts,
@@ -206,7 +206,7 @@ def lora_options(record: Record) -> dict[str, Any]:
 def _script(record: Record) -> Export:
     """Return a training script, which trains what was measured by transformers' `Trainer`."""
     config = record.config
-    texts: RecordedTexts | dict[str, Any] | None = record.texts
+    texts: RecordedDataset | dict[str, Any] | None = record.texts
     if texts is None and config.is_on_pairs:
         texts = _ANY_PAIRS
     collator_keys = ["packing", "attention", "compile"]

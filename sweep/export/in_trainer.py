@@ -107,9 +107,9 @@ class InTrainer:
         if config.method not in self.trainer.runs["method"]:
             return f"{self.trainer.label}'s loss of pairs is not predicted"
         forecast = self.forecast(config)
-        has_texts = self.forecaster.shapes is not None
+        has_dataset = self.forecaster.shapes is not None
         kind = self._model.model_type
-        why = self.trainer.unmeasured(forecast.config, kind, has_texts=has_texts)
+        why = self.trainer.unmeasured(forecast.config, kind, has_dataset=has_dataset)
         if why is None and forecast.memory is None:
             why = "; ".join(forecast.notes)
         return why

@@ -29,6 +29,7 @@ from qlora_sweep.reports import format as units
 from qlora_sweep.reports import words
 from qlora_sweep.reports.answer import status_words
 from qlora_sweep.search_spaces.config import KNOBS, TrialConfig, canonical
+from qlora_sweep.search_spaces.dataset_choice import DatasetChoice, DatasetSummary
 from qlora_sweep.search_spaces.documents import home_expanded, is_directory, parse_object, read_text
 from qlora_sweep.search_spaces.errors import InputError, NothingFits, in_percent, quote
 from qlora_sweep.search_spaces.gpus import match_product
@@ -37,7 +38,6 @@ from qlora_sweep.search_spaces.learning_rates import LearningRate, learning_rate
 from qlora_sweep.search_spaces.linears import lora_parameters, resolve_targets
 from qlora_sweep.search_spaces.models import ModelSpec, load_model_spec, shipped_models
 from qlora_sweep.search_spaces.space import Weights
-from qlora_sweep.search_spaces.texts import TextsChoice, TextsSummary
 from qlora_sweep.storage.confirmations import Ratio
 from qlora_sweep.storage.definition import StudySnapshot, Target, TargetSpeed
 from qlora_sweep.storage.files import WRITTEN_BY
@@ -115,10 +115,10 @@ class RecordedMeasurement(Measurement):
     """None of what is only predicted."""
 
 
-class RecordedTexts(_Part):
+class RecordedDataset(_Part):
     """The dataset that a study trained on, and how it read it."""
 
-    summary: TextsSummary
+    summary: DatasetSummary
     source: str
     """Where it is: an absolute path, or a hub id."""
     eval_fraction: float = Field(ge=0, lt=1)
@@ -198,7 +198,7 @@ class Record(_Part):
     """Whether it was measured again after the search."""
     is_predicted: bool = False
     """Whether its measurement is a prediction, as nothing was run."""
-    texts: RecordedTexts | None = None
+    texts: RecordedDataset | None = None
     """None where full random sequences were trained on."""
     provenance: Provenance | None = None
 
@@ -249,7 +249,7 @@ class Record(_Part):
         return self.provenance.environment
 
     @property
-    def texts_kind(self) -> str | None:
+    def dataset_kind(self) -> str | None:
         """What the dataset's examples are; None for full random sequences."""
         if self.texts is None:
             return None
@@ -338,7 +338,7 @@ def record_of(snapshot: StudySnapshot, *, number: int | None = None) -> Record:
         config=_written_out(trial.config, spec),
         measurement=RecordedMeasurement(**measured.model_dump(exclude=NOT_SHOWN)),
         confirmed=is_confirmed,
-        texts=recorded_texts(snapshot, trial.epoch),
+        texts=recorded_dataset(snapshot, trial.epoch),
         provenance=Provenance(
             study=snapshot.name,
             trial=trial.number,
@@ -364,7 +364,7 @@ def predicted_record(
     *,
     target: Target,
     weights: Weights = "random",
-    texts: RecordedTexts | None = None,
+    texts: RecordedDataset | None = None,
 ) -> Record:
     """Return the record of a configuration that nothing ran.
 
@@ -453,19 +453,19 @@ def _trial(snapshot: StudySnapshot, ranking: Ranking, number: int) -> RankedTria
     return trial
 
 
-def recorded_texts(snapshot: StudySnapshot, epoch: EpochRecord | None) -> RecordedTexts | None:
+def recorded_dataset(snapshot: StudySnapshot, epoch: EpochRecord | None) -> RecordedDataset | None:
     """Return a study's dataset with what a pass over it is; None where it has none."""
     summary = snapshot.definition.texts
     space = snapshot.definition.space
     if summary is None:
         return None
-    choice = space.data or TextsChoice(texts=summary.source)
+    choice = space.data or DatasetChoice(texts=summary.source)
     tokenizer = choice.tokenizer
     if tokenizer is not None and not home_expanded(tokenizer).is_dir():
         # Other trainers do not know the names of shipped models.
         paths = {spec.name: spec.tokenizer_path for spec in shipped_models()}
         tokenizer = str(paths.get(tokenizer) or tokenizer)
-    return RecordedTexts(
+    return RecordedDataset(
         summary=summary,
         source=choice.texts,
         eval_fraction=float(choice.eval_fraction),

@@ -217,7 +217,7 @@ def _dataset_cases(record: Record) -> dict[str, str]:
     if record.texts is None:
         return {"rows": "full", "packing": "full"}
     match config.packing:
-        case "packed" if record.texts_kind == "text":
+        case "packed" if record.dataset_kind == "text":
             return {"rows": "packed texts", "packing": packing}
         case "none":
             return {"rows": "padded", "packing": packing}

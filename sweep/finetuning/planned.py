@@ -10,16 +10,16 @@ from functools import cache
 
 from qlora_sweep.reports import format as units
 from qlora_sweep.search_spaces.config import TrialConfig
+from qlora_sweep.search_spaces.dataset_choice import CUT_MAX
 from qlora_sweep.search_spaces.gpus import match_product
-from qlora_sweep.search_spaces.texts import CUT_MAX
 from qlora_sweep.sweep.data.collation import Truncation
 from qlora_sweep.sweep.data.lengths import longer_lengths
-from qlora_sweep.sweep.data.texts import PreparedTexts
+from qlora_sweep.sweep.data.prepared_dataset import PreparedDataset
 from qlora_sweep.sweep.export.record import Record
 from qlora_sweep.sweep.finetuning.subject import nearest_that_fits
 from qlora_sweep.sweep.predict.forecast import Forecaster, calibrated
 from qlora_sweep.sweep.predict.memory.prediction import Fit
-from qlora_sweep.sweep.predict.on_texts import ShapesOnTexts
+from qlora_sweep.sweep.predict.on_dataset import ShapesOnDataset
 from qlora_sweep.sweep.predict.speed.predictor import Calibration
 
 
@@ -158,7 +158,7 @@ def _at_length(
 
 
 def calibration_of(
-    record: Record | None, product: str | None, *, texts: PreparedTexts, shapes: ShapesOnTexts
+    record: Record | None, product: str | None, *, texts: PreparedDataset, shapes: ShapesOnDataset
 ) -> Calibration | None:
     """Return what a record's own measurement says of the speed of the GPU that is here; None where
     it is of another GPU or another dataset, or nothing is recorded.

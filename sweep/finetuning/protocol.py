@@ -75,7 +75,7 @@ class Setup(Message):
     """Of the whole training."""
     rows: int
     """Trained on in an epoch, as micro-batches have them: packed ones, where texts are packed."""
-    texts_rows: int | None = None
+    dataset_rows: int | None = None
     """Examples that are trained on; None for random tokens."""
     rows_held_out: int
     rows_left_out: int

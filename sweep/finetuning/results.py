@@ -13,11 +13,11 @@ from qlora_sweep.reports import format as units
 from qlora_sweep.reports.words import reward_accuracy
 from qlora_sweep.search_spaces.checkpoints import identity_of
 from qlora_sweep.search_spaces.config import KNOBS, canonical
+from qlora_sweep.search_spaces.dataset_choice import DatasetSummary
 from qlora_sweep.search_spaces.errors import in_percent
 from qlora_sweep.search_spaces.gpus import match_product
 from qlora_sweep.search_spaces.models import ModelSpec, is_hub_id
 from qlora_sweep.search_spaces.redaction import redacted, shown
-from qlora_sweep.search_spaces.texts import TextsSummary
 from qlora_sweep.storage.reading import changed_versions
 from qlora_sweep.storage.records import EightBitProducts
 from qlora_sweep.sweep.data.study_epochs import TruncatedDataset
@@ -239,7 +239,7 @@ class TrainedAdapter:
     job: TrainingJob
     result: TrainingResult
     subject: Subject
-    texts: TextsSummary
+    texts: DatasetSummary
     environment: Mapping[str, Any]
     """Of the machine, as `storage.environment.fingerprint` returns it."""
     truncation: TruncatedDataset | None = None
@@ -431,7 +431,7 @@ def _facts(trained: TrainedAdapter) -> Iterator[tuple[str, str]]:
         kind += ", loss on completions only"
     yield "kind", kind
     yield "tokenizer", f"`{shown(texts.tokenizer)}`"
-    examples = units.count(result.texts_rows or result.rows)
+    examples = units.count(result.dataset_rows or result.rows)
     if result.packed_rows is not None:
         examples += f", packed into {result.packed_rows:,}"
     yield "examples trained on", examples

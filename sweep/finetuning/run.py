@@ -43,7 +43,7 @@ from qlora_sweep.sweep.running.wire import Finished
 from qlora_sweep.sweep.training import team
 from qlora_sweep.sweep.training.adapters import Attached, attached
 from qlora_sweep.sweep.training.device import Device, open_device
-from qlora_sweep.sweep.training.exceptions import knob_at_fault
+from qlora_sweep.sweep.training.exceptions import setting_at_fault
 from qlora_sweep.sweep.training.faithfulness import products_of
 from qlora_sweep.sweep.training.fitting import first_examples, fit, too_many
 from qlora_sweep.sweep.training.in_trl import trained
@@ -295,7 +295,7 @@ class Training(TrainerCallback):
         except InputError as error:
             return records.Invalid(rule="training", detail=str(error))
         except Unavailable as error:
-            return records.Ineffective(knob=error.knob, detail=str(error))
+            return records.Ineffective(setting=error.setting, detail=str(error))
         except Exception as error:  # noqa: BLE001 - it is this training's end
             traceback.print_exc()
             self._is_apart = size > 1
@@ -303,10 +303,10 @@ class Training(TrainerCallback):
             if device.ran_out(error):
                 ended = out_of_memory(error, device, None, doing=f"{_DOING[self._phase]}: ")
                 return ended.model_copy(update={"step": self._step})
-            knob = knob_at_fault(error, job.config)
-            if knob is not None:
+            setting = setting_at_fault(error, job.config)
+            if setting is not None:
                 detail = f"does not run here: {words_of(error)}"
-                return records.Ineffective(knob=knob, detail=detail)
+                return records.Ineffective(setting=setting, detail=detail)
             return worker.crashed(self._phase, error)
         finally:
             team.leave()
@@ -360,7 +360,7 @@ class Training(TrainerCallback):
             "device_name": self._device.product(),
             "steps": self._steps,
             "rows": count,
-            "texts_rows": self._rows.texts,
+            "dataset_rows": self._rows.texts,
             "rows_held_out": 0 if held_out is None else len(held_out),
             "rows_left_out": self._rows.left_out,
             "trainable_parameters": sum(p.numel() for p in self._trained),

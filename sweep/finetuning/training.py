@@ -15,6 +15,7 @@ from qlora_sweep.reports import format as units
 from qlora_sweep.reports.words import emulation_note
 from qlora_sweep.search_spaces.checkpoints import check_weights
 from qlora_sweep.search_spaces.config import TrialConfig, canonical
+from qlora_sweep.search_spaces.dataset_choice import DatasetChoice
 from qlora_sweep.search_spaces.errors import (
     EnvironmentFault,
     InputError,
@@ -27,13 +28,17 @@ from qlora_sweep.search_spaces.models import ModelSpec
 from qlora_sweep.search_spaces.presets import preset_texts
 from qlora_sweep.search_spaces.rules import Violation
 from qlora_sweep.search_spaces.space import SearchSpace, Weights
-from qlora_sweep.search_spaces.texts import TextsChoice
 from qlora_sweep.storage import files, records
 from qlora_sweep.storage.definition import Target
-from qlora_sweep.sweep.data.choice import ReadTexts, refuse_other_kind, texts_of_study, typed_texts
+from qlora_sweep.sweep.data.choice import (
+    ReadDataset,
+    dataset_of_study,
+    refuse_other_kind,
+    typed_dataset,
+)
 from qlora_sweep.sweep.data.collation import percent
+from qlora_sweep.sweep.data.prepared_dataset import DatasetRequest, PreparedDataset
 from qlora_sweep.sweep.data.study_epochs import TruncatedDataset
-from qlora_sweep.sweep.data.texts import PreparedTexts, TextsRequest
 from qlora_sweep.sweep.data.tokenizers import TokenizerFiles, find_tokenizer
 from qlora_sweep.sweep.finetuning import checkpoints, output, protocol
 from qlora_sweep.sweep.finetuning.planned import Prediction, calibration_of, longer
@@ -48,12 +53,12 @@ from qlora_sweep.sweep.finetuning.subject import (
     with_settings,
 )
 from qlora_sweep.sweep.paths import cache_directory
-from qlora_sweep.sweep.predict.building import build_forecaster, shapes_of_texts
+from qlora_sweep.sweep.predict.building import build_forecaster, shapes_of_dataset
 from qlora_sweep.sweep.predict.forecast import Evidence, Forecaster
 from qlora_sweep.sweep.predict.memory.predictor import CpuMemory, MemoryPredictor, TracingPredictor
-from qlora_sweep.sweep.predict.on_texts import ShapesOnTexts
+from qlora_sweep.sweep.predict.on_dataset import ShapesOnDataset
 from qlora_sweep.sweep.running import child
-from qlora_sweep.sweep.running.device_info import Card, ChosenCard
+from qlora_sweep.sweep.running.device_info import ChosenGpu, GpuInfo
 from qlora_sweep.sweep.running.supervisor import Deadlines
 from qlora_sweep.sweep.running.wire import Ready, StopCommand, Unusable, to_line
 from qlora_sweep.sweep.study.targets import ResolvedTarget, resolve_target
@@ -75,7 +80,7 @@ class TrainingRequest:
     name: str
     output: Path
     texts: dict[str, Any]
-    """Keys of `TextsChoice`; None leaves a study's."""
+    """Keys of `DatasetChoice`; None leaves a study's."""
     trial: int | None = None
     devices: int | None = None
     """GPUs that train together; None for as many as it was measured on."""
@@ -96,10 +101,10 @@ class PreparedTraining:
 
     job: TrainingJob
     subject: Subject
-    texts: PreparedTexts
+    texts: PreparedDataset
     tokenizer: TokenizerFiles
     forecaster: Forecaster
-    card: Card | None
+    card: GpuInfo | None
     notes: tuple[str, ...]
     """What a person should know beforehand."""
     prediction: Prediction | None = None
@@ -139,7 +144,7 @@ class PreparedTraining:
         """Return what to do where the length cuts much of the dataset: a study on it, or a longer
         length, with what that is predicted to take."""
         ways = []
-        if not self._is_measured_on_texts():
+        if not self._is_measured_on_dataset():
             ways.append(f"`{self._study_command()}` measures at the dataset's own lengths")
         alternative = longer(
             self.job.config,
@@ -160,7 +165,7 @@ class PreparedTraining:
             ways.append(way)
         return "; or ".join(ways)
 
-    def _is_measured_on_texts(self) -> bool:
+    def _is_measured_on_dataset(self) -> bool:
         record = self.subject.record
         if record is None or record.texts is None:
             return False
@@ -195,8 +200,8 @@ def prepare_training(
     request: TrainingRequest,
     *,
     read_study: ReadStudy,
-    read_texts: ReadTexts,
-    cards: Callable[[], Sequence[Card]],
+    read_dataset: ReadDataset,
+    cards: Callable[[], Sequence[GpuInfo]],
     warn: Callable[[str], None],
 ) -> PreparedTraining:
     """Resolve what is to be trained, and refuse what cannot be.
@@ -204,7 +209,7 @@ def prepare_training(
     Args:
         request: what was typed.
         read_study: reads a study by its name.
-        read_texts: prepares a dataset.
+        read_dataset: prepares a dataset.
         cards: reads the GPUs that are here, the first of them those that train.
         warn: told what a person should know of predictions.
 
@@ -239,8 +244,8 @@ def prepare_training(
             f"this machine has {units.plural(len(present), 'GPU')}: --devices says on how many "
             "instead"
         )
-    _refuse_untrainable(subject, resolved.violation(config, model=model, has_texts=True))
-    choice, texts = _texts(request, subject, read_texts)
+    _refuse_untrainable(subject, resolved.violation(config, model=model, has_dataset=True))
+    choice, texts = _texts(request, subject, read_dataset)
     refuse_other_kind(config.method, texts)
     seed = request.seed
     if seed is None:
@@ -274,7 +279,7 @@ def prepare_training(
             subject,
             resolved,
             texts=texts,
-            shapes=shapes_of_texts(texts, choice, seed=seed),
+            shapes=shapes_of_dataset(texts, choice, seed=seed),
             product=None if here is None else here.product,
             warn=warn,
         ),
@@ -340,8 +345,8 @@ def _forecaster(
     subject: Subject,
     resolved: ResolvedTarget,
     *,
-    texts: PreparedTexts,
-    shapes: ShapesOnTexts,
+    texts: PreparedDataset,
+    shapes: ShapesOnDataset,
     product: str | None,
     warn: Callable[[str], None],
 ) -> Forecaster:
@@ -361,18 +366,18 @@ def _forecaster(
         resolved.target,
         shapes=shapes,
         predictor=predictor,
-        violation=partial(resolved.violation, model=model, has_texts=True),
+        violation=partial(resolved.violation, model=model, has_dataset=True),
         evidence=Evidence(calibration=calibration),
         is_cut_up=product is not None,
         warn=warn,
     )
 
 
-def _shown(present: Sequence[Card], *, count: int) -> tuple[str, ...]:
+def _shown(present: Sequence[GpuInfo], *, count: int) -> tuple[str, ...]:
     """Return the GPUs that a training is to see, as Trainer takes all; none where one is here."""
     if len(present) <= 1:
         return ()
-    return tuple(ChosenCard(at, card).cuda_name for at, card in enumerate(present[:count]))
+    return tuple(ChosenGpu(at, card).cuda_name for at, card in enumerate(present[:count]))
 
 
 def _refuse_untrainable(subject: Subject, broken: Violation | None) -> None:
@@ -387,8 +392,8 @@ def _refuse_untrainable(subject: Subject, broken: Violation | None) -> None:
 
 
 def _texts(
-    request: TrainingRequest, subject: Subject, read_texts: ReadTexts
-) -> tuple[TextsChoice, PreparedTexts]:
+    request: TrainingRequest, subject: Subject, read_dataset: ReadDataset
+) -> tuple[DatasetChoice, PreparedDataset]:
     """Return what is trained on: the study's dataset, changed by what was typed.
 
     Raises:
@@ -396,16 +401,16 @@ def _texts(
     """
     study = subject.definition
     of_study = None if study is None else study.space.data
-    choice = typed_texts(of_study, request.texts)
+    choice = typed_dataset(of_study, request.texts)
     if choice is None:
         raise InputError("which texts? name them with --data")
     if request.texts.get("eval_fraction") is None and of_study is None:
         choice = choice.model_copy(update={"eval_fraction": EVAL_FRACTION})
     if choice == of_study and study is not None:
-        stored = texts_of_study(study, model=subject.model, read=read_texts)
+        stored = dataset_of_study(study, model=subject.model, read=read_dataset)
         if stored is not None:
             return choice, stored
-    return choice, read_texts(TextsRequest.of(choice, subject.model))
+    return choice, read_dataset(DatasetRequest.of(choice, subject.model))
 
 
 def _weights(typed: Weights | None, model: ModelSpec) -> Weights:
@@ -427,7 +432,7 @@ def _weights(typed: Weights | None, model: ModelSpec) -> Weights:
     return weights
 
 
-def _resolved(subject: Subject, card: Card | None) -> ResolvedTarget:
+def _resolved(subject: Subject, card: GpuInfo | None) -> ResolvedTarget:
     """Return the device: the study's, else the GPU that is here, else the CPU.
 
     Raises:
@@ -564,8 +569,8 @@ def fault_of(outcome: TrainingOutcome, *, kept: str = "") -> SweepError:
             )
         case records.Invalid(detail=detail):
             return InputError(detail)
-        case records.Ineffective(knob=knob, detail=detail):
-            return InputError(f"{knob}: {detail}")
+        case records.Ineffective(setting=setting, detail=detail):
+            return InputError(f"{setting}: {detail}")
         case records.Crashed(detail=detail) | records.TimedOut(detail=detail):
             return EnvironmentFault(f"{detail}{kept}")
         case records.Lost():

@@ -34,7 +34,7 @@ from qlora_sweep.storage.directory import SPOOL
 from qlora_sweep.storage.directory import STUDY as IDENTITY
 from qlora_sweep.storage.files import replace
 from qlora_sweep.sweep.data.files import is_on_hub, telling_files
-from qlora_sweep.sweep.data.texts import text_files, translated
+from qlora_sweep.sweep.data.prepared_dataset import text_files, translated
 from qlora_sweep.sweep.installation import DISTRIBUTION, PACKAGE
 from qlora_sweep.sweep.paths import runs_directory
 from qlora_sweep.sweep.request import BESIDE, RunRequest

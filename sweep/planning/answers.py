@@ -21,24 +21,24 @@ from qlora_sweep.search_spaces.models import ModelSpec
 from qlora_sweep.search_spaces.rules import Setting
 from qlora_sweep.search_spaces.space import SearchSpace
 from qlora_sweep.storage.definition import StudySnapshot
-from qlora_sweep.sweep.data.choice import ReadTexts
+from qlora_sweep.sweep.data.choice import ReadDataset
 from qlora_sweep.sweep.paths import cache_directory, runs_directory, storage_url
 from qlora_sweep.sweep.planning.backwards import (
     Cheapest,
-    JobCard,
+    GpuForJob,
     Longest,
     longest_rows,
-    on_card,
+    on_gpu,
     ranked,
 )
 from qlora_sweep.sweep.planning.calibrating import Lessons, lessons
 from qlora_sweep.sweep.planning.candidates import Asked
 from qlora_sweep.sweep.planning.plan import (
-    CardComparison,
-    CardPlan,
+    GpuPlan,
+    PlanComparison,
     bill_offers,
-    compare_cards,
-    plan_card,
+    compare_gpus,
+    plan_gpu,
 )
 from qlora_sweep.sweep.planning.question import (
     PlanRequest,
@@ -54,15 +54,15 @@ from qlora_sweep.sweep.predict.memory.predictor import MemoryPredictor, TracingP
 from qlora_sweep.sweep.predict.memory.profile_store import Tracer, TracingChildren
 
 if TYPE_CHECKING:
-    from qlora_sweep.sweep.running.device_info import Card
+    from qlora_sweep.sweep.running.device_info import GpuInfo
 
 
 @dataclass(frozen=True)
 class GpuPlans:
     """The plan of each GPU, or of each way to use one."""
 
-    plans: tuple[CardPlan, ...]
-    comparison: CardComparison | None
+    plans: tuple[GpuPlan, ...]
+    comparison: PlanComparison | None
     """The same training by each of several; None where fewer than two can do it."""
 
     @property
@@ -142,28 +142,28 @@ def stored_study(name: str, storage: str | None) -> StudySnapshot:
     return read_study(name, url=storage_url(storage), home=runs_directory())
 
 
-def _read_card() -> Card | None:
+def _read_gpu() -> GpuInfo | None:
     # Only a plan without a GPU's name needs NVML.
-    from qlora_sweep.sweep.running.device_info import read_card
+    from qlora_sweep.sweep.running.device_info import read_gpu
 
-    return read_card()
+    return read_gpu()
 
 
 def answer(
     request: PlanRequest,
     *,
-    read_texts: ReadTexts,
+    read_dataset: ReadDataset,
     tell: Callable[[str], None],
     read_study: StudyReader = stored_study,
     progress: Progress = silent,
     predictor: Predictor | None = None,
-    card: Callable[[], Card | None] = _read_card,
+    card: Callable[[], GpuInfo | None] = _read_gpu,
 ) -> Answer:
     """Return the answer to what was asked.
 
     Args:
         request: what was typed.
-        read_texts: reads and tokenizes a dataset.
+        read_dataset: reads and tokenizes a dataset.
         tell: is told what the dataset made of the space.
         read_study: reads the study whose trials calibrate.
         progress: is told how far it is.
@@ -181,7 +181,7 @@ def answer(
             predictor=predictor or tracing(children),
             card=card,
             read_study=read_study,
-            read_texts=read_texts,
+            read_dataset=read_dataset,
         )
         notes: dict[str, None] = {}
         for gpu in question.gpus:
@@ -218,7 +218,7 @@ def _of_gpus(question: Question, progress: Progress) -> GpuPlans:
     plans = tuple(_planned(question, gpu, progress) for gpu in question.gpus)
     comparison = None
     if len(plans) > 1:
-        comparison = compare_cards(
+        comparison = compare_gpus(
             plans,
             work=question.request.work,
             offers=question.offers,
@@ -227,7 +227,7 @@ def _of_gpus(question: Question, progress: Progress) -> GpuPlans:
     return GpuPlans(plans, comparison)
 
 
-def _planned(question: Question, gpu: GpuSpec, progress: Progress) -> CardPlan:
+def _planned(question: Question, gpu: GpuSpec, progress: Progress) -> GpuPlan:
     about = question.about(gpu)
     forecaster = question.forecaster(gpu)
     looked_at: Survey | Forecast
@@ -237,7 +237,7 @@ def _planned(question: Question, gpu: GpuSpec, progress: Progress) -> CardPlan:
     else:
         looked_at = _surveyed(about, forecaster, progress)
         asked = question.asked(gpu)
-    return plan_card(
+    return plan_gpu(
         looked_at,
         work=question.request.work,
         offers=question.offers.get(gpu.name, ()),
@@ -265,7 +265,7 @@ def _of_host(question: Question, devices: int, progress: Progress) -> HostPlans:
         InputError: none of it is possible.
     """
     (gpu,) = question.gpus
-    plans: list[CardPlan] = []
+    plans: list[GpuPlan] = []
     refused: dict[str, str] = {}
     for way, asked in question.ways(gpu):
         try:
@@ -275,7 +275,7 @@ def _of_host(question: Question, devices: int, progress: Progress) -> HostPlans:
     if not plans:
         raise InputError(next(iter(refused.values())))
     look = partial(_look, progress=progress)
-    comparison = compare_cards(plans, work=question.request.work, offers={}, look=look)
+    comparison = compare_gpus(plans, work=question.request.work, offers={}, look=look)
     return HostPlans(tuple(plans), comparison, refused, devices)
 
 
@@ -320,12 +320,12 @@ def _cheapest(question: Question, progress: Progress) -> Cheapest:
     """Return what a job costs on each GPU."""
     request = question.request
     tell = progress("GPUs looked at")
-    cards: list[JobCard] = []
+    cards: list[GpuForJob] = []
     bills: list[Bill] = []
     faults: list[InputError] = []
     for done, gpu in enumerate(question.gpus):
         tell(done, len(question.gpus))
-        card = on_card(
+        card = on_gpu(
             question.about(gpu),
             question.forecaster(gpu),
             work=request.work,

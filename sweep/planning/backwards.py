@@ -112,7 +112,7 @@ _KINDS = (ABLE, frozenset({Outcome.PERHAPS_IN_TIME}), frozenset({Outcome.TOO_SLO
 
 
 @dataclass(frozen=True)
-class JobCard:
+class GpuForJob:
     """The job on one GPU."""
 
     gpu: GpuSpec
@@ -148,11 +148,11 @@ class Cheapest:
     """None where no GPU can do it."""
     held: Mapping[str, Any]
     deadline_seconds: float | None
-    cards: tuple[JobCard, ...]
+    cards: tuple[GpuForJob, ...]
     """Those that do the job, the cheapest first, then the others by name."""
 
     @property
-    def able(self) -> tuple[JobCard, ...]:
+    def able(self) -> tuple[GpuForJob, ...]:
         """The GPUs that do the job in time, as predicted, the cheapest first."""
         return self.that(*ABLE)
 
@@ -162,26 +162,26 @@ class Cheapest:
         return bool(self.able)
 
     @property
-    def cheapest(self) -> JobCard | None:
+    def cheapest(self) -> GpuForJob | None:
         """The cheapest of them, by what is predicted."""
         return self.able[0] if self.able else None
 
     @property
-    def perhaps_cheapest(self) -> tuple[JobCard, ...]:
+    def perhaps_cheapest(self) -> tuple[GpuForJob, ...]:
         """The GPUs that may be the cheapest, by what is predicted; one where that is sure."""
         return ties(self.able, lambda one, other: ratio(one.bill, other.bill))
 
     @property
-    def smallest(self) -> JobCard | None:
+    def smallest(self) -> GpuForJob | None:
         """Of the able GPUs the one with least memory; of several the cheapest."""
         return min(self.able, key=lambda card: card.gpu.memory_bytes, default=None)
 
-    def that(self, *outcomes: Outcome) -> tuple[JobCard, ...]:
+    def that(self, *outcomes: Outcome) -> tuple[GpuForJob, ...]:
         """Return the GPUs with one of these outcomes."""
         return tuple(card for card in self.cards if card.outcome in outcomes)
 
 
-def on_card(
+def on_gpu(
     about: SearchSpace | TrialConfig,
     forecaster: Forecaster,
     *,
@@ -189,7 +189,7 @@ def on_card(
     offers: Sequence[Offer],
     deadline_seconds: float | None,
     progress: Progress = silent,
-) -> JobCard:
+) -> GpuForJob:
     """Return what becomes of the job on one GPU, in the configuration to recommend there.
 
     Raises:
@@ -202,17 +202,17 @@ def on_card(
         else:
             best, least = _of_space(about, forecaster, progress)
     except InputError as fault:
-        return JobCard(gpu, Outcome.FORBIDDEN, None, reason=str(fault), fault=fault)
+        return GpuForJob(gpu, Outcome.FORBIDDEN, None, reason=str(fault), fault=fault)
     except _Forbidden as rule:
-        return JobCard(gpu, Outcome.FORBIDDEN, None, reason=str(rule))
+        return GpuForJob(gpu, Outcome.FORBIDDEN, None, reason=str(rule))
     if best is None:
-        return JobCard(gpu, Outcome.TOO_SMALL, None, least_bytes=least)
+        return GpuForJob(gpu, Outcome.TOO_SMALL, None, least_bytes=least)
     bills = bill_offers(best, work=work, offers=offers)
     if not bills:
         reason = ""
         if best.speed is None and best.notes:
             reason = best.notes[0]
-        return JobCard(gpu, Outcome.NO_PRICE, best, reason=reason)
+        return GpuForJob(gpu, Outcome.NO_PRICE, best, reason=reason)
     return _in_time(gpu, best, bills, deadline_seconds)
 
 
@@ -256,7 +256,7 @@ def _of_space(
 
 def _in_time(
     gpu: GpuSpec, best: Forecast, bills: tuple[Bill, ...], deadline_seconds: float | None
-) -> JobCard:
+) -> GpuForJob:
     """Return the GPU with the offers that are in time; of those that may be, the surest kind."""
     hours = math.inf
     if deadline_seconds is not None:
@@ -264,7 +264,7 @@ def _in_time(
     for kind in _KINDS:
         of_kind = [bill for bill in bills if _outcome(bill, hours) in kind]
         if of_kind:
-            return JobCard(gpu, _outcome(of_kind[0], hours), best, tuple(of_kind))
+            return GpuForJob(gpu, _outcome(of_kind[0], hours), best, tuple(of_kind))
     raise AssertionError("each outcome is of a kind")
 
 
@@ -276,10 +276,10 @@ def _outcome(bill: Bill, hours: float) -> Outcome:
     return Outcome.TOO_SLOW if soonest.wall_hours > hours else Outcome.PERHAPS_IN_TIME
 
 
-def ranked(cards: Sequence[JobCard]) -> tuple[JobCard, ...]:
+def ranked(cards: Sequence[GpuForJob]) -> tuple[GpuForJob, ...]:
     """Return the GPUs that do the job, the cheapest first, then the others by name."""
-    able: list[JobCard] = []
-    others: list[JobCard] = []
+    able: list[GpuForJob] = []
+    others: list[GpuForJob] = []
     for card in cards:
         if card.is_able:
             able.append(card)

@@ -20,14 +20,14 @@ from qlora_sweep.sweep.planning.answers import (
 from qlora_sweep.sweep.planning.backwards import (
     LENGTH_STEP,
     Cheapest,
-    JobCard,
+    GpuForJob,
     Longest,
     LongestRow,
     Outcome,
 )
 from qlora_sweep.sweep.planning.calibrating import Lessons
 from qlora_sweep.sweep.planning.candidates import speed_ratio
-from qlora_sweep.sweep.planning.plan import CardComparison, CardPlan, WhatIf
+from qlora_sweep.sweep.planning.plan import GpuPlan, PlanComparison, WhatIf
 from qlora_sweep.sweep.planning.survey import ShapeTable, Survey
 from qlora_sweep.sweep.predict.forecast import Evidence, Forecast
 from qlora_sweep.sweep.predict.memory.peaks import PARTS
@@ -43,7 +43,7 @@ def documents_of(answer: Answer) -> Sequence[dict[str, Any]]:
         case HostPlans():
             return [ways_document(answer)]
         case GpuPlans(plans=(plan,)):
-            return [card_document(plan)]
+            return [gpu_document(plan)]
         case GpuPlans(plans=plans, comparison=comparison):
             return [comparison_document(plans, comparison)]
         case CalibrationTrials(of_gpus=of_gpus):
@@ -192,7 +192,7 @@ def _fit(forecast: Forecast) -> dict[str, Any]:
     return {"config": config, "fits": forecast.fits, "fits_certainty": certainty}
 
 
-def card_document(plan: CardPlan) -> dict[str, Any]:
+def gpu_document(plan: GpuPlan) -> dict[str, Any]:
     """Return the plan of one GPU.
 
     Where one configuration was asked about, its answer's keys are the document's own; where a space
@@ -230,7 +230,7 @@ def _study(evidence: Evidence) -> dict[str, Any] | None:
     }
 
 
-def _about(plan: CardPlan | Longest) -> dict[str, Any]:
+def _about(plan: GpuPlan | Longest) -> dict[str, Any]:
     forecaster = plan.forecaster
     gpu = {**_of(forecaster.gpu, "name", "memory_bytes"), **_of(forecaster, "budget_bytes")}
     return {
@@ -279,7 +279,7 @@ def _table(table: ShapeTable) -> dict[str, Any]:
     }
 
 
-def _survey(plan: CardPlan, survey: Survey) -> dict[str, Any]:
+def _survey(plan: GpuPlan, survey: Survey) -> dict[str, Any]:
     found = survey.found
     seconds = survey.study_seconds()
     best = survey.recommended
@@ -317,7 +317,7 @@ def _survey(plan: CardPlan, survey: Survey) -> dict[str, Any]:
     }
 
 
-def _gain(plan: CardPlan, survey: Survey, forecast: Forecast) -> dict[str, Any]:
+def _gain(plan: GpuPlan, survey: Survey, forecast: Forecast) -> dict[str, Any]:
     """Return how many times as fast as the fastest in 16 bits a forecast is, and which classes of
     numerics it is statistically indistinguishable from."""
     rivals = [other for other in survey.fastest_by_numerics.values() if other is not forecast]
@@ -340,7 +340,7 @@ def _brief(forecast: Forecast) -> dict[str, Any]:
 
 
 def comparison_document(
-    plans: Sequence[CardPlan], comparison: CardComparison | None
+    plans: Sequence[GpuPlan], comparison: PlanComparison | None
 ) -> dict[str, Any]:
     """Return the plans of several GPUs, and the same training's speeds and bills on each.
 
@@ -349,7 +349,7 @@ def comparison_document(
     is null, and all of them are perhaps so. One is recommended all the same, by what is predicted.
     """
     document: dict[str, Any] = {
-        "plans": list(map(card_document, plans)),
+        "plans": list(map(gpu_document, plans)),
         "speeds": None,
         "recommended": None,
         "comparison": None,
@@ -385,11 +385,11 @@ def ways_document(answer: HostPlans) -> dict[str, Any]:
     return {**document, "interconnect": known, "not_possible": dict(answer.refused)}
 
 
-def _configurations(comparison: CardComparison) -> dict[str, Any]:
+def _configurations(comparison: PlanComparison) -> dict[str, Any]:
     return {gpu: _brief(forecast) for gpu, forecast in comparison.chosen.items()}
 
 
-def _costs(comparison: CardComparison, costs: OfferComparison) -> dict[str, Any]:
+def _costs(comparison: PlanComparison, costs: OfferComparison) -> dict[str, Any]:
     return {
         **_of(comparison, "effective_batch_size", "seq_len"),
         **_of(comparison.workload, "steps", "samples", "tokens"),
@@ -441,7 +441,7 @@ def cheapest_document(answer: Cheapest) -> dict[str, Any]:
     Ties are as in `comparison_document`.
     """
 
-    def names(cards: Iterable[JobCard]) -> list[str]:
+    def names(cards: Iterable[GpuForJob]) -> list[str]:
         return [card.gpu.name for card in cards]
 
     best = answer.cheapest

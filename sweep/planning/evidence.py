@@ -9,10 +9,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from qlora_sweep.search_spaces.config import TrialConfig, canonical
+from qlora_sweep.search_spaces.dataset_choice import DatasetSummary
 from qlora_sweep.search_spaces.errors import EnvironmentFault, InputError
 from qlora_sweep.search_spaces.gpus import GpuSpec, match_product
 from qlora_sweep.search_spaces.models import ModelSpec
-from qlora_sweep.search_spaces.texts import TextsSummary
 from qlora_sweep.storage.confirmations import BETWEEN_RUNS
 from qlora_sweep.storage.definition import (
     MemoryForecast,
@@ -27,7 +27,7 @@ from qlora_sweep.sweep.predict.forecast import Evidence, Forecaster, calibrated
 from qlora_sweep.sweep.predict.memory.predictor import TracingPredictor
 from qlora_sweep.sweep.predict.memory.profile_store import Traced
 from qlora_sweep.sweep.predict.memory.profiles import Structure, Untraceable
-from qlora_sweep.sweep.predict.on_texts import ShapesOnTexts
+from qlora_sweep.sweep.predict.on_dataset import ShapesOnDataset
 from qlora_sweep.sweep.predict.speed.predictor import within
 from qlora_sweep.sweep.predict.speed.stand_in import Array, Took
 
@@ -37,8 +37,8 @@ def evidence_from(
     *,
     model: ModelSpec,
     gpu: GpuSpec,
-    texts: TextsSummary | None = None,
-    shapes: ShapesOnTexts | None = None,
+    texts: DatasetSummary | None = None,
+    shapes: ShapesOnDataset | None = None,
 ) -> Evidence:
     """Return what a study says of ``model`` on ``gpu``.
 
@@ -52,7 +52,7 @@ def evidence_from(
     Raises:
         InputError: the study is about another model or other texts, or ran on a CPU.
     """
-    _refuse_other_texts(snapshot, texts)
+    _refuse_other_dataset(snapshot, texts)
     definition = snapshot.definition
     target = definition.target
     if definition.model_fingerprint != model.fingerprint:
@@ -101,7 +101,7 @@ def evidence_from(
     )
 
 
-def _refuse_other_texts(snapshot: StudySnapshot, texts: TextsSummary | None) -> None:
+def _refuse_other_dataset(snapshot: StudySnapshot, texts: DatasetSummary | None) -> None:
     known = snapshot.definition.texts
     if (known and known.fingerprint) == (texts and texts.fingerprint):
         return
@@ -122,14 +122,14 @@ def with_target_speeds(snapshot: StudySnapshot) -> StudySnapshot:
     definition = snapshot.definition
     warnings = snapshot.warnings
     speeds = target_speeds(definition, snapshot.records + snapshot.confirmations)
-    if definition.target.emulated_on is not None and not _has_its_texts(definition):
+    if definition.target.emulated_on is not None and not _has_its_dataset(definition):
         assert definition.texts is not None, "a study without a dataset needs none"
         why = f"what was prepared of {definition.texts.source} is not on this machine"
         warnings += (f"{why}: speeds on the {definition.target.gpu} are not shown",)
     return replace(snapshot, target_speeds=speeds, warnings=warnings)
 
 
-def _has_its_texts(definition: StudyDefinition) -> bool:
+def _has_its_dataset(definition: StudyDefinition) -> bool:
     try:
         shapes_of_study(definition)
     except EnvironmentFault:

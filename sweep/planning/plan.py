@@ -141,7 +141,7 @@ class WhatIf:
 
 
 @dataclass(frozen=True)
-class CardPlan:
+class GpuPlan:
     """The plan of one GPU."""
 
     forecaster: Forecaster
@@ -231,20 +231,20 @@ class CardPlan:
         """Why the space has no configuration that the model and the GPU can run, where that is."""
         if self.survey is None or self.survey.found.least_bytes is not None:
             return ()
-        has_texts = self.forecaster.shapes is not None
-        setting = Setting(self.forecaster.model, "cuda", self.gpu.compute_capability, has_texts)
+        has_dataset = self.forecaster.shapes is not None
+        setting = Setting(self.forecaster.model, "cuda", self.gpu.compute_capability, has_dataset)
         broken = obstacles(self.survey.space, setting)
         return tuple(map(attrgetter("reason"), broken))
 
 
-def plan_card(
+def plan_gpu(
     looked_at: Survey | Forecast,
     *,
     work: AskedWork,
     offers: Sequence[Offer],
     asked: Asked = NOT_ASKED,
     progress: Progress = silent,
-) -> CardPlan:
+) -> GpuPlan:
     """Return the plan of a space that was looked over, and what is recommended of it; or that of
     one configuration, whether it fits or not.
 
@@ -266,7 +266,7 @@ def plan_card(
             raise InputError(shown.violation.reason)
         if shown.memory is not None:
             table = shape_table(shown.forecaster, shown.config)
-    plan = CardPlan(looked_at.forecaster, shown, (), table=table, survey=survey, asked=asked)
+    plan = GpuPlan(looked_at.forecaster, shown, (), table=table, survey=survey, asked=asked)
     if shown is None:
         return plan
     bills = bill_offers(shown, work=work, offers=offers)
@@ -383,12 +383,12 @@ def _largest_batch(forecaster: Forecaster, base: TrialConfig, length: int) -> La
 
 
 @dataclass(frozen=True)
-class CardComparison:
+class PlanComparison:
     """The same training on several GPUs, or in several ways: as many tokens, in steps of one
     effective batch."""
 
     chosen: Mapping[str, Forecast]
-    """The configuration of each, by `CardPlan.name`."""
+    """The configuration of each, by `GpuPlan.name`."""
     workload: Workload
     """What each of them does."""
     bills: OfferComparison | None
@@ -429,13 +429,13 @@ Look = Callable[[Forecaster, SearchSpace | TrialConfig], Forecast | None]
 """Returns what to prefer of a space on the GPU of a forecaster; a configuration's own forecast."""
 
 
-def compare_cards(
-    plans: Sequence[CardPlan],
+def compare_gpus(
+    plans: Sequence[GpuPlan],
     *,
     work: AskedWork,
     offers: Mapping[str, Sequence[Offer]],
     look: Look,
-) -> CardComparison | None:
+) -> PlanComparison | None:
     """Return what the same training costs on several GPUs; None where fewer than two can do it.
 
     The same training means the same samples, of one length, in steps of one effective batch, for
@@ -455,10 +455,10 @@ def compare_cards(
     costs = None
     if bills:
         costs = compare_offers(bills)
-    return CardComparison(chosen, workload, costs)
+    return PlanComparison(chosen, workload, costs)
 
 
-def _rivals(able: Sequence[CardPlan], look: Look) -> dict[str, Forecast]:
+def _rivals(able: Sequence[GpuPlan], look: Look) -> dict[str, Forecast]:
     """Return the forecast of each GPU that can do the same training."""
     surveys = {plan.name: plan.survey for plan in able if plan.survey is not None}
     if len(surveys) < len(able):

@@ -25,7 +25,7 @@ from qlora_sweep.search_spaces.config import (
 from qlora_sweep.search_spaces.costs import AskedWork
 from qlora_sweep.search_spaces.documents import Document, Strict, parse_object, read_text, validate
 from qlora_sweep.search_spaces.errors import InputError, did_you_mean
-from qlora_sweep.search_spaces.feasibility import refuse_impossible, refuse_without_texts
+from qlora_sweep.search_spaces.feasibility import refuse_impossible, refuse_without_dataset
 from qlora_sweep.search_spaces.gpus import (
     GpuSpec,
     asked_bytes,
@@ -50,19 +50,19 @@ from qlora_sweep.search_spaces.sizes import with_offered_batches
 from qlora_sweep.search_spaces.space import SearchSpace, largest_whole
 from qlora_sweep.search_spaces.trainer_spaces import for_trainer
 from qlora_sweep.storage.definition import StudySnapshot, Target
-from qlora_sweep.sweep.data.choice import ReadTexts, space_with_texts, typed_texts
-from qlora_sweep.sweep.data.texts import PreparedTexts, TextsRequest, prepare_texts
+from qlora_sweep.sweep.data.choice import ReadDataset, space_with_dataset, typed_dataset
+from qlora_sweep.sweep.data.prepared_dataset import DatasetRequest, PreparedDataset, prepare_dataset
 from qlora_sweep.sweep.paths import own_price_file
 from qlora_sweep.sweep.planning.backwards import job, whole_step
 from qlora_sweep.sweep.planning.candidates import Asked, SpaceKind, own_space
 from qlora_sweep.sweep.planning.evidence import evidence_from
-from qlora_sweep.sweep.predict.building import build_forecaster, shapes_of_texts
+from qlora_sweep.sweep.predict.building import build_forecaster, shapes_of_dataset
 from qlora_sweep.sweep.predict.forecast import NO_EVIDENCE, Evidence, Forecaster
 from qlora_sweep.sweep.predict.memory.predictor import MemoryPredictor
-from qlora_sweep.sweep.predict.on_texts import ShapesOnTexts
+from qlora_sweep.sweep.predict.on_dataset import ShapesOnDataset
 
 if TYPE_CHECKING:
-    from qlora_sweep.sweep.running.device_info import Card
+    from qlora_sweep.sweep.running.device_info import GpuInfo
 
 PROMPTS = 4
 """In a step of GRPO where nothing is said, with all their completions."""
@@ -146,9 +146,9 @@ class Question:
     """By GPU."""
     predictor: Predictor
     read_study: StudyReader
-    texts: PreparedTexts | None = None
+    texts: PreparedDataset | None = None
     """What would be trained on; None for full rows."""
-    shapes: ShapesOnTexts | None = None
+    shapes: ShapesOnDataset | None = None
     """What configurations come to on them."""
     predictors: dict[tuple[int, int], MemoryPredictor] = field(default_factory=dict)
     """By compute capability: GPUs that share one share all that is traced and read."""
@@ -224,7 +224,7 @@ class Question:
             asked = parse_config(_with_micro_batch(given), where="options")
         else:
             space, kind = self.spaces[gpu.name]
-            refuse_without_texts(space)
+            refuse_without_dataset(space)
             asked = self._of_grpo(self._offered(gpu).space)
             if self.held:
                 asked = with_fixed(asked, self.held)
@@ -285,7 +285,7 @@ class Question:
         notes = able.notes + own.notes
         if self.texts is None:
             return Offered(own.space, notes)
-        offered = space_with_texts(
+        offered = space_with_dataset(
             own.space, self.texts, model=self.model, is_preset=is_preset, held=self.held
         )
         return Offered(offered.space, notes + offered.notes)
@@ -358,9 +358,9 @@ def resolve_request(
     request: PlanRequest,
     *,
     predictor: Predictor,
-    card: Callable[[], Card | None],
+    card: Callable[[], GpuInfo | None],
     read_study: StudyReader,
-    read_texts: ReadTexts = prepare_texts,
+    read_dataset: ReadDataset = prepare_dataset,
 ) -> Question:
     """Look up every name that was typed.
 
@@ -369,7 +369,7 @@ def resolve_request(
         predictor: makes what predicts memory.
         card: reads the GPU in this machine, for where none is named.
         read_study: reads the study whose trials calibrate, for where one is named.
-        read_texts: reads and tokenizes texts, or finds what did so before.
+        read_dataset: reads and tokenizes texts, or finds what did so before.
 
     Raises:
         InputError: something that was typed or named is not right.
@@ -395,12 +395,12 @@ def resolve_request(
         spaces[gpu.name] = (of_gpu, of_kind)
     of_first = space or spaces[gpus[0].name][0]
     model = load_model_spec(request.model or of_first.model)
-    choice = typed_texts(None if space is None else space.data, request.data)
+    choice = typed_dataset(None if space is None else space.data, request.data)
     texts = None
     shapes = None
     if choice is not None:
-        texts = read_texts(TextsRequest.of(choice, model))
-        shapes = shapes_of_texts(texts, choice, seed=of_first.seed)
+        texts = read_dataset(DatasetRequest.of(choice, model))
+        shapes = shapes_of_dataset(texts, choice, seed=of_first.seed)
     if space is not None:
         space = space.model_copy(update={"data": choice})
     question = Question(
@@ -439,7 +439,7 @@ def _cards(
     request: PlanRequest,
     space: SearchSpace | None,
     named: GpuSpec | None,
-    card: Callable[[], Card | None],
+    card: Callable[[], GpuInfo | None],
 ) -> tuple[GpuSpec, ...]:
     """Return the GPUs that are asked about: every one that was named, the positional one first.
 
@@ -521,7 +521,7 @@ def _space(
         raise InputError(f"'{name}' is no preset, no YAML file and no GPU{near}") from None
 
 
-def _gpu(name: str, card: Callable[[], Card | None]) -> GpuSpec:
+def _gpu(name: str, card: Callable[[], GpuInfo | None]) -> GpuSpec:
     """Return the GPU of that name; ``auto`` is the one in this machine."""
     if name == "cpu":
         raise InputError(

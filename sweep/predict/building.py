@@ -7,12 +7,16 @@ from functools import lru_cache, partial
 from pathlib import Path
 
 from qlora_sweep.search_spaces import rules
+from qlora_sweep.search_spaces.dataset_choice import DatasetChoice
 from qlora_sweep.search_spaces.gpus import GpuSpec, match_product
 from qlora_sweep.search_spaces.models import ModelSpec
-from qlora_sweep.search_spaces.texts import TextsChoice
 from qlora_sweep.storage.definition import StudyDefinition, Target
+from qlora_sweep.sweep.data.prepared_dataset import (
+    PreparedDataset,
+    dataset_directory,
+    open_prepared,
+)
 from qlora_sweep.sweep.data.study_epochs import StudyEpochs
-from qlora_sweep.sweep.data.texts import PreparedTexts, open_prepared, texts_directory
 from qlora_sweep.sweep.predict.forecast import (
     NO_EVIDENCE,
     Evidence,
@@ -22,7 +26,7 @@ from qlora_sweep.sweep.predict.forecast import (
     SpeedModel,
 )
 from qlora_sweep.sweep.predict.memory.predictor import MemoryPredictor
-from qlora_sweep.sweep.predict.on_texts import ShapesOnTexts
+from qlora_sweep.sweep.predict.on_dataset import ShapesOnDataset
 
 STUDIES_KEPT = 8
 """Studies whose datasets are not read again: a page of one asks of each of its trials."""
@@ -32,7 +36,7 @@ def build_forecaster(
     model: ModelSpec,
     target: Target,
     *,
-    shapes: ShapesOnTexts | None,
+    shapes: ShapesOnDataset | None,
     predictor: MemoryPredictor | None,
     violation: Rule | None = None,
     speed: SpeedModel | None = None,
@@ -64,7 +68,7 @@ def build_forecaster(
             model=model,
             compute_capability=min(capabilities, default=None),
             device=target.device,
-            has_texts=shapes is not None,
+            has_dataset=shapes is not None,
         )
     if speed is None and host is not None:
         speed = SpeedForecast(
@@ -95,12 +99,14 @@ def _gpu(target: Target, product: str) -> GpuSpec | None:
     return match_product(product)
 
 
-def shapes_of_texts(texts: PreparedTexts, choice: TextsChoice, *, seed: int) -> ShapesOnTexts:
+def shapes_of_dataset(
+    texts: PreparedDataset, choice: DatasetChoice, *, seed: int
+) -> ShapesOnDataset:
     """Return what configurations come to on the rows of a dataset that are trained on."""
-    return ShapesOnTexts(StudyEpochs.of(texts, choice, seed=seed))
+    return ShapesOnDataset(StudyEpochs.of(texts, choice, seed=seed))
 
 
-def shapes_of_study(definition: StudyDefinition) -> ShapesOnTexts | None:
+def shapes_of_study(definition: StudyDefinition) -> ShapesOnDataset | None:
     """Return the same of a stored study's dataset, as it was prepared for it; None where its
     sequences are full.
 
@@ -110,10 +116,10 @@ def shapes_of_study(definition: StudyDefinition) -> ShapesOnTexts | None:
     choice = definition.space.data
     if definition.texts is None or choice is None:
         return None
-    directory = texts_directory() / definition.texts.fingerprint
+    directory = dataset_directory() / definition.texts.fingerprint
     return _shapes_in(directory, choice, definition.space.seed)
 
 
 @lru_cache(maxsize=STUDIES_KEPT)
-def _shapes_in(directory: Path, choice: TextsChoice, seed: int) -> ShapesOnTexts:
-    return shapes_of_texts(open_prepared(directory), choice, seed=seed)
+def _shapes_in(directory: Path, choice: DatasetChoice, seed: int) -> ShapesOnDataset:
+    return shapes_of_dataset(open_prepared(directory), choice, seed=seed)

@@ -34,22 +34,22 @@ _SIZES: Mapping[str, Callable[[TrialConfig, ModelSpec], Any]] = {
 """What memory goes by, of the settings whose value is not itself that."""
 
 
-def footprint(config: TrialConfig, *, model: ModelSpec, has_texts: bool = False) -> Footprint:
+def footprint(config: TrialConfig, *, model: ModelSpec, has_dataset: bool = False) -> Footprint:
     """Return what of ``config`` matters to memory. The scale of LoRA, for one, does not.
 
     Args:
         config: what would be trained.
         model: of which.
-        has_texts: whether its rows are of texts, so that few are as long as the sequence length.
+        has_dataset: whether its rows are of texts, so that few are as long as the sequence length.
     """
     values: dict[str, tuple[Any, bool]] = {}
-    widens = not has_texts or _widens_with_length(config)
-    for key, knob in KNOBS.items():
-        has_order = knob.memory in ("grows", "shrinks") or key in _SIZES
+    widens = not has_dataset or _widens_with_length(config)
+    for key, setting in KNOBS.items():
+        has_order = setting.memory in ("grows", "shrinks") or key in _SIZES
         if has_order and (key != "seq_len" or widens):
-            is_ordered = knob.survives_compiler or not config.compile
+            is_ordered = setting.survives_compiler or not config.compile
             values[key] = _size(key, config, model), is_ordered
-        elif knob.memory != "untouched":
+        elif setting.memory != "untouched":
             values[key] = getattr(config, key), False
     return values
 

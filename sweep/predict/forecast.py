@@ -46,10 +46,10 @@ from qlora_sweep.sweep.predict.memory.prediction import (
 from qlora_sweep.sweep.predict.memory.predictor import MemoryPredictor, Residuals, TracingPredictor
 from qlora_sweep.sweep.predict.memory.profile_store import OnProgress, tell_nobody
 from qlora_sweep.sweep.predict.memory.profiles import Untraceable
-from qlora_sweep.sweep.predict.on_texts import (
+from qlora_sweep.sweep.predict.on_dataset import (
     MemoryInTrainer,
-    MemoryOnTexts,
-    ShapesOnTexts,
+    MemoryOnDataset,
+    ShapesOnDataset,
     tokens_per_step,
 )
 from qlora_sweep.sweep.predict.speed.predictor import (
@@ -167,7 +167,7 @@ class SpeedForecast:
 
     model: ModelSpec
     gpu: GpuSpec
-    shapes: ShapesOnTexts | None = None
+    shapes: ShapesOnDataset | None = None
     calibration: Calibration | None = None
     _measured: deque[TrialRecord] = field(
         init=False, default_factory=lambda: deque(maxlen=TRIALS_CALIBRATED)
@@ -230,7 +230,7 @@ def calibrated(
     *,
     model: ModelSpec,
     gpu: GpuSpec,
-    shapes: ShapesOnTexts | None,
+    shapes: ShapesOnDataset | None,
 ) -> Calibration | None:
     """Return the calibration of a GPU by measured trials; None where no trial can be used."""
     observations: list[tuple[TrialConfig, float]] = []
@@ -687,7 +687,7 @@ class Forecaster:
         predictor: MemoryPredictor | None = None,
         speed: SpeedModel | None = None,
         target_speed: SpeedModel | None = None,
-        shapes: ShapesOnTexts | None = None,
+        shapes: ShapesOnDataset | None = None,
         evidence: Evidence = NO_EVIDENCE,
         is_cut_up: bool = True,
         warn: Callable[[str], None] | None = None,
@@ -709,7 +709,7 @@ class Forecaster:
             if shapes is None:
                 predictor = MemoryInTrainer(predictor)
             else:
-                predictor = MemoryOnTexts(predictor, shapes)
+                predictor = MemoryOnDataset(predictor, shapes)
         self._predictor = predictor
         self._gpu = gpu
         self._rule = violation
@@ -820,7 +820,7 @@ class Forecaster:
         return DominatedOutOfMemory(by=smaller)
 
     def _footprint(self, config: TrialConfig) -> Footprint:
-        return footprint(config, model=self.model, has_texts=self.shapes is not None)
+        return footprint(config, model=self.model, has_dataset=self.shapes is not None)
 
     def epoch_of(self, config: TrialConfig) -> EpochRecord | None:
         """Return what an epoch of the dataset is to ``config``; None without a dataset."""

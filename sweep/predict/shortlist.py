@@ -1107,13 +1107,13 @@ def _as_read(value: Any) -> Any:
 def _leanest(key: str, values: Sequence[Any]) -> Any:
     """Return the value that needs least memory, as a rule; where none is known to, the standard
     recipe's."""
-    knob = KNOBS[key]
-    for lean in knob.lean_first:
+    setting = KNOBS[key]
+    for lean in setting.lean_first:
         if lean in values:
             return lean
-    if knob.memory == "shrinks":
+    if setting.memory == "shrinks":
         return max(values)
-    if knob.memory == "grows" and all(isinstance(value, int | float) for value in values):
+    if setting.memory == "grows" and all(isinstance(value, int | float) for value in values):
         return min(values)
     standard = getattr(TrialConfig(), key)
     return standard if standard in values else values[0]

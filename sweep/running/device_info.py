@@ -19,7 +19,7 @@ from qlora_sweep.reports import format as units
 from qlora_sweep.search_spaces.errors import EnvironmentFault, InputError
 from qlora_sweep.search_spaces.gpus import GpuSpec, match_product
 from qlora_sweep.storage.environment import fingerprint
-from qlora_sweep.sweep.nvml import NVML, CardProcess, NvmlCard, visible_cards
+from qlora_sweep.sweep.nvml import NVML, GpuProcess, NvmlDevice, visible_gpus
 
 # `CUdevice_attribute`s, as cuda.h numbers them.
 _INTEGRATED = 18
@@ -34,7 +34,7 @@ _FREE_SHARE_MISSING = 0.01
 
 
 @dataclass(frozen=True)
-class Card:
+class GpuInfo:
     """A GPU at one moment; None is what no driver told."""
 
     product: str
@@ -44,7 +44,7 @@ class Card:
     driver: str | None
     cuda: str | None
     """Newest CUDA version that the driver supports."""
-    processes: tuple[CardProcess, ...] = ()
+    processes: tuple[GpuProcess, ...] = ()
     shares_host_memory: bool = False
     """Whether host and GPU have one memory, which everything on the machine uses."""
     uuid: str | None = None
@@ -57,7 +57,7 @@ class Card:
         """The catalogue's GPU that it is; None where it has none of this name and memory."""
         return match_product(self.product, self.memory_bytes)
 
-    def is_like(self, other: Card) -> bool:
+    def is_like(self, other: GpuInfo) -> bool:
         """Whether it is a GPU of the same kind, of which one study may have several."""
         return self.product == other.product and self.known == other.known
 
@@ -67,7 +67,7 @@ class Card:
         return f"{self.product} with {units.gib(self.memory_bytes)}"
 
 
-def environment_with(card: Card | None) -> dict[str, Any]:
+def environment_with(card: GpuInfo | None) -> dict[str, Any]:
     """Return the fingerprint of this machine as the GPU's host; None: its CPU trains."""
     if card is None:
         return fingerprint(device="cpu")
@@ -81,12 +81,12 @@ def environment_with(card: Card | None) -> dict[str, Any]:
     )
 
 
-_UNKNOWN = Card(
+_UNKNOWN = GpuInfo(
     product="", memory_bytes=0, free_bytes=None, compute_capability=None, driver=None, cuda=None
 )
 
 
-def ask_cuda() -> Card | None:
+def ask_cuda() -> GpuInfo | None:
     """Return what CUDA's own library says of its first device; None where there is neither."""
     try:
         library = ctypes.CDLL("libcuda.so.1")
@@ -121,17 +121,19 @@ def ask_cuda() -> Card | None:
     )
 
 
-def read_card(*, nvml: Any = NVML, ask_cuda: Callable[[], Card | None] = ask_cuda) -> Card | None:
+def read_gpu(
+    *, nvml: Any = NVML, ask_cuda: Callable[[], GpuInfo | None] = ask_cuda
+) -> GpuInfo | None:
     """Return the GPU that CUDA would call 0; None where there is none, or no driver for it."""
-    return next(iter(read_cards(nvml=nvml, ask_cuda=ask_cuda, most=1)), None)
+    return next(iter(read_gpus(nvml=nvml, ask_cuda=ask_cuda, most=1)), None)
 
 
-def read_cards(
+def read_gpus(
     *,
     nvml: Any = NVML,
-    ask_cuda: Callable[[], Card | None] = ask_cuda,
+    ask_cuda: Callable[[], GpuInfo | None] = ask_cuda,
     most: int | None = None,
-) -> tuple[Card, ...]:
+) -> tuple[GpuInfo, ...]:
     """Return every GPU that CUDA would see, in its order: what CUDA calls 0 comes first.
 
     Without memory in all there is no GPU: nothing can be planned for it.
@@ -143,7 +145,7 @@ def read_cards(
     """
     if os.environ.get("CUDA_VISIBLE_DEVICES", "0").strip() in ("", "-1"):
         return ()
-    with visible_cards(nvml, most=most) as cards:
+    with visible_gpus(nvml, most=most) as cards:
         first, *others = list(map(_as_nvml_says, cards)) or [_UNKNOWN]
     if not (first.product and first.memory_bytes and first.compute_capability):
         cuda = ask_cuda() or _UNKNOWN
@@ -158,7 +160,7 @@ def read_cards(
     return tuple(takewhile(lambda card: card.memory_bytes > 0, (first, *others)))
 
 
-def _as_nvml_says(card: NvmlCard) -> Card:
+def _as_nvml_says(card: NvmlDevice) -> GpuInfo:
     driver, cuda = card.versions()
     capability = card.ask("nvmlDeviceGetCudaComputeCapability")
     milliwatts = card.ask("nvmlDeviceGetEnforcedPowerLimit")
@@ -179,12 +181,12 @@ def _as_nvml_says(card: NvmlCard) -> Card:
 
 
 @dataclass(frozen=True)
-class ChosenCard:
+class ChosenGpu:
     """One GPU that a study runs on."""
 
     index: int
     """Among those that CUDA would see."""
-    card: Card
+    card: GpuInfo
 
     @property
     def name(self) -> str:
@@ -197,18 +199,18 @@ class ChosenCard:
         return self.card.uuid or str(self.index)
 
 
-def cards_for(size: int, cards: Sequence[Card]) -> tuple[ChosenCard, ...]:
+def gpus_for(size: int, cards: Sequence[GpuInfo]) -> tuple[ChosenGpu, ...]:
     """Return the first GPUs of a machine, as many as one trial trains on together.
 
-    Raises as `choose_cards` does.
+    Raises as `choose_gpus` does.
     """
     try:
-        return choose_cards(str(size), cards)
+        return choose_gpus(str(size), cards)
     except (InputError, EnvironmentFault) as error:
         raise type(error)(f"data_parallel {size} needs {size} GPUs for a trial: {error}") from None
 
 
-def teams_of(cards: Sequence[ChosenCard], *, size: int) -> list[tuple[ChosenCard, ...]]:
+def teams_of(cards: Sequence[ChosenGpu], *, size: int) -> list[tuple[ChosenGpu, ...]]:
     """Return GPUs in groups of so many, which train one configuration at a time; what is left over
     trains none.
     """
@@ -216,7 +218,7 @@ def teams_of(cards: Sequence[ChosenCard], *, size: int) -> list[tuple[ChosenCard
     return [tuple(cards[first : first + size]) for first in range(0, whole, size)]
 
 
-def choose_cards(typed: str, cards: Sequence[Card]) -> tuple[ChosenCard, ...]:
+def choose_gpus(typed: str, cards: Sequence[GpuInfo]) -> tuple[ChosenGpu, ...]:
     """Return the GPUs that ``--devices`` names: ``all``, how many, or which (``0,2``, or ``2,``).
 
     Args:
@@ -233,9 +235,9 @@ def choose_cards(typed: str, cards: Sequence[Card]) -> tuple[ChosenCard, ...]:
         raise EnvironmentFault(
             f"--devices {typed}: this machine shows no NVIDIA GPU; `sweep doctor` says why"
         )
-    chosen = tuple(ChosenCard(index, cards[index]) for index in wanted)
+    chosen = tuple(ChosenGpu(index, cards[index]) for index in wanted)
     first = chosen[0]
-    named: dict[str, ChosenCard] = {}
+    named: dict[str, ChosenGpu] = {}
     for card in chosen:
         other = named.setdefault(card.cuda_name, card)
         if other is not card:
@@ -302,7 +304,7 @@ def _listed(indices: Sequence[int]) -> str:
     return listed
 
 
-def _in_use(card: Card) -> str | None:
+def _in_use(card: GpuInfo) -> str | None:
     """Return which process has memory on a GPU; None where none has."""
     if card.processes:
         first = card.processes[0]

@@ -37,7 +37,7 @@ from qlora_sweep.search_spaces.kinds import DEVICES, DeviceName
 from qlora_sweep.search_spaces.redaction import shown
 from qlora_sweep.storage.environment import fingerprint
 from qlora_sweep.sweep.running import child
-from qlora_sweep.sweep.running.device_info import Card, read_cards
+from qlora_sweep.sweep.running.device_info import GpuInfo, read_gpus
 from qlora_sweep.sweep.running.ray_runner import RayRunner, Told, as_ray_was_started, on_node
 from qlora_sweep.sweep.running.runner import Lane
 
@@ -204,7 +204,7 @@ class Node:
     """That Ray hands out; none on a head that is to run nothing."""
     gpus: int
     """That Ray hands out."""
-    cards: tuple[Card, ...]
+    cards: tuple[GpuInfo, ...]
     """Those of them that the driver there tells of, in Ray's order; all of a chosen node's are
     alike."""
     versions: Mapping[str, str | None]
@@ -232,9 +232,9 @@ def look(gpus: int) -> dict[str, Any]:
     """
     # Ray hides them from a process that asks for none.
     as_ray_was_started(_VISIBLE)
-    cards: tuple[Card, ...] = ()
+    cards: tuple[GpuInfo, ...] = ()
     if gpus:
-        cards = read_cards()[:gpus]
+        cards = read_gpus()[:gpus]
     return {"cards": cards, "versions": versions()}
 
 
@@ -384,7 +384,7 @@ class Cluster:
             ) from error
         return said
 
-    def card(self, gpu: str) -> Card | None:
+    def card(self, gpu: str) -> GpuInfo | None:
         """Return the GPU that a study of ``gpu`` runs on; None for ``cpu``.
 
         Raises:

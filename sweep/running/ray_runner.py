@@ -18,13 +18,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
-from qlora_sweep.search_spaces.errors import CardLost, EnvironmentFault
+from qlora_sweep.search_spaces.errors import EnvironmentFault, GpuLost
 from qlora_sweep.search_spaces.kinds import DEVICES, DeviceName
 from qlora_sweep.storage.directory import OUTCOME, beside_log
 from qlora_sweep.storage.records import INTERRUPTED, Crashed, Outcome, Phase
 from qlora_sweep.sweep.paths import cache_directory
 from qlora_sweep.sweep.running.child import AttentiveClock, shown, storable
-from qlora_sweep.sweep.running.device_info import read_card
+from qlora_sweep.sweep.running.device_info import read_gpu
 from qlora_sweep.sweep.running.runner import Observer, Runner, keep_going
 from qlora_sweep.sweep.running.wire import Progress, TrialRequest
 
@@ -83,7 +83,7 @@ class Host:
         card = None
         cards: tuple[str, ...] = ()
         if DEVICES[device].is_gpu:
-            card = read_card()
+            card = read_gpu()
         if card is not None and card.uuid is not None:
             cards = (card.uuid,)
         log_path = cache_directory() / "ray" / home / "worker.log"
@@ -122,7 +122,7 @@ class Host:
         finally its outcome.
 
         Raises:
-            CardLost: the trial failed, and the GPU has a fault of its own.
+            GpuLost: the trial failed, and the GPU has a fault of its own.
             EnvironmentFault: the device is not to be had.
         """
         news: queue.SimpleQueue[Progress] = queue.SimpleQueue()
@@ -195,7 +195,7 @@ class RayRunner(Runner):
     _has_spoken: bool = False
     _phase: Phase = "start"
     _is_cancelled: bool = False
-    _lost: CardLost | None = None
+    _lost: GpuLost | None = None
     _newest: Outcome | None = None
     """What was returned last."""
 
@@ -225,7 +225,7 @@ class RayRunner(Runner):
         """Run a trial.
 
         Raises:
-            CardLost: the node is gone, or nothing is heard of it; the trial may run elsewhere.
+            GpuLost: the node is gone, or nothing is heard of it; the trial may run elsewhere.
             EnvironmentFault: the device on the node is not to be had.
         """
         if self._is_cancelled:
@@ -298,7 +298,7 @@ class RayRunner(Runner):
         """Wait until the actor answers; return whether it did before somebody asked to stop.
 
         Raises:
-            CardLost: its node is gone.
+            GpuLost: its node is gone.
             EnvironmentFault: it cannot begin there.
         """
         told = self.tell()
@@ -318,7 +318,7 @@ class RayRunner(Runner):
         """Wait for what the actor says next; return whether it came before a request to stop.
 
         Raises:
-            CardLost: nothing is heard for too long.
+            GpuLost: nothing is heard for too long.
         """
         clock = AttentiveClock()
         longest = START_SECONDS
@@ -356,9 +356,9 @@ class RayRunner(Runner):
                 self.ray.wait([closed], timeout=_CLOSE_SECONDS)
         self._kill()
 
-    def _lose(self, why: str) -> CardLost:
+    def _lose(self, why: str) -> GpuLost:
         self._kill()
-        self._lost = CardLost(
+        self._lost = GpuLost(
             f"node {self.address} of the Ray cluster is lost: {why}. What was measured is stored"
         )
         return self._lost

@@ -12,12 +12,12 @@ from qlora_sweep.search_spaces.errors import InputError
 from qlora_sweep.search_spaces.models import ModelSpec
 from qlora_sweep.search_spaces.space import StepBudget
 from qlora_sweep.storage.records import NEIGHBOUR, Ineffective, Invalid, Outcome
-from qlora_sweep.sweep.nvml import card_at
+from qlora_sweep.sweep.nvml import device_at
 from qlora_sweep.sweep.running.wire import WorkerSettings
 from qlora_sweep.sweep.training.adapters import forget_compiled
 from qlora_sweep.sweep.training.device import Device, open_device
 from qlora_sweep.sweep.training.eight_bit import half_dtype
-from qlora_sweep.sweep.training.meter import CardReader, NeighbourWatch
+from qlora_sweep.sweep.training.meter import GpuReader, NeighbourWatch
 from qlora_sweep.sweep.training.model import BaseModel, Unavailable, build_base
 from qlora_sweep.sweep.training.step import out_of_memory
 from qlora_sweep.sweep.training.trial import Trial, TrialDevice, TrialTask
@@ -53,7 +53,7 @@ class Resident:
         """What was allocated before there was a base."""
         self.device: Device = open_device(settings.device)
         bus_id = self.device.pci_bus_id()
-        self.card = CardReader(None if bus_id is None else card_at(bus_id))
+        self.card = GpuReader(None if bus_id is None else device_at(bus_id))
         self.trial_device = TrialDevice(
             self.device,
             self.card,
@@ -103,7 +103,7 @@ class Resident:
         except InputError as error:
             failed = Invalid(rule="model", detail=str(error)[:DETAIL_LENGTH])
         except Unavailable as error:
-            failed = Ineffective(knob=error.knob, detail=str(error)[:DETAIL_LENGTH])
+            failed = Ineffective(setting=error.setting, detail=str(error)[:DETAIL_LENGTH])
         except Exception as error:
             if not self.device.ran_out(error):
                 raise

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
 
-from qlora_sweep.search_spaces.errors import CardLost, EnvironmentFault
+from qlora_sweep.search_spaces.errors import EnvironmentFault, GpuLost
 from qlora_sweep.search_spaces.gpus import match_product
 from qlora_sweep.search_spaces.models import ModelSpec
 from qlora_sweep.search_spaces.space import MICRO_STEPS_TIMED, StepBudget
@@ -213,13 +213,13 @@ class SupervisedRunner(Runner):
         self._phase: Phase = "start"
         self._cancelled_at: float | None = None
         """When somebody asked to stop, by the clock."""
-        self._lost: CardLost | None = None
+        self._lost: GpuLost | None = None
 
     def run(self, request: TrialRequest, *, observe: Observer = keep_going) -> Outcome:
         """See `runner.Runner.run`.
 
         Raises:
-            CardLost: a worker could not be ended, so that the device is not to be had any more, or
+            GpuLost: a worker could not be ended, so that the device is not to be had any more, or
                 the trial failed and a GPU has a fault of its own.
             EnvironmentFault: no worker can be started, or none can use the device.
         """
@@ -247,7 +247,7 @@ class SupervisedRunner(Runner):
             fault_of_gpu = self._fault()
             if fault_of_gpu is not None:
                 names = " and ".join(self._settings.cards) or "the card"
-                raise CardLost(f"{names}: {fault_of_gpu}")
+                raise GpuLost(f"{names}: {fault_of_gpu}")
         return storable(outcome)
 
     def _sound_worker(self) -> WorkerProcess:
@@ -353,7 +353,7 @@ class SupervisedRunner(Runner):
         That is what it left on disk, where it came so far before whatever befell it.
 
         Raises:
-            CardLost: nothing ends it, and it left nothing.
+            GpuLost: nothing ends it, and it left nothing.
         """
         if isinstance(fault, WorkerSilent) and self._worker and self._worker.is_stopped():
             fault = WorkerSilent(f"{fault}, as somebody stopped the worker's process (SIGSTOP)")
@@ -394,7 +394,7 @@ class SupervisedRunner(Runner):
         end, words = worker.close(patience=patience, kill_seconds=self._deadlines.end)
         if end.status is None:
             held = "the GPU" if self._settings.is_on_gpu else "its memory"
-            self._lost = CardLost(
+            self._lost = GpuLost(
                 f"the worker (process {worker.process.pid}) did not end within "
                 f"{self._deadlines.end:g} s of SIGKILL: the kernel holds it, and it holds {held}. "
                 "What was measured is stored. Restart the machine, or let its administrator reset "

@@ -48,7 +48,7 @@ class ChildSettings(Message):
         return True
 
 
-class TextsSettings(Message):
+class DatasetSettings(Message):
     """The texts that a worker trains on."""
 
     directory: str
@@ -73,7 +73,7 @@ class WorkerSettings(ChildSettings):
     is_emulated: bool
     peak_flops: dict[ComputeDtype, float] = Field(default={})
     """Dense FLOP/s of the GPU that runs, by compute dtype; empty where unknown."""
-    texts: TextsSettings | None = None
+    texts: DatasetSettings | None = None
     """What trials train on; None for full-length random rows."""
 
 

@@ -37,19 +37,19 @@ from qlora_sweep.storage.records import (
     OutOfMemory,
     Phase,
 )
-from qlora_sweep.sweep.data.batches import Texts, import_readers
-from qlora_sweep.sweep.data.texts import SUMMARY
+from qlora_sweep.sweep.data.batches import TokenizedDataset, import_readers
+from qlora_sweep.sweep.data.prepared_dataset import SUMMARY
 from qlora_sweep.sweep.running.ranks import Ranks
 from qlora_sweep.sweep.running.resident import DETAIL_LENGTH, Resident
 from qlora_sweep.sweep.running.wire import (
     ChildSettings,
+    DatasetSettings,
     Finished,
     Progress,
     QualityCommand,
     Ready,
     RunCommand,
     StopCommand,
-    TextsSettings,
     TrialRequest,
     Unusable,
     WorkerMessage,
@@ -60,7 +60,7 @@ from qlora_sweep.sweep.running.wire import (
 from qlora_sweep.sweep.training import team
 from qlora_sweep.sweep.training.adapters import import_compiler, start_compiler_processes
 from qlora_sweep.sweep.training.device import DEVICE_TYPES
-from qlora_sweep.sweep.training.exceptions import is_card_out_of_memory, is_host_out_of_memory
+from qlora_sweep.sweep.training.exceptions import is_gpu_out_of_memory, is_host_out_of_memory
 from qlora_sweep.sweep.training.messages import Message
 from qlora_sweep.sweep.training.quality import Quality
 from qlora_sweep.sweep.training.trial import Trial, TrialTask
@@ -156,7 +156,7 @@ class Worker:
         self._speeds: dict[str, tuple[float | None, Measured]] = {}
         """What was measured on the way to a configuration's quality, with its learning rate."""
         self._stop = threading.Event()
-        self._texts: Texts | None = None
+        self._texts: TokenizedDataset | None = None
         if settings.texts is not None:
             self._texts = _texts(settings.texts, settings.seed)
         self.phase: Phase = "start"
@@ -398,7 +398,7 @@ def crashed(phase: Phase, error: Exception | SystemExit) -> Crashed:
     if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
         cause = "too_few_descriptors"
         detail += f"; {MORE_DESCRIPTORS}"
-    elif is_host_out_of_memory(error) and not is_card_out_of_memory(error):
+    elif is_host_out_of_memory(error) and not is_gpu_out_of_memory(error):
         cause = "host_out_of_memory"
     return Crashed(phase=phase, cause=cause, detail=detail)
 
@@ -409,7 +409,7 @@ def _speed_key(request: TrialRequest) -> str:
     return f"{config.key()} {request.steps.model_dump_json()} {request.is_soak}"
 
 
-def _texts(settings: TextsSettings, seed: int) -> Texts:
+def _texts(settings: DatasetSettings, seed: int) -> TokenizedDataset:
     """Return the texts to train on.
 
     Raises:
@@ -424,7 +424,7 @@ def _texts(settings: TextsSettings, seed: int) -> Texts:
         ) from error
     if fingerprint != settings.fingerprint:
         raise EnvironmentFault(f"the prepared texts in {directory} are others than the study's")
-    return Texts(directory, settings.eval_fraction, seed)
+    return TokenizedDataset(directory, settings.eval_fraction, seed)
 
 
 def main(

@@ -103,7 +103,7 @@ SETTLED_BELOW: float = SearchSpace.model_fields["stop_below_gain"].default
 _OTHER_KIND = 0.5
 """Correlation of two different words of one setting."""
 _NOT_COMPILED_IN = {"effective_batch_size", "optimizer", "lora_alpha", "learning_rate"}
-_BASE_KEYS = [key for key, knob in KNOBS.items() if knob.shapes_base]
+_BASE_KEYS = [key for key, setting in KNOBS.items() if setting.shapes_base]
 _base = attrgetter(*_BASE_KEYS)
 
 
@@ -734,11 +734,11 @@ def _on_target(world: _World, trials: Trials) -> Mixture:
 def columns(configs: Sequence[TrialConfig]) -> list[Column]:
     """Return the properties by which configurations are compared."""
     found = []
-    for key, knob in KNOBS.items():
+    for key, setting in KNOBS.items():
         if key in _NUMBERS:
             scale, number = _NUMBERS[key]
             found.append(Column.of_numbers(np.array(list(map(number, configs))), scale=scale))
-        elif knob.memory != "untouched" or knob.shapes_base:
+        elif setting.memory != "untouched" or setting.shapes_base:
             kinds = list(map(attrgetter(key), configs))
             found.append(Column.of_kinds(kinds, common=_OTHER_KIND))
     return found

@@ -108,7 +108,7 @@ class Confirmation(Source):
             return newest + 1
         if run is None:
             return newest
-        if run.errand.purpose != "quality" and self._was_elsewhere(lane, confirmations):
+        if run.run_kind.purpose != "quality" and self._was_elsewhere(lane, confirmations):
             return newest + 1
         last_search = max(record.number for record in self._study.records())
         last_run = max(record.number for record in confirmations.records)

@@ -21,7 +21,7 @@ from qlora_sweep.storage.confirmations import (
 )
 from qlora_sweep.storage.ledger import MAX_ATTEMPTS, attempts
 from qlora_sweep.storage.ranking import RankedTrial, Ranking
-from qlora_sweep.storage.records import Errand, Measurement, Purpose, TrialRecord
+from qlora_sweep.storage.records import Measurement, Purpose, RunKind, TrialRecord
 from qlora_sweep.sweep.planning.survey import TRIAL_SECONDS
 from qlora_sweep.sweep.study.driver import Wanted, quality_command
 
@@ -75,8 +75,8 @@ class ConfirmationPlan:
         """Return the next run; None where all that the budget allows is known."""
         repeated = self._turn(self._unconfirmed()) or self._turn(self._undecided())
         if repeated is not None:
-            errand = Errand(purpose="confirm", series=self.series, confirms=repeated.number)
-            return Wanted(self._steps, repeated.config, errand)
+            run_kind = RunKind(purpose="confirm", series=self.series, confirms=repeated.number)
+            return Wanted(self._steps, repeated.config, run_kind)
         faster = self._faster_baseline()
         if faster is not None:
             return Wanted(self.ranking.definition.space.steps, faster.config)
@@ -94,8 +94,8 @@ class ConfirmationPlan:
                 "seconds_max": budget.soak_seconds,
             }
         )
-        errand = Errand(purpose="soak", series=self.series, confirms=winner.number)
-        return Wanted(steps, winner.config, errand)
+        run_kind = RunKind(purpose="soak", series=self.series, confirms=winner.number)
+        return Wanted(steps, winner.config, run_kind)
 
     def _faster_baseline(self) -> RankedTrial | None:
         """Return the baseline where it outran the winner and the space holds it: no trial was of
@@ -145,9 +145,9 @@ class ConfirmationPlan:
                 is_done = quality is not None and seed in (quality.seeds or (quality.seed,))
                 if is_done or self._has_failed(trial.config, tried):
                     continue
-                errand = Errand(purpose="quality", series=self.series, confirms=trial.number)
+                run_kind = RunKind(purpose="quality", series=self.series, confirms=trial.number)
                 asked = quality_command(space, tokens=self.tokens, seed=seed)
-                return Wanted(least, trial.config, errand, asked)
+                return Wanted(least, trial.config, run_kind, asked)
         return None
 
     def _to_seed(self) -> tuple[RankedTrial, ...]:
@@ -304,11 +304,11 @@ class ConfirmationPlan:
         """Return a run as far as there is time for it, a soak perhaps a shorter one; None where
         there is too little. Rounds are begun where the fewest that count can be whole."""
         needed = self.run_seconds
-        if wanted.errand.purpose == "soak":
+        if wanted.run_kind.purpose == "soak":
             seconds = min(wanted.steps.seconds_max, left_seconds - self.setup_seconds)
             shorter = wanted.steps.model_copy(update={"seconds_max": seconds})
             wanted = replace(wanted, steps=shorter)
-        if wanted.errand.purpose == "confirm" and not self.has_begun:
+        if wanted.run_kind.purpose == "confirm" and not self.has_begun:
             needed = self.least_seconds
         if wanted.quality is not None:
             longest = 0.0

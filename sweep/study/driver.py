@@ -18,7 +18,7 @@ from typing import Protocol
 import optuna
 
 from qlora_sweep.search_spaces.config import TrialConfig
-from qlora_sweep.search_spaces.errors import CardLost, EnvironmentFault, words_of
+from qlora_sweep.search_spaces.errors import EnvironmentFault, GpuLost, words_of
 from qlora_sweep.search_spaces.space import SearchSpace, StepBudget
 from qlora_sweep.storage.records import (
     INTERRUPTED,
@@ -26,13 +26,13 @@ from qlora_sweep.storage.records import (
     SEARCH,
     Attempt,
     EpochRecord,
-    Errand,
     Faithfulness,
     Lost,
     Measured,
     Outcome,
     OutOfMemory,
     PrunedSlow,
+    RunKind,
     TrialRecord,
     moment_now,
 )
@@ -74,7 +74,7 @@ class Wanted:
     steps: StepBudget
     config: TrialConfig | None = None
     """None for the sampler's choice."""
-    errand: Errand = SEARCH
+    run_kind: RunKind = SEARCH
     quality: QualityCommand | None = None
     """What it is asked to learn; None for its speed and memory alone."""
     rivals: Rivals | None = None
@@ -190,7 +190,7 @@ class Driver:
         price = self.limits.usd_per_hour
         if dollars is None or price is None:
             return math.inf
-        seconds = dollars / price * 3600.0 - self.study.known.card_seconds
+        seconds = dollars / price * 3600.0 - self.study.known.gpu_seconds
         return seconds / self.study.cards
 
     @contextmanager
@@ -308,11 +308,11 @@ class Driver:
         """Ask storage for a trial, mark it begun, and say what is expected of it."""
         started_seconds = self.clock()
         study = self.study
-        errand = wanted.errand
+        run_kind = wanted.run_kind
         handle, config = self._ask(wanted)
         started_at = moment_now()
-        begun = study.begin(handle, config, started_at, errand=errand)
-        failed = study.ledger.attempts(config, errand)
+        begun = study.begin(handle, config, started_at, run_kind=run_kind)
+        failed = study.ledger.attempts(config, run_kind)
         record = TrialRecord(
             number=begun.number,
             config=config,
@@ -322,26 +322,26 @@ class Driver:
             attempt_id=begun.id,
             started_at=started_at,
             ran_on=lane.name or None,
-            **errand.model_dump(),
+            **run_kind.model_dump(),
         )
         self.on_event(
-            TrialStarted(begun.number, config, record.is_baseline, record.attempt, errand)
+            TrialStarted(begun.number, config, record.is_baseline, record.attempt, run_kind)
         )
-        if errand == SEARCH:
+        if run_kind == SEARCH:
             # Now, while it may take long, and before the trial teaches anything.
             expected = self.forecaster.expect(config)
             record = record.model_copy(update={"prediction": expected.record})
             if expected.refusal is not None:
                 changes = {"outcome": expected.refusal, "ran_on": None}
                 record = record.model_copy(update=changes)
-        is_half = self.asks_for_loss and errand == SEARCH and wanted.quality is None
+        is_half = self.asks_for_loss and run_kind == SEARCH and wanted.quality is None
         request = TrialRequest(
             config=config,
             steps=wanted.steps,
-            is_soak=errand.purpose == "soak",
+            is_soak=run_kind.purpose == "soak",
             attempt=None if is_half else begun,
             quality=wanted.quality,
-            faithfulness=None if errand == SEARCH else self._compared(config),
+            faithfulness=None if run_kind == SEARCH else self._compared(config),
         )
         return Running(
             handle,
@@ -359,7 +359,7 @@ class Driver:
         if config is None:
             handle = self.study.ask(self.encoding.distributions)
             return handle, self.space.config(self.encoding.decode(handle.params))
-        if wanted.errand != SEARCH:
+        if wanted.run_kind != SEARCH:
             return self.study.ask_again(), config
         params = self.encoding.params_of(config)
         distributions = {}
@@ -439,7 +439,7 @@ class Driver:
         if isinstance(result, EnvironmentFault):
             # The database matters less now, and the spool has it.
             with suppress(EnvironmentFault):
-                if self.lanes.working or isinstance(result, CardLost):
+                if self.lanes.working or isinstance(result, GpuLost):
                     # None of its own doing, as far as anybody knows: it is tried again.
                     lost = Lost(detail=f"the GPU was lost: {result}", is_interrupted=True)
                     self._tell(trial, lost, source)

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from qlora_sweep.search_spaces.config import TrialConfig
-from qlora_sweep.storage.records import SEARCH, Errand, TrialRecord
+from qlora_sweep.storage.records import SEARCH, RunKind, TrialRecord
 from qlora_sweep.sweep.processes import STOP_SIGNALS
 from qlora_sweep.sweep.running.wire import Progress
 from qlora_sweep.sweep.stop_signals import handled
@@ -64,7 +64,7 @@ class TrialStarted:
     config: TrialConfig
     is_baseline: bool
     attempt: int
-    errand: Errand = SEARCH
+    run_kind: RunKind = SEARCH
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from typing import Any
 from qlora_sweep.search_spaces.checkpoints import check_weights
 from qlora_sweep.search_spaces.documents import Document, validate
 from qlora_sweep.search_spaces.errors import InputError
-from qlora_sweep.search_spaces.feasibility import refuse_impossible, refuse_without_texts
+from qlora_sweep.search_spaces.feasibility import refuse_impossible, refuse_without_dataset
 from qlora_sweep.search_spaces.gpus import match_product
 from qlora_sweep.search_spaces.loading import (
     Offered,
@@ -30,13 +30,13 @@ from qlora_sweep.search_spaces.trainer_spaces import for_trainer
 from qlora_sweep.storage.definition import StudyDefinition, Target
 from qlora_sweep.storage.surfaces import Surface
 from qlora_sweep.sweep.data.choice import (
-    ReadTexts,
+    ReadDataset,
+    dataset_of_study,
     is_same_choice,
-    space_with_texts,
-    texts_of_study,
+    space_with_dataset,
 )
+from qlora_sweep.sweep.data.prepared_dataset import DatasetRequest, PreparedDataset, prepare_dataset
 from qlora_sweep.sweep.data.study_epochs import StudyEpochs, refuse_too_few
-from qlora_sweep.sweep.data.texts import PreparedTexts, TextsRequest, prepare_texts
 from qlora_sweep.sweep.request import (
     RunRequest,
     checked_name,
@@ -46,9 +46,9 @@ from qlora_sweep.sweep.request import (
     refuse_unmeasured,
     with_confirm,
 )
-from qlora_sweep.sweep.running.device_info import Card, ChosenCard
+from qlora_sweep.sweep.running.device_info import ChosenGpu, GpuInfo
 from qlora_sweep.sweep.running.supervisor import SupervisedRunner
-from qlora_sweep.sweep.running.wire import TextsSettings
+from qlora_sweep.sweep.running.wire import DatasetSettings
 from qlora_sweep.sweep.study.driver import eval_seq_len
 from qlora_sweep.sweep.study.run_time import CommandStart
 from qlora_sweep.sweep.study.stopping import price_of
@@ -63,11 +63,11 @@ class Prepared:
     definition: StudyDefinition
     model: ModelSpec
     resolved: ResolvedTarget
-    card: Card | None
+    card: GpuInfo | None
     """The GPU in this machine; None on a CPU."""
-    cards: tuple[ChosenCard, ...] = ()
+    cards: tuple[ChosenGpu, ...] = ()
     """Those that trials run on at a time, all of one product; none where none were chosen."""
-    texts: PreparedTexts | None = None
+    texts: PreparedDataset | None = None
     """What its trials train on; None for random rows."""
     epochs: StudyEpochs | None = None
     """What passes over those texts are to its configurations."""
@@ -98,18 +98,18 @@ class Prepared:
         return time.monotonic() - start.at_seconds
 
     @property
-    def cards_per_trial(self) -> int:
+    def gpus_per_trial(self) -> int:
         """GPUs that the widest of its trials trains on together; 1 on a CPU, which all share."""
         if not self.target.is_on_gpu:
             return 1
         return self.space.gpus_per_trial
 
     @property
-    def texts_settings(self) -> TextsSettings | None:
+    def dataset_settings(self) -> DatasetSettings | None:
         """Where a worker finds the study's texts; None for random rows."""
         if self.texts is None or self.space.data is None:
             return None
-        return TextsSettings(
+        return DatasetSettings(
             directory=str(self.texts.directory.absolute()),
             fingerprint=self.texts.summary.fingerprint,
             eval_fraction=self.space.data.eval_fraction,
@@ -124,15 +124,15 @@ class Prepared:
             target=self.target,
             weights=self.space.weights,
             seed=self.space.seed,
-            texts=self.texts_settings,
+            texts=self.dataset_settings,
         )
 
 
 def prepare(
     request: RunRequest,
     *,
-    card: Callable[[], Card | None],
-    read_texts: ReadTexts = prepare_texts,
+    card: Callable[[], GpuInfo | None],
+    read_dataset: ReadDataset = prepare_dataset,
     stored: Callable[[str], StudyDefinition | None] = lambda _: None,
     narrowed: Callable[[SearchSpace], SearchSpace] = lambda space: space,
 ) -> Prepared:
@@ -141,7 +141,7 @@ def prepare(
     Args:
         request: what was typed; without a study's name one is derived from the rest.
         card: reads the GPU in this machine.
-        read_texts: reads and tokenizes texts, or finds what did so before.
+        read_dataset: reads and tokenizes texts, or finds what did so before.
         stored: reads the definition of the study of that name; None where there is none. A study
             of texts is resumed with them where none are named.
         narrowed: returns what of a space can be run where it is to run.
@@ -170,10 +170,10 @@ def prepare(
     of_model = with_own_settings(able.space, model, is_preset=is_preset, held=held)
     if able.space.data is not None and definition is None and request.study is None and not held:
         definition = stored(default_study_name(able.space, changed))
-    texts = _texts(able.space, model, definition, read_texts)
+    texts = _texts(able.space, model, definition, read_dataset)
     offered = Offered(of_model.space)
     if texts is not None:
-        offered = space_with_texts(
+        offered = space_with_dataset(
             of_model.space, texts, model=model, is_preset=is_preset, held=held
         )
     space, changed = held_in(offered.space, held, changed, typed=request.space)
@@ -200,19 +200,22 @@ def _refuse_without_texts(space: SearchSpace, held: Mapping[str, Any]) -> None:
         rest = with_fixed(space, held)
         if isinstance(rest, SearchSpace):
             space = rest
-    refuse_without_texts(space)
+    refuse_without_dataset(space)
 
 
 def _texts(
-    space: SearchSpace, model: ModelSpec, definition: StudyDefinition | None, read_texts: ReadTexts
-) -> PreparedTexts | None:
+    space: SearchSpace,
+    model: ModelSpec,
+    definition: StudyDefinition | None,
+    read_dataset: ReadDataset,
+) -> PreparedDataset | None:
     """Return what a space's trials train on, those of the study that is there where it names the
     same; None for random rows."""
     if space.data is None:
         return None
     if definition is not None and is_same_choice(definition.space.data, space.data):
-        return texts_of_study(definition, model=model, read=read_texts)
-    return read_texts(TextsRequest.of(space.data, model))
+        return dataset_of_study(definition, model=model, read=read_dataset)
+    return read_dataset(DatasetRequest.of(space.data, model))
 
 
 def _with_able_sampler(space: SearchSpace) -> Offered:
@@ -237,8 +240,8 @@ def prepare_again(
     *,
     confirm: Mapping[str, Any],
     max_dollars: float | None = None,
-    card: Callable[[], Card | None],
-    read_texts: ReadTexts = prepare_texts,
+    card: Callable[[], GpuInfo | None],
+    read_dataset: ReadDataset = prepare_dataset,
 ) -> Prepared:
     """Resolve what measuring a stored study's winner again is about.
 
@@ -248,7 +251,7 @@ def prepare_again(
         confirm: keys of the space's section with what was typed instead.
         max_dollars: what it may cost in all; None leaves the space's limit.
         card: reads the GPU in this machine.
-        read_texts: as for `prepare`.
+        read_dataset: as for `prepare`.
 
     Raises:
         InputError: a value that the section does not take, or another GPU than the study's.
@@ -266,7 +269,7 @@ def prepare_again(
     space = validate(SearchSpace, values, document)
     model = ModelSpec.from_json(stored.model)
     here = card() if space.gpu != "cpu" else None
-    texts = texts_of_study(stored, model=model, read=read_texts)
+    texts = dataset_of_study(stored, model=model, read=read_dataset)
     return _checked(name, space, model, here, texts)
 
 
@@ -274,8 +277,8 @@ def _checked(
     name: str,
     space: SearchSpace,
     model: ModelSpec,
-    here: Card | None,
-    texts: PreparedTexts | None,
+    here: GpuInfo | None,
+    texts: PreparedDataset | None,
     notes: tuple[str, ...] = (),
 ) -> Prepared:
     """Return a study whose model, GPU, texts and budget go together."""

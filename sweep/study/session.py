@@ -23,7 +23,7 @@ from qlora_sweep.sweep.predict.memory.predictor import (
     one_of_each_kind,
 )
 from qlora_sweep.sweep.predict.memory.profile_store import TracingChildren
-from qlora_sweep.sweep.predict.on_texts import ShapesOnTexts
+from qlora_sweep.sweep.predict.on_dataset import ShapesOnDataset
 from qlora_sweep.sweep.running.device_info import environment_with, teams_of
 from qlora_sweep.sweep.running.ray_nodes import Cluster
 from qlora_sweep.sweep.running.runner import Lane, Lanes, Runner
@@ -56,7 +56,7 @@ def supervised_runner(prepared: Prepared) -> Lanes:
 
     Where GPUs were chosen each has a lane of its own, or as many together as a trial trains on.
     """
-    teams = teams_of(prepared.cards, size=prepared.cards_per_trial) or [()]
+    teams = teams_of(prepared.cards, size=prepared.gpus_per_trial) or [()]
     lanes = []
     for number, team in enumerate(teams):
         name = ""
@@ -82,7 +82,7 @@ def lanes_on_ray(prepared: Prepared, cluster: Cluster, *, warn: Callable[[str], 
     Raises:
         EnvironmentFault: the study's texts or weights are not on every node, or no GPU is free.
     """
-    texts = prepared.texts_settings
+    texts = prepared.dataset_settings
     model = prepared.model
     paths = []
     if texts is not None:
@@ -275,9 +275,9 @@ def _forecaster(prepared: Prepared, *, warn: Callable[[str], None]) -> Forecaste
     cache = cache_directory() / "memory"
     shapes = None
     if prepared.epochs is not None:
-        shapes = ShapesOnTexts(prepared.epochs)
-    has_texts = prepared.texts is not None
-    rule: Rule = partial(resolved.violation, model=model, has_texts=has_texts)
+        shapes = ShapesOnDataset(prepared.epochs)
+    has_dataset = prepared.texts is not None
+    rule: Rule = partial(resolved.violation, model=model, has_dataset=has_dataset)
     memory: MemoryPredictor
     if prepared.surface is not None:
         memory = RecordedPeaks(recorded_peaks(prepared.surface))

@@ -14,7 +14,7 @@ from qlora_sweep.search_spaces.models import ModelSpec
 from qlora_sweep.search_spaces.rules import Violation, violation
 from qlora_sweep.search_spaces.space import SearchSpace
 from qlora_sweep.storage.definition import Target
-from qlora_sweep.sweep.running.device_info import Card
+from qlora_sweep.sweep.running.device_info import GpuInfo
 
 UNKNOWN_CARD_RESERVE_BYTES = GIB
 """Context, libraries and headroom on a GPU that the catalogue does not have."""
@@ -38,7 +38,7 @@ class ResolvedTarget:
     """Of the GPU that really runs; None as above."""
 
     def violation(
-        self, config: TrialConfig, *, model: ModelSpec, has_texts: bool
+        self, config: TrialConfig, *, model: ModelSpec, has_dataset: bool
     ) -> Violation | None:
         """Return the rule that forbids a configuration of a model here, or None."""
         return violation(
@@ -46,11 +46,11 @@ class ResolvedTarget:
             model=model,
             compute_capability=self.compute_capability,
             device=self.target.device,
-            has_texts=has_texts,
+            has_dataset=has_dataset,
         )
 
 
-def resolve_target(space: SearchSpace, card: Card | None) -> ResolvedTarget:
+def resolve_target(space: SearchSpace, card: GpuInfo | None) -> ResolvedTarget:
     """Return what the study of ``space`` is for on a machine with ``card``.
 
     Raises:
@@ -95,7 +95,7 @@ def resolve_target(space: SearchSpace, card: Card | None) -> ResolvedTarget:
     return ResolvedTarget(target, min(capabilities, default=None), capability)
 
 
-def _budget(space: SearchSpace, card: Card, spec: GpuSpec | None, *, stands_in: bool) -> int:
+def _budget(space: SearchSpace, card: GpuInfo, spec: GpuSpec | None, *, stands_in: bool) -> int:
     """Return the tighter of what a training has on the target and what the space allows.
 
     Args:

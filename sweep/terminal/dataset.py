@@ -13,10 +13,10 @@ from functools import partial
 from typing import Any, get_args
 
 from qlora_sweep.reports import format as units
+from qlora_sweep.search_spaces.dataset_choice import DatasetKind, DatasetSummary
 from qlora_sweep.search_spaces.errors import InputError, did_you_mean
 from qlora_sweep.search_spaces.kinds import Method
 from qlora_sweep.search_spaces.models import ModelSpec, load_model_spec
-from qlora_sweep.search_spaces.texts import TextsKind, TextsSummary
 from qlora_sweep.sweep.data.choice import refuse_other_kind
 from qlora_sweep.sweep.data.epoch import cut_exactly
 from qlora_sweep.sweep.data.kinds import on_completions
@@ -29,14 +29,19 @@ from qlora_sweep.sweep.data.lengths import (
     waste_at,
     worthwhile_lengths,
 )
+from qlora_sweep.sweep.data.prepared_dataset import (
+    BROKEN_KEPT,
+    DatasetRequest,
+    PreparedDataset,
+    prepare_dataset,
+)
 from qlora_sweep.sweep.data.study_epochs import StudyEpochs
-from qlora_sweep.sweep.data.texts import BROKEN_KEPT, PreparedTexts, TextsRequest, prepare_texts
 from qlora_sweep.sweep.predict.forecast import Progress
 from qlora_sweep.sweep.terminal import options
 from qlora_sweep.sweep.terminal.console import folded, note_folded, say_result, width_of, working
 from qlora_sweep.sweep.terminal.drawing import table
 
-_KINDS: Mapping[TextsKind, str] = {
+_KINDS: Mapping[DatasetKind, str] = {
     "text": "one text each",
     "instruction": "instructions, in Alpaca's prompt",
     "prompt-completion": "prompts and completions",
@@ -48,14 +53,14 @@ _BAR = 40
 """Characters of the longest bar of a histogram."""
 
 
-def prepared(request: TextsRequest, *, progress: Progress | None = None) -> PreparedTexts:
+def prepared(request: DatasetRequest, *, progress: Progress | None = None) -> PreparedDataset:
     """Return a dataset as tokens, with progress and what is to be known of it on stderr.
 
-    Raises what `prepare_texts` raises.
+    Raises what `prepare_dataset` raises.
     """
     shown = nullcontext(progress) if progress else working("reading the dataset")
     with shown as part:
-        texts = prepare_texts(request, on_progress=lambda what, done, of: part(what)(done, of))
+        texts = prepare_dataset(request, on_progress=lambda what, done, of: part(what)(done, of))
     for words in texts.notes(request.model):
         note_folded(f"warning: {words}", indent=2)
     return texts
@@ -82,7 +87,7 @@ def data(
     if model is not None:
         spec = load_model_spec(model)
         limit = spec.max_positions
-    texts = prepared(TextsRequest(source, spec, **options.dataset(None, of_space)))
+    texts = prepared(DatasetRequest(source, spec, **options.dataset(None, of_space)))
     if method is not None:
         refuse_other_kind(method, texts)
     lengths = texts.lengths()
@@ -139,7 +144,7 @@ def _lengths_table(
     return table(header, rows, width=width)
 
 
-def _explanation(summary: TextsSummary, batch: int, worthwhile: Iterable[int]) -> str:
+def _explanation(summary: DatasetSummary, batch: int, worthwhile: Iterable[int]) -> str:
     words = "padded, grouped, packed"
     samples = f"examples, of {batch} of similar length, and with packed sequences"
     if summary.are_pairs:
@@ -153,7 +158,7 @@ def _explanation(summary: TextsSummary, batch: int, worthwhile: Iterable[int]) -
 
 
 def _wastes(
-    texts: PreparedTexts, limit: int | None, *, micro_batch_size: int, tell: Any
+    texts: PreparedDataset, limit: int | None, *, micro_batch_size: int, tell: Any
 ) -> list[Waste]:
     """Return what each candidate length does; those that leave nothing to learn are left out."""
     lengths = texts.lengths()
@@ -177,7 +182,7 @@ def _wastes(
     return wastes
 
 
-def _document(texts: PreparedTexts, model: ModelSpec | None) -> dict[str, Any]:
+def _document(texts: PreparedDataset, model: ModelSpec | None) -> dict[str, Any]:
     """Return what ``sweep data --json`` says of the dataset itself."""
     summary = texts.summary
     same = {"source", "rows", "kind", "format", "tokens", "loss_tokens", "completions_only"}
@@ -194,7 +199,7 @@ def _document(texts: PreparedTexts, model: ModelSpec | None) -> dict[str, Any]:
     }
 
 
-def _opening(summary: TextsSummary) -> str:
+def _opening(summary: DatasetSummary) -> str:
     recognised = "recognised by its columns"
     if summary.text_column is not None:
         recognised = f"column '{summary.text_column}'"

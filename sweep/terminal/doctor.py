@@ -25,7 +25,7 @@ from qlora_sweep.storage.environment import PACKAGES, fingerprint
 from qlora_sweep.sweep import installation
 from qlora_sweep.sweep.child_environment import child_environment
 from qlora_sweep.sweep.paths import runs_directory
-from qlora_sweep.sweep.running.device_info import Card, read_card
+from qlora_sweep.sweep.running.device_info import GpuInfo, read_gpu
 from qlora_sweep.sweep.terminal.console import folded
 
 PROBE = (sys.executable, "-P", "-m", "qlora_sweep.sweep.training.libraries")
@@ -52,7 +52,7 @@ class Finding:
 class Machine:
     """What the checks look at."""
 
-    card: Card | None
+    card: GpuInfo | None
     libraries: Mapping[str, Any]
     """What `sweep.training.libraries` answered."""
     versions: Mapping[str, str | None]
@@ -73,7 +73,7 @@ def examine(ask_libraries: Callable[[], Mapping[str, Any]] | None = None) -> Mac
     while not os.path.exists(nearest):
         nearest = nearest.parent
     return Machine(
-        card=read_card(),
+        card=read_gpu(),
         libraries=(ask_libraries or probe_libraries)(),
         versions=environment["versions"],
         python=environment["python"],
@@ -222,7 +222,7 @@ def _gpu(machine: Machine) -> Iterator[Finding]:
         yield Finding("note", "small GPU", detail, "docs/unsloth.md has the figures")
 
 
-def _gpu_memory(card: Card) -> Finding:
+def _gpu_memory(card: GpuInfo) -> Finding:
     whole = units.gib(card.memory_bytes)
     advice = "stop what else uses it: it takes memory and speed from the trials"
     if card.free_bytes is None:

@@ -28,11 +28,11 @@ from qlora_sweep.storage.records import RETRYABLE
 from qlora_sweep.storage.study import OpenStudy
 from qlora_sweep.storage.surfaces import read_surface
 from qlora_sweep.storage.urls import parse_url
-from qlora_sweep.sweep.data.choice import ReadTexts
+from qlora_sweep.sweep.data.choice import ReadDataset
 from qlora_sweep.sweep.paths import STORAGE, report_path, runs_directory, storage_url
 from qlora_sweep.sweep.request import RunRequest, Where
 from qlora_sweep.sweep.running import device_info as gpus
-from qlora_sweep.sweep.running.device_info import Card, ChosenCard, read_card
+from qlora_sweep.sweep.running.device_info import ChosenGpu, GpuInfo, read_gpu
 from qlora_sweep.sweep.running.ray_nodes import Cluster, checked_address, joined
 from qlora_sweep.sweep.running.replay import ReplayRunner
 from qlora_sweep.sweep.running.runner import Lanes, Runner
@@ -45,7 +45,7 @@ from qlora_sweep.sweep.study.session import Watch, drive
 from qlora_sweep.sweep.terminal import console
 from qlora_sweep.sweep.terminal.board import Board, fixed_words, search_words
 from qlora_sweep.sweep.terminal.commands import read_for_report
-from qlora_sweep.sweep.terminal.dataset import prepared as read_texts
+from qlora_sweep.sweep.terminal.dataset import prepared as read_dataset
 from qlora_sweep.sweep.terminal.listings import warn
 from qlora_sweep.sweep.terminal.live import watching
 from qlora_sweep.sweep.terminal.options import seconds
@@ -73,13 +73,13 @@ class LocalGpus:
 
     def __init__(self, devices: str | None) -> None:
         self.typed = devices
-        self.cards: tuple[ChosenCard, ...] = ()
+        self.cards: tuple[ChosenGpu, ...] = ()
 
-    def first(self) -> Card | None:
+    def first(self) -> GpuInfo | None:
         """Return the GPU that decides what a study is for: all that run its trials are like it."""
         if self.typed is None:
-            return read_card()
-        self.cards = self.cards or gpus.choose_cards(self.typed, gpus.read_cards())
+            return read_gpu()
+        self.cards = self.cards or gpus.choose_gpus(self.typed, gpus.read_gpus())
         return self.cards[0].card
 
     def narrowed(self, space: SearchSpace) -> SearchSpace:
@@ -93,11 +93,11 @@ class LocalGpus:
             InputError: it runs on none, or fewer than one of its trials trains on.
             EnvironmentFault: nothing was typed, and not so many GPUs are to be had.
         """
-        size = prepared.cards_per_trial
+        size = prepared.gpus_per_trial
         if self.typed is None:
             if size == 1:
                 return replace(prepared, cards=())
-            return replace(prepared, cards=gpus.cards_for(size, gpus.read_cards()))
+            return replace(prepared, cards=gpus.gpus_for(size, gpus.read_gpus()))
         if not self.cards:
             raise InputError(f"--devices {self.typed}: {prepared.space.name} is for the CPU")
         if len(self.cards) < size:
@@ -124,14 +124,14 @@ class RayGpus(LocalGpus):
         self._stack = ExitStack()
         self._joined: Cluster | None = None
 
-    def first(self) -> Card | None:
+    def first(self) -> GpuInfo | None:
         """Return the cluster's GPU of the product that the space is for."""
         typed = self._request.overrides.get("gpu")
         return self._cluster().card(typed or load_space(self._request.space).gpu)
 
     def given_to(self, prepared: Prepared) -> Prepared:
         """Return the study as it is: its GPUs are not this machine's."""
-        if (size := prepared.cards_per_trial) > 1:
+        if (size := prepared.gpus_per_trial) > 1:
             many = f"data_parallel {size} trains on many GPUs, and a trial has one on a cluster"
             raise InputError(f"--on ray:{self._address}: {many}: run it on a machine, --devices")
         return prepared
@@ -159,11 +159,11 @@ class Recorded(LocalGpus):
         self.surface = read_surface(file)
         self._runner = ReplayRunner()
 
-    def first(self) -> Card:
+    def first(self) -> GpuInfo:
         """Return the GPU that measured them."""
         gpu = self.surface.card
         memory = gpu.memory_bytes
-        return Card(gpu.product, memory, memory, gpu.compute_capability, None, None)
+        return GpuInfo(gpu.product, memory, memory, gpu.compute_capability, None, None)
 
     def narrowed(self, space: SearchSpace) -> SearchSpace:
         """Return the space of what was recorded."""
@@ -244,7 +244,7 @@ def _say_what_would_run(request: RunRequest, where: Where) -> None:
     console.say_result(document, text, as_json=request.as_json)
 
 
-def _prepared(request: RunRequest, place: LocalGpus, *, url: str, read: ReadTexts) -> Prepared:
+def _prepared(request: RunRequest, place: LocalGpus, *, url: str, read: ReadDataset) -> Prepared:
     def stored(study: str) -> StudyDefinition | None:
         # Opening it says why it cannot be read, where it is there at all.
         with suppress(InputError):
@@ -252,7 +252,7 @@ def _prepared(request: RunRequest, place: LocalGpus, *, url: str, read: ReadText
         return None
 
     return prepare(
-        request, card=place.first, read_texts=read, stored=stored, narrowed=place.narrowed
+        request, card=place.first, read_dataset=read, stored=stored, narrowed=place.narrowed
     )
 
 
@@ -300,7 +300,12 @@ def confirm(
     if stored.target.recorded is not None:
         raise InputError(f"study '{study}' is of recorded trials: nothing can be measured again")
     again = prepare_again(
-        study, stored, confirm=typed, max_dollars=max_dollars, card=read_card, read_texts=read_texts
+        study,
+        stored,
+        confirm=typed,
+        max_dollars=max_dollars,
+        card=read_gpu,
+        read_dataset=read_dataset,
     )
     prepared = LocalGpus(None).given_to(again)
     reason = drive(prepared, storage=url, watch=_watch, warn=warn, is_anew=True)
@@ -432,7 +437,7 @@ def tune(
     watch: Watch = _watch,
     tell: Callable[[str], None] = console.note_folded,
     warn: Callable[[str], None] = warn,
-    read: ReadTexts | None = None,
+    read: ReadDataset | None = None,
     start: CommandStart | None = None,
 ) -> tuple[Prepared, StopReason]:
     """Start or resume a study; return what it is about and why it stopped.
@@ -451,7 +456,7 @@ def tune(
     """
     start = start or CommandStart.now()
     with closing(_place(request, where, warn)) as place:
-        study = _prepared(request, place, url=url, read=read or read_texts)
+        study = _prepared(request, place, url=url, read=read or read_dataset)
         prepared = place.given_to(study)
         source = None
         if request.carried is not None:

@@ -499,7 +499,7 @@ def _cost(
             predictor=predictor or tracing(children),
             card=lambda: None,
             read_study=stored_study,
-            read_texts=partial(prepared, progress=progress),
+            read_dataset=partial(prepared, progress=progress),
         )
         offer = provider.offer(machine, question.offers.get(gpu.name, ()))
         surveys = cache_directory() / "surveys"

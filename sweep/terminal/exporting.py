@@ -19,7 +19,7 @@ from qlora_sweep.storage.ranking import rank_study
 from qlora_sweep.sweep import paths
 from qlora_sweep.sweep.export import formats
 from qlora_sweep.sweep.export.in_trainer import Best, InTrainer, figures, is_predicted
-from qlora_sweep.sweep.export.record import Record, predicted_record, record_of, recorded_texts
+from qlora_sweep.sweep.export.record import Record, predicted_record, record_of, recorded_dataset
 from qlora_sweep.sweep.predict.memory.predictor import TracingPredictor
 from qlora_sweep.sweep.predict.memory.profile_store import TracingChildren
 from qlora_sweep.sweep.terminal import console
@@ -174,7 +174,7 @@ def _checked(
         best.forecast,
         target=definition.target,
         weights=definition.space.weights,
-        texts=recorded_texts(snapshot, best.forecast.epoch),
+        texts=recorded_dataset(snapshot, best.forecast.epoch),
     )
 
 

@@ -11,9 +11,9 @@ from typing import Any
 
 from qlora_sweep.reports import format as units
 from qlora_sweep.reports.words import reward_accuracy
+from qlora_sweep.search_spaces.dataset_choice import CUT_MAX
 from qlora_sweep.search_spaces.documents import exists, read_json
 from qlora_sweep.search_spaces.errors import InputError, NothingFits, did_you_mean, quote
-from qlora_sweep.search_spaces.texts import CUT_MAX
 from qlora_sweep.storage.records import Lost, OutOfMemory
 from qlora_sweep.sweep.data.collation import percent
 from qlora_sweep.sweep.export.record import read_record, record_of
@@ -30,10 +30,10 @@ from qlora_sweep.sweep.finetuning.training import (
 from qlora_sweep.sweep.finetuning.training import train as run_training
 from qlora_sweep.sweep.merging.job import merge as run_merge
 from qlora_sweep.sweep.paths import storage_url
-from qlora_sweep.sweep.running.device_info import choose_cards, environment_with, read_cards
+from qlora_sweep.sweep.running.device_info import choose_gpus, environment_with, read_gpus
 from qlora_sweep.sweep.stop_signals import INTERRUPTED
 from qlora_sweep.sweep.terminal import console, drawing, options
-from qlora_sweep.sweep.terminal.dataset import prepared as read_texts
+from qlora_sweep.sweep.terminal.dataset import prepared as read_dataset
 from qlora_sweep.sweep.terminal.listings import read, warn
 from qlora_sweep.sweep.verifying.runs import Verification
 from qlora_sweep.sweep.verifying.runs import verify as run_verify
@@ -87,7 +87,7 @@ def train(
         raise InputError(f"--set weights must be pretrained or random, got {quote(weights)}")
     count = None
     if devices is not None:
-        chosen = choose_cards(devices, read_cards())
+        chosen = choose_gpus(devices, read_gpus())
         # This process and its children see no other.
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(card.cuda_name for card in chosen)
         count = len(chosen)
@@ -118,8 +118,8 @@ def _train(
     prepared = prepare_training(
         request,
         read_study=lambda name: read(name, url=storage_url(storage)),
-        read_texts=read_texts,
-        cards=read_cards,
+        read_dataset=read_dataset,
+        cards=read_gpus,
         warn=warn,
     )
     output = request.output
@@ -261,8 +261,8 @@ def _started(started: protocol.Started) -> str:
     if started.steps_done:
         steps += f" from step {started.steps_done:,}"
     examples = units.plural(started.rows, "example")
-    if started.texts_rows not in (None, started.rows):
-        examples = f"{units.plural(started.texts_rows, 'example')} packed into {started.rows:,}"
+    if started.dataset_rows not in (None, started.rows):
+        examples = f"{units.plural(started.dataset_rows, 'example')} packed into {started.rows:,}"
     return (
         f"{started.device_name}: {steps} over {examples}, "
         f"{units.plural(started.rows_held_out, 'example')} held out; "

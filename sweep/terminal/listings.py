@@ -194,9 +194,9 @@ def presets(*, as_json: bool) -> None:
 def gpus(*, as_json: bool) -> None:
     """Print the GPUs of the catalogue, and which of them is here; rates are by compute dtype."""
     from qlora_sweep.sweep.predict.speed.predictor import within
-    from qlora_sweep.sweep.running.device_info import read_card
+    from qlora_sweep.sweep.running.device_info import read_gpu
 
-    card = read_card()
+    card = read_gpu()
     here = None if card is None else card.product
     documents: list[dict[str, Any]] = []
     rows: list[Sequence[str]] = []

@@ -21,7 +21,7 @@ from qlora_sweep.reports import words
 from qlora_sweep.reports.words import outcome_line, verdict_words
 from qlora_sweep.search_spaces.config import TrialConfig
 from qlora_sweep.storage.definition import StudySnapshot
-from qlora_sweep.storage.records import Errand, Phase, Purpose, TrialRecord, Verdict
+from qlora_sweep.storage.records import Phase, Purpose, RunKind, TrialRecord, Verdict
 from qlora_sweep.sweep.predict.forecast import TRACED
 from qlora_sweep.sweep.study import events
 from qlora_sweep.sweep.terminal import console
@@ -182,13 +182,13 @@ def _trial_line(board: Board, record: TrialRecord) -> str:
     return f"{line}: {board.describe(record.config)}"
 
 
-def _named(board: Board, errand: Errand, number: int, config: TrialConfig) -> str:
+def _named(board: Board, run_kind: RunKind, number: int, config: TrialConfig) -> str:
     """Return what a trial is called, by what it is for."""
-    if errand.purpose == "search":
+    if run_kind.purpose == "search":
         return f"trial {number}"
-    if errand.confirms is None:
+    if run_kind.confirms is None:
         return words.reference_of(board.ranking, config)
-    return _AGAIN[errand.purpose].format(errand.confirms)
+    return _AGAIN[run_kind.purpose].format(run_kind.confirms)
 
 
 def panel(board: Board) -> RenderableType:
@@ -249,7 +249,7 @@ def now_lines(board: Board) -> list[str]:
 
 def _running_line(board: Board, running: Running) -> str:
     started = running.started
-    what = _named(board, started.errand, started.number, started.config)
+    what = _named(board, started.run_kind, started.number, started.config)
     if running.progress is not None:
         phase = _PHASES[running.progress.phase]
         if running.progress.step:

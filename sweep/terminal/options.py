@@ -327,8 +327,8 @@ def settings(
 
 def dataset(data: str | None, space: Mapping[str, Any]) -> dict[str, Any]:
     """Return what was typed of a dataset, by the keys of a space's section about it."""
+    from qlora_sweep.search_spaces.dataset_choice import DatasetChoice
     from qlora_sweep.search_spaces.documents import Document, validate
-    from qlora_sweep.search_spaces.texts import TextsChoice
 
     section: dict[str, Any] = {}
     names: dict[str, str] = {}
@@ -337,7 +337,7 @@ def dataset(data: str | None, space: Mapping[str, Any]) -> dict[str, Any]:
         if is_of_data:
             section[key] = value
             names[key] = f"--set {typed_key}"
-    validate(TextsChoice, {"texts": "named", **section}, Document("", names=names))
+    validate(DatasetChoice, {"texts": "named", **section}, Document("", names=names))
     if data is None:
         return section
     return {"texts": data, **section}

@@ -33,8 +33,8 @@ from qlora_sweep.sweep.terminal.plan_details import configurations
 def plan(request: PlanRequest, **seams: Any) -> int:
     """Answer and print; return 0, or 1 where nothing fits. Takes and raises what `answer` does."""
     with working("predicting") as progress:
-        read_texts = partial(prepared, progress=progress)
-        found = answer(request, read_texts=read_texts, progress=progress, tell=note, **seams)
+        read_dataset = partial(prepared, progress=progress)
+        found = answer(request, read_dataset=read_dataset, progress=progress, tell=note, **seams)
         if request.as_json:
             printed = _json_lines(found)
         else:

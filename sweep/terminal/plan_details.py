@@ -14,7 +14,7 @@ from qlora_sweep.search_spaces.costs import Bill, OfferComparison, Workload
 from qlora_sweep.search_spaces.linears import parameters
 from qlora_sweep.search_spaces.prices import Offer
 from qlora_sweep.sweep.planning.answers import PlannedFile
-from qlora_sweep.sweep.planning.plan import CardPlan, WhatIf, few
+from qlora_sweep.sweep.planning.plan import GpuPlan, WhatIf, few
 from qlora_sweep.sweep.planning.survey import ShapeTable, Survey
 from qlora_sweep.sweep.predict.forecast import Forecast
 from qlora_sweep.sweep.predict.memory.peaks import PARTS
@@ -98,7 +98,7 @@ def _configuration_row(
     )
 
 
-def details(plan: CardPlan) -> Iterator[RenderableType]:
+def details(plan: GpuPlan) -> Iterator[RenderableType]:
     """Yield what else could be done, then what the answer rests on."""
     shown = plan.shown
     survey = plan.survey
@@ -143,7 +143,7 @@ def _memory_and_time(forecast: Forecast) -> Iterator[str]:
         yield f"{used} of the {forecast.forecaster.gpu.name}'s {dtype} peak is put to use"
 
 
-def _sizes(table: ShapeTable, plan: CardPlan) -> Iterator[RenderableType]:
+def _sizes(table: ShapeTable, plan: GpuPlan) -> Iterator[RenderableType]:
     """Yield what fits by micro-batch and sequence length."""
     # Up to the first micro-batch from which on nothing fits at any length.
     most = max((size.possible for size in table.largest.values()), default=0)
@@ -268,7 +268,7 @@ def break_even_lines(comparison: OfferComparison) -> Iterator[str]:
         yield "no break-even is claimed within the speeds' uncertainty"
 
 
-def _grounds(plan: CardPlan) -> Iterator[str]:
+def _grounds(plan: GpuPlan) -> Iterator[str]:
     shown = plan.shown
     gpu = plan.gpu
     model = plan.forecaster.model
@@ -305,7 +305,7 @@ def _grounds(plan: CardPlan) -> Iterator[str]:
     yield from plan.notes if shown.violation is None else evidence.notes
 
 
-def _speed_ground(plan: CardPlan, shown: Forecast) -> str | None:
+def _speed_ground(plan: GpuPlan, shown: Forecast) -> str | None:
     evidence = plan.forecaster.evidence
     gpu = plan.gpu
     if shown.trial is not None:

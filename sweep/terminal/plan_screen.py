@@ -27,7 +27,7 @@ from qlora_sweep.sweep.planning.answers import GpuPlans, HostPlans
 from qlora_sweep.sweep.planning.backwards import (
     LENGTH_STEP,
     Cheapest,
-    JobCard,
+    GpuForJob,
     Longest,
     LongestRow,
     Outcome,
@@ -36,8 +36,8 @@ from qlora_sweep.sweep.planning.calibrating import Lesson, Lessons
 from qlora_sweep.sweep.planning.documents import pairs_per_second
 from qlora_sweep.sweep.planning.plan import (
     GENERATION,
-    CardComparison,
-    CardPlan,
+    GpuPlan,
+    PlanComparison,
     Use,
     few,
     perhaps_fastest,
@@ -86,7 +86,7 @@ def _unknown_speeds(shown: Iterable[Forecast | None]) -> list[RenderableType]:
     return [Text(reason, style="bold") for reason in reasons]
 
 
-def one_gpu(plan: CardPlan, *, is_detailed: bool) -> RenderableType:
+def one_gpu(plan: GpuPlan, *, is_detailed: bool) -> RenderableType:
     """Return the plan of one GPU: the recommendation, what decides, and what to do next."""
     shown = plan.shown
     where = f"for {plan.forecaster.model.name} on the {plan.gpu.name}"
@@ -194,7 +194,7 @@ def ways(answer: HostPlans, *, is_detailed: bool) -> RenderableType:
     return Group(*parts)
 
 
-def _shown_by_name(plans: Sequence[CardPlan]) -> dict[str, Forecast]:
+def _shown_by_name(plans: Sequence[GpuPlan]) -> dict[str, Forecast]:
     """Return what is shown of each plan of which it fits."""
     shown: dict[str, Forecast] = {}
     for plan in plans:
@@ -206,8 +206,8 @@ def _shown_by_name(plans: Sequence[CardPlan]) -> dict[str, Forecast]:
 def _several(
     sentence: str,
     said: list[Fact],
-    best: CardPlan,
-    plans: Sequence[CardPlan],
+    best: GpuPlan,
+    plans: Sequence[GpuPlan],
     rows: Sequence[Sequence[str]],
     chosen: Mapping[str, Forecast],
     more: Sequence[Fact] = (),
@@ -225,13 +225,13 @@ def _several(
     return _answer(sentence, said, table=table, shown=chosen.values())
 
 
-def _each_in_detail(plans: Sequence[CardPlan]) -> Iterator[RenderableType]:
+def _each_in_detail(plans: Sequence[GpuPlan]) -> Iterator[RenderableType]:
     for plan in plans:
         yield Text(f"\n== {plan.name}\n", style="bold")
         yield one_gpu(plan, is_detailed=True)
 
 
-def _at_one_batch(comparison: CardComparison) -> str:
+def _at_one_batch(comparison: PlanComparison) -> str:
     """Return how fast each way is in steps of one size, beside the first."""
     words: list[str] = []
     first = next(iter(comparison.chosen.values()))
@@ -245,7 +245,7 @@ def _at_one_batch(comparison: CardComparison) -> str:
     return f"{_step_size(comparison)} a step: {'; '.join(words)}"
 
 
-def _step_size(comparison: CardComparison) -> str:
+def _step_size(comparison: PlanComparison) -> str:
     return f"{comparison.effective_batch_size:,} x {comparison.seq_len:,}"
 
 
@@ -336,7 +336,7 @@ def _took(bill: Bill) -> str:
     return units.duration(3600 * bill.wall_hours)
 
 
-def _too_small(plan: CardPlan) -> str:
+def _too_small(plan: GpuPlan) -> str:
     assert plan.survey is not None, "of one configuration something is shown"
     least = plan.survey.found.least_bytes
     if least is None:
@@ -352,7 +352,7 @@ def _too_small(plan: CardPlan) -> str:
     return f"the smallest configuration needs {needed}, and the budget is {budget}"
 
 
-def _why_not(plan: CardPlan) -> str:
+def _why_not(plan: GpuPlan) -> str:
     """Return why a GPU does not do what others do."""
     if plan.shown is None:
         return _too_small(plan)
@@ -361,7 +361,7 @@ def _why_not(plan: CardPlan) -> str:
     return "has no configuration in common" if plan.fits else "does not fit"
 
 
-def _facts(plan: CardPlan, shown: Forecast, bill: Bill | None) -> Iterator[Fact]:
+def _facts(plan: GpuPlan, shown: Forecast, bill: Bill | None) -> Iterator[Fact]:
     """Yield what a person needs to decide about one GPU."""
     epoch = shown.epoch
     speed = shown.tokens_per_second
@@ -460,7 +460,7 @@ def _rate(forecast: Forecast, *, beside: str) -> str:
     return f"{rate} ({units.phrase('compute_dtype', dtype)})"
 
 
-def _numerics(plan: CardPlan, survey: Survey) -> Iterator[Fact]:
+def _numerics(plan: GpuPlan, survey: Survey) -> Iterator[Fact]:
     """Yield how fast other classes of numerics are beside 16-bit compute, where a space has
     several: the plainest of those that may be the fastest is recommended."""
     classes = survey.fastest_by_numerics
@@ -490,7 +490,7 @@ def _times(ratio: Estimate) -> str:
     return f"{ratio.value:.2f} times ({ratio.low:.2f} to {ratio.high:.2f}{tie})"
 
 
-def _searched(plans: Sequence[CardPlan]) -> Iterator[Fact]:
+def _searched(plans: Sequence[GpuPlan]) -> Iterator[Fact]:
     """Yield which spaces were searched, which settings are free in them, and which fixed."""
     spaces: dict[str, None] = {}
     free: dict[str, None] = {}
@@ -535,7 +535,7 @@ def _in_words(held: Mapping[str, Any]) -> str:
     return ", ".join(units.phrase(key, value) for key, value in held.items())
 
 
-def _next(plan: CardPlan) -> Iterator[Fact]:
+def _next(plan: GpuPlan) -> Iterator[Fact]:
     """Yield what a person has to know before they go on, and the command to go on with."""
     if (needed := torch_for(plan.gpu.compute_capability)) is not None:
         yield "torch", needed
@@ -571,7 +571,7 @@ def _settings_facts(chosen: Mapping[str, Forecast]) -> Iterator[Fact]:
         yield "", "; ".join(own)
 
 
-def _compared(comparison: CardComparison) -> Iterator[Fact]:
+def _compared(comparison: PlanComparison) -> Iterator[Fact]:
     """Yield which GPU is the cheapest and which the fastest, as far as that is known."""
     work = plan_details.work_words(comparison.workload)
     yield "compared", f"{work}, {_step_size(comparison)} a step"
@@ -754,7 +754,7 @@ def cheapest(answer: Cheapest, *, is_detailed: bool) -> RenderableType:
     return _answer(sentence, said, table=table, shown=forecasts)
 
 
-def _others_words(others: Sequence[JobCard], *, more: int) -> str:
+def _others_words(others: Sequence[GpuForJob], *, more: int) -> str:
     """Return how many more GPUs do a job, and which do not, by why."""
     by_outcome: dict[str, list[str]] = {}
     for card in others:
@@ -767,7 +767,7 @@ def _others_words(others: Sequence[JobCard], *, more: int) -> str:
     return "; ".join(words) or "none"
 
 
-def _why_unable(card: JobCard) -> str:
+def _why_unable(card: GpuForJob) -> str:
     if card.outcome is Outcome.TOO_SMALL:
         need = units.gib(card.least_bytes)
         return f"needs {need} at least, has {units.gib(card.gpu.budget_bytes)} for a training"

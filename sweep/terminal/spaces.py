@@ -8,7 +8,7 @@ from qlora_sweep.search_spaces.errors import InputError
 from qlora_sweep.search_spaces.presets import starting_text
 from qlora_sweep.search_spaces.schema import schema_text
 from qlora_sweep.storage.files import checked_output, write_output
-from qlora_sweep.sweep.running.device_info import read_card
+from qlora_sweep.sweep.running.device_info import read_gpu
 from qlora_sweep.sweep.terminal.console import note, say, say_as_is
 
 
@@ -27,7 +27,7 @@ def init(*, gpu: str | None, model: str | None, output: str | None, is_forced: b
         # It is meant to be changed: one that sweep wrote is a person's own too.
         is_marked=False,
     )
-    card = _card_here() if gpu is None or gpu == "auto" else gpu
+    card = _gpu_here() if gpu is None or gpu == "auto" else gpu
     text = starting_text(card, model)
     if path is None:
         say_as_is(text.removesuffix("\n"))
@@ -41,9 +41,9 @@ def init(*, gpu: str | None, model: str | None, output: str | None, is_forced: b
     say(f"Wrote {path}; next: {commands}")
 
 
-def _card_here() -> str:
+def _gpu_here() -> str:
     """Return the catalogue's name of the GPU in this machine; the CPU where there is none."""
-    card = read_card()
+    card = read_gpu()
     if card is None:
         note("No NVIDIA GPU here, so the space is for the CPU; --gpu names a GPU.")
         return "cpu"

@@ -20,7 +20,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from qlora_sweep.search_spaces.errors import EnvironmentFault
 from qlora_sweep.storage.records import Stage
-from qlora_sweep.sweep.training.exceptions import is_card_out_of_memory, is_host_out_of_memory
+from qlora_sweep.sweep.training.exceptions import is_gpu_out_of_memory, is_host_out_of_memory
 
 _NEXT_TO_NOTHING_BYTES = 2**20
 _NET_BYTES = 2**30
@@ -326,7 +326,7 @@ class CudaDevice(Device):
 
     def ran_out(self, error: BaseException) -> bool:
         """Whether an exception, still being handled, means that the GPU's memory ran out."""
-        return is_card_out_of_memory(error)
+        return is_gpu_out_of_memory(error)
 
     def _room_bytes(self) -> int:
         # What the allocator caches is not free to the driver, but it is to this process. Unlike

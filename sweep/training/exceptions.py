@@ -53,7 +53,7 @@ class TrialEnded(Exception):  # noqa: N818 - the end of a trial may be an answer
         self.outcome = outcome
 
 
-def is_card_out_of_memory(error: BaseException) -> bool:
+def is_gpu_out_of_memory(error: BaseException) -> bool:
     """Whether an exception means that the GPU's memory ran out, and not the host's."""
     if lacks_kernel_resources(error):
         return False
@@ -90,7 +90,7 @@ def lacks_kernel_resources(error: BaseException) -> bool:
     )
 
 
-def knob_at_fault(error: BaseException, config: TrialConfig) -> str | None:
+def setting_at_fault(error: BaseException, config: TrialConfig) -> str | None:
     """Return the setting whose layers do not compile, or that brought a kernel that does not fit,
     by the code it was called from; None where an exception that is not of memory means neither."""
     if not lacks_kernel_resources(error):
@@ -103,9 +103,9 @@ def knob_at_fault(error: BaseException, config: TrialConfig) -> str | None:
     for cause in _causes(error):
         # From where it was raised outwards.
         for frame, _ in reversed(list(traceback.walk_tb(cause.__traceback__))):
-            for part, knob in _SOURCES.items():
+            for part, setting in _SOURCES.items():
                 if part in frame.f_code.co_filename:
-                    return knob
+                    return setting
     if config.compile:
         return "compile"
     if config.kernels_kind.fuses_loss:

@@ -20,7 +20,7 @@ from qlora_sweep.search_spaces.config import TrialConfig
 from qlora_sweep.search_spaces.linears import attention_width, training_flops_per_token
 from qlora_sweep.search_spaces.space import StepBudget
 from qlora_sweep.storage.records import NEIGHBOUR
-from qlora_sweep.sweep.nvml import NvmlCard
+from qlora_sweep.sweep.nvml import NvmlDevice
 from qlora_sweep.sweep.training.adapters import Attached
 from qlora_sweep.sweep.training.device import Device
 from qlora_sweep.sweep.training.model import LINEAR, weights_of
@@ -151,7 +151,7 @@ def mean_step_seconds(
 
 
 @dataclass(frozen=True)
-class CardReading:
+class GpuReading:
     """One look at the GPU. Bytes count every process."""
 
     used_bytes: int | None = None
@@ -160,14 +160,14 @@ class CardReading:
     has_neighbour: bool = False
 
 
-class CardReader:
+class GpuReader:
     """Reads the GPU while it trains; without one, or without NVML, readings are empty.
 
     A neighbour is a process that came after `remember`. What was there before is not one, nor is
     this process, which a container's NVML shows under a number that only the host knows.
     """
 
-    def __init__(self, card: NvmlCard | None) -> None:
+    def __init__(self, card: NvmlDevice | None) -> None:
         self._card = card
         self.remember()
 
@@ -175,12 +175,12 @@ class CardReader:
         """Take the processes of this moment as known; call it when this one is there too."""
         self._known = self._processes() | {os.getpid()}
 
-    def read(self) -> CardReading:
+    def read(self) -> GpuReading:
         """Return what the driver tells now; each figure it refuses is left empty."""
         if self._card is None:
-            return CardReading()
+            return GpuReading()
         memory = self._card.memory()
-        return CardReading(
+        return GpuReading(
             used_bytes=None if memory is None else memory.used,
             sm_clock_mhz=self._card.sm_clock_mhz(),
             throttle_reasons=self._card.throttle_reasons(),
@@ -212,7 +212,7 @@ class NeighbourWatch:
     """
 
     device: Device
-    card: CardReader
+    card: GpuReader
     budget_bytes: int | None
     has_paged_memory: bool = False
     _least_room: int = 0
@@ -249,7 +249,7 @@ class NeighbourWatch:
 class EnergyCount:
     """The GPU's energy over the stretches of time that count, and how long those were."""
 
-    card: CardReader
+    card: GpuReader
     joules: float | None = 0.0
     """None once the GPU did not tell."""
     seconds: float = 0.0
@@ -300,7 +300,7 @@ class Meter:
     energy: EnergyCount = field(init=False)
     _micro_steps: int = 0
     """Really measured."""
-    _readings: list[CardReading] = field(default_factory=list)
+    _readings: list[GpuReading] = field(default_factory=list)
     _is_crowded: bool = False
 
     def __post_init__(self) -> None:

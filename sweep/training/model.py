@@ -67,9 +67,9 @@ def compute_type(config: TrialConfig) -> torch.dtype:
 class Unavailable(Exception):  # noqa: N818 - the name says what is the matter
     """A setting's value needs a package that is not installed here, or not for this device."""
 
-    def __init__(self, knob: str, reason: str) -> None:
+    def __init__(self, setting: str, reason: str) -> None:
         super().__init__(reason)
-        self.knob = knob
+        self.setting = setting
 
 
 @dataclass

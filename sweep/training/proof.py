@@ -199,7 +199,7 @@ def ineffective(config: TrialConfig, seen: StepEvidence) -> Ineffective | None:
     for setting, proof in PROOFS.items():
         detail = proof(config, seen)
         if detail is not None:
-            return Ineffective(knob=setting, detail=detail)
+            return Ineffective(setting=setting, detail=detail)
     return None
 
 

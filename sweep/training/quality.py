@@ -20,7 +20,7 @@ from qlora_sweep.storage.records import OUT_OF_TIME, Diverged, Lost, OutOfMemory
 from qlora_sweep.sweep.data.batches import (
     Batch,
     Lesson,
-    Texts,
+    TokenizedDataset,
     held_out_batches,
     in_parts,
     loss_tokens,
@@ -70,7 +70,7 @@ class Quality:
 
     base: BaseModel
     config: TrialConfig
-    texts: Texts
+    texts: TokenizedDataset
     question: QualityCommand
     device: Device
     report: Callable[[Progress], object] = lambda _: None

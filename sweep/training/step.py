@@ -129,7 +129,7 @@ class TrainingLoop:
         self._model, self.optimizer, self._schedule = self._accelerator.prepare(
             self.trained, optimizer, rates
         )
-        self._has_texts = batches is not None
+        self._has_dataset = batches is not None
         if batches is not None:
             self._loaders = self._loaders_of(batches)
         else:
@@ -169,7 +169,7 @@ class TrainingLoop:
         random rows are all alike."""
         if len(self._loaders) > 1:
             self._batches = _endless(self._loaders[1])
-            self.is_on_round = self._has_texts
+            self.is_on_round = self._has_dataset
 
     def step(
         self,

@@ -32,17 +32,17 @@ from qlora_sweep.storage.records import (
     Stage,
     over_budget,
 )
-from qlora_sweep.sweep.data.batches import Texts, TrialBatches, trial_batches
+from qlora_sweep.sweep.data.batches import TokenizedDataset, TrialBatches, trial_batches
 from qlora_sweep.sweep.data.probing import are_apart, check_is_causal, takes_positions
 from qlora_sweep.sweep.scratch import scratch
 from qlora_sweep.sweep.training.adapters import attached, held_share, local
 from qlora_sweep.sweep.training.device import Device, Memory
-from qlora_sweep.sweep.training.exceptions import DETAIL_LENGTH, TrialEnded, knob_at_fault
+from qlora_sweep.sweep.training.exceptions import DETAIL_LENGTH, TrialEnded, setting_at_fault
 from qlora_sweep.sweep.training.faithfulness import compared, products_of, unfaithful
 from qlora_sweep.sweep.training.fitting import too_many
 from qlora_sweep.sweep.training.messages import Progress
 from qlora_sweep.sweep.training.meter import (
-    CardReader,
+    GpuReader,
     Meter,
     NeighbourWatch,
     flops_per_token,
@@ -89,7 +89,7 @@ class TrialDevice:
     """
 
     device: Device
-    card: CardReader
+    card: GpuReader
     peak_flops: Mapping[ComputeDtype, float] = field(default_factory=dict)
     budget_bytes: int | None = None
     is_emulated: bool = False
@@ -114,7 +114,7 @@ class TrialTask:
 
     config: TrialConfig
     steps: StepBudget
-    texts: Texts | None = None
+    texts: TokenizedDataset | None = None
     is_soak: bool = False
     limit: TimeLimit = NO_LIMIT
     micro_steps_max: int = MICRO_STEPS_TIMED
@@ -214,7 +214,7 @@ class Trial:
     def _outcome_of(self, error: Exception) -> Outcome | None:
         """Return what an exception, still being handled, means for the trial; None where it is
         neither memory nor the compiler."""
-        knob = knob_at_fault(error, self._config)
+        setting = setting_at_fault(error, self._config)
         if self._device.ran_out(error):
             flags: tuple[str, ...] = ()
             if self._meter.neighbours.have_robbed():
@@ -224,9 +224,9 @@ class Trial:
             return out_of_memory(
                 error, self._device, self._loop, stage=stage, doing=self._doing, flags=flags
             )
-        if knob is not None:
+        if setting is not None:
             detail = (self._doing + words_of(error))[:DETAIL_LENGTH]
-            return Ineffective(knob=knob, detail=detail)
+            return Ineffective(setting=setting, detail=detail)
         return None
 
     def _enter(self, phase: Phase) -> None:
@@ -294,7 +294,7 @@ class Trial:
             where = f"GPU {look.rank}: " if look.rank else ""
             self._check_peak(look.memory, where)
 
-    def _make_batches(self, texts: Texts) -> None:
+    def _make_batches(self, texts: TokenizedDataset) -> None:
         """Make the micro-batches of the texts.
 
         Raises:
@@ -315,7 +315,7 @@ class Trial:
             raise TrialEnded(Invalid(rule=TOKENS_OF_TEXTS, detail=words))
         if config.packing == "packed" and not takes_positions(model):
             words = "the model is told no positions of tokens"
-            raise TrialEnded(Ineffective(knob="packing", detail=words))
+            raise TrialEnded(Ineffective(setting="packing", detail=words))
         self._batches = made
         self._meter.tokens_per_step = made.loss_tokens_per_step / made.pace
 
@@ -380,7 +380,7 @@ class Trial:
             self._device.reset_peak()
         fault = too_many(base.eight_bit, config.compute_dtype)
         if fault is not None:
-            raise TrialEnded(Ineffective(knob="compute_dtype", detail=fault))
+            raise TrialEnded(Ineffective(setting="compute_dtype", detail=fault))
 
     def _prove(self, loop: TrainingLoop, steps: StepQueue) -> None:
         """Do the steps that have the peak.
@@ -410,7 +410,9 @@ class Trial:
         self._check_all_peaks(loop, loss=steps.loss)
         fault = ineffective(config, StepEvidence(loop, watch, self._looks, self._batches))
         if agreed(fault is not None):
-            raise TrialEnded(fault or Ineffective(knob="data_parallel", detail="rank 0 found so"))
+            raise TrialEnded(
+                fault or Ineffective(setting="data_parallel", detail="rank 0 found so")
+            )
         model = loop.attached.model.get_base_model()
         if self._task.texts is not None:
             try:
@@ -474,7 +476,7 @@ class Trial:
         faithfulness = compared_before[self._config]
         detail = unfaithful(faithfulness)
         if detail is not None:
-            return Ineffective(knob="compute_dtype", detail=detail)
+            return Ineffective(setting="compute_dtype", detail=detail)
         return Measured(measurement=measurement.model_copy(update={"faithfulness": faithfulness}))
 
     def _is_half_way(self, begun: float) -> bool:
@@ -522,10 +524,10 @@ class Trial:
         reserved = [memory.peak_reserved_bytes for memory in memories]
         retries = sum(memory.allocator_retries for memory in memories)
         pace = 1.0
-        of_texts: dict[str, Any] = {}
+        of_dataset: dict[str, Any] = {}
         if made is not None:
             pace = made.pace
-            of_texts = {
+            of_dataset = {
                 "loss_tokens_per_step": made.loss_tokens_per_step,
                 "padding_waste": made.epoch.waste,
                 "batch_wait_share": wait_share,
@@ -552,7 +554,7 @@ class Trial:
             compile_seconds = attachment.compilation.seconds
         return Measurement(
             **meter.figures(),
-            **of_texts,
+            **of_dataset,
             tokens_per_second=meter.tokens_per_step / median,
             cards=len(memories),
             samples_per_second=config.samples_per_step / median / pace,

@@ -28,7 +28,7 @@ from qlora_sweep.search_spaces.space import Weights
 from qlora_sweep.storage.files import make_directory
 from qlora_sweep.sweep.child_environment import child_environment
 from qlora_sweep.sweep.data.kinds import on_completions
-from qlora_sweep.sweep.export.record import Record, RecordedTexts
+from qlora_sweep.sweep.export.record import Record, RecordedDataset
 from qlora_sweep.sweep.finetuning.protocol import (
     Event,
     TrainingJob,
@@ -40,7 +40,7 @@ from qlora_sweep.sweep.finetuning.training import fault_of, follow
 from qlora_sweep.sweep.json_child import last_words
 from qlora_sweep.sweep.paths import runs_directory
 from qlora_sweep.sweep.processes import Child
-from qlora_sweep.sweep.running.device_info import environment_with, read_card
+from qlora_sweep.sweep.running.device_info import environment_with, read_gpu
 from qlora_sweep.sweep.scratch import scratch
 
 STEPS = 40
@@ -129,7 +129,7 @@ def verify(
         )
     gpu = None
     if record.gpu.target.is_on_gpu:
-        gpu = read_card()
+        gpu = read_gpu()
         if gpu is None:
             raise EnvironmentFault(
                 f"{record.label} was measured on a GPU, and there is none here; `sweep doctor` "
@@ -235,7 +235,7 @@ def _train(
     return Reached.model_validate(result, from_attributes=True)
 
 
-def _preparing(recorded: RecordedTexts, spec: ModelSpec) -> str:
+def _preparing(recorded: RecordedDataset, spec: ModelSpec) -> str:
     """Return what to type to prepare the dataset of a study as it was read there."""
     summary = recorded.summary
     settings: dict[str, object] = {

@@ -112,8 +112,8 @@ def drawn(model: ModelSpec, count: int, values: Drawn) -> list[TrialConfig]:
     chance, found = random.Random(f"{model.name} {values}"), list[TrialConfig]()
     setting = Setting(model, device="cuda", compute_capability=(9, 0))
     while len(found) < count:
-        knobs = {name: chance.choice(choices) for name, choices in (DRAWN | values).items()}
-        config = parse_config(knobs)
+        settings = {name: chance.choice(choices) for name, choices in (DRAWN | values).items()}
+        config = parse_config(settings)
         rows = config.rows_per_sample * config.micro_batch_size
         is_small = rows * config.seq_len <= TOKENS
         if config not in found and is_small and not any(broken_rules(config, setting)):

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from qlora_sweep.storage.study import OpenStudy
 from qlora_sweep.sweep.request import RunRequest
-from qlora_sweep.sweep.running.device_info import read_card
+from qlora_sweep.sweep.running.device_info import read_gpu
 from qlora_sweep.sweep.study import events
 from qlora_sweep.sweep.study.events import Event, Interruption, Listener
 from qlora_sweep.sweep.study.prepared import prepare
@@ -48,7 +48,7 @@ def first_trial(space: str, home: str) -> dict[str, float]:
         see("opened")
         yield listen
 
-    study = prepare(RunRequest(space=space, overrides={"trials": 1}), card=read_card)
+    study = prepare(RunRequest(space=space, overrides={"trials": 1}), card=read_gpu)
     drive(study, storage=f"sqlite:///{home}/sweep.db", watch=watch, warn=print)
     return seen
 

@@ -32,7 +32,7 @@ from qlora_sweep.sweep.planning.answers import tracing
 from qlora_sweep.sweep.predict.building import build_forecaster
 from qlora_sweep.sweep.predict.forecast import Forecast
 from qlora_sweep.sweep.predict.memory.profile_store import TracingChildren
-from qlora_sweep.sweep.running.device_info import read_card
+from qlora_sweep.sweep.running.device_info import read_gpu
 from qlora_sweep.sweep.verifying.runs import verify, write_weights
 from tests.bench.harness import Row, stamp, write
 
@@ -43,7 +43,7 @@ ALSO = ({"micro_batch_size": 3, "seq_len": 1024, "kernels": "hf"},)
 def forecasts(configs: list[TrialConfig], *, model: ModelSpec, target: Target) -> list[Forecast]:
     """Return what is predicted of configurations under a budget, on the GPU that is here."""
     here = find_gpu(target.gpu)
-    card = read_card()
+    card = read_gpu()
     if card is not None and card.known is not None:
         here = card.known
     with closing(TracingChildren(outlive=True)) as children:
@@ -101,7 +101,7 @@ def main() -> None:
     configs = [recommended]
     for changes in asked.also or ALSO:
         configs.append(recommended.changed(**changes))
-    card = read_card()
+    card = read_gpu()
     product = None if card is None or card.known == gpu else card.product
     target = Target(gpu=gpu.name, device="cuda", budget_bytes=gpu.budget_bytes, emulated_on=product)
     found = forecasts(configs, model=model, target=target)

@@ -18,7 +18,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from qlora_sweep.sweep.running.device_info import read_card
+from qlora_sweep.sweep.running.device_info import read_gpu
 
 ROOT = Path(__file__).parents[2]
 LIBRARIES = (
@@ -31,7 +31,7 @@ Row = dict[str, Any]
 
 def stamp() -> Row:
     """Return where, when and with what a program of this directory ran."""
-    card = read_card()
+    card = read_gpu()
     words = (word.removeprefix(f"{ROOT}/") for word in sys.argv)
     return {
         "command": " ".join(["python", *words]),

@@ -27,7 +27,7 @@ from qlora_sweep.search_spaces.space import StepBudget
 from qlora_sweep.storage.definition import Target
 from qlora_sweep.storage.records import Measured
 from qlora_sweep.sweep.predict.speed.predictor import StepTimes
-from qlora_sweep.sweep.running.device_info import read_card
+from qlora_sweep.sweep.running.device_info import read_gpu
 from qlora_sweep.sweep.running.supervisor import SupervisedRunner
 from qlora_sweep.sweep.running.wire import TrialRequest
 from tests.bench.harness import Row, stamp, write
@@ -152,7 +152,7 @@ def main() -> None:
     parser.add_argument("-o", "--output", type=Path)
     asked = parser.parse_args()
     write(stamp(), asked.output)
-    card = read_card()
+    card = read_gpu()
     assert card is not None, "there is no GPU here"
     gpu = match_product(card.product) or find_gpu("h200")
     budget = int(0.97 * card.memory_bytes)

@@ -27,13 +27,13 @@ from qlora_sweep.storage.records import (
     Crashed,
     Diverged,
     DominatedOutOfMemory,
-    Errand,
     Ineffective,
     Invalid,
     Outcome,
     OutOfMemory,
     PredictedOutOfMemory,
     PrunedSlow,
+    RunKind,
     TimedOut,
     TrialRecord,
     Verdict,
@@ -89,7 +89,7 @@ OUTCOMES = (
     PrunedSlow(measurement=a_measurement(500.0)),
     Diverged(step=3),
     Invalid(rule="flash attention needs 16 bit"),
-    Ineffective(knob="compile"),
+    Ineffective(setting="compile"),
     TimedOut(phase="measure"),
     Crashed(phase="attach"),
 )
@@ -164,14 +164,14 @@ def test_the_snapshot_shows_what_runs_and_names_the_driver_while_there_is_one(
     assert read_study("study", url=url, home=home).holder is None
 
 
-AGAIN = Errand(purpose="confirm", series=2, confirms=0)
+AGAIN = RunKind(purpose="confirm", series=2, confirms=0)
 
 
 def run_again(study: OpenStudy, outcome: Outcome | None = None, **changes: Any) -> TrialRecord:
     """Ask, begin and tell a run that measures trial 0 again."""
     trial = study.ask_again()
     record = a_record(trial.number, outcome, **(AGAIN.model_dump() | changes))
-    return study.tell(trial, begun(study, trial, record, errand=AGAIN))
+    return study.tell(trial, begun(study, trial, record, run_kind=AGAIN))
 
 
 def test_runs_that_measure_again_come_back_as_told_and_are_no_trials(url: str, home: Path) -> None:
@@ -213,7 +213,7 @@ def test_a_run_that_measures_again_and_was_cut_off_is_lost_or_told_as_such(
         run_one(study)
         trial = study.ask_again()
         record = a_record(trial.number, fits(900.0), **AGAIN.model_dump())
-        record = begun(study, trial, record, errand=AGAIN)
+        record = begun(study, trial, record, run_kind=AGAIN)
         (running,) = read_study("study", url=url, home=home).running
         assert running.purpose == "confirm"
         if is_spooled:
@@ -281,7 +281,7 @@ def test_the_time_of_gpus_and_of_the_clock_is_written_at_once_and_adds_up(
         commits: list[object] = []
         sqlalchemy.event.listen(study._storage.engine, "commit", commits.append)
         study.add_wall_seconds(1.5)
-        assert (len(commits), study.known.wall_seconds, study.known.card_seconds) == (1, 1.5, 3.0)
+        assert (len(commits), study.known.wall_seconds, study.known.gpu_seconds) == (1, 1.5, 3.0)
     with open_it(url, home) as study:
         study.add_wall_seconds(2.0)
         study.add_wall_seconds(0.5)

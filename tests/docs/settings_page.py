@@ -180,7 +180,7 @@ MEMORY = {
 
 
 def _section(key: str, rows: list[Row], searched: dict[str, str]) -> list[str]:
-    knob, field = KNOBS[key], TrialConfig.model_fields[key]
+    setting, field = KNOBS[key], TrialConfig.model_fields[key]
     default = json.dumps(field.default)
     option = OPTION_KEYS.get(key, f"--set {key}=...")
     said = [
@@ -195,7 +195,7 @@ def _section(key: str, rows: list[Row], searched: dict[str, str]) -> list[str]:
         " ".join((field.description or "").replace("``", "`").split()),
         "",
         f"- Values: {_values(key)}; default `{default.strip(chr(34))}`. Option: `{option}`.",
-        *MEMORY[knob.memory],
+        *MEMORY[setting.memory],
         *([f"- Searched by {searched[key]}."] if key in searched else []),
         *([f"- Names: {', '.join(said)}."] if said else []),
         "",

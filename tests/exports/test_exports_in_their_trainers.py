@@ -17,8 +17,8 @@ import pytest
 from qlora_sweep.search_spaces.linears import lora_parameters
 from qlora_sweep.search_spaces.models import ModelSpec
 from qlora_sweep.storage.definition import StudySnapshot
-from tests.sweep.export.studies import a_study, export, some_texts
-from tests.sweep.export.weights import a_row, saved_model, written_texts
+from tests.sweep.export.studies import a_study, export, some_dataset
+from tests.sweep.export.weights import a_row, saved_model, written_dataset
 from tests.sweep.training.tiny import TINY, tiny_config
 
 pytestmark = [pytest.mark.exports, pytest.mark.timeout(1800)]
@@ -95,17 +95,17 @@ REFUSED = "cells.tsv"
 
 def studies_of(directory: Path, model: ModelSpec) -> dict[str, StudySnapshot]:
     """Return a study of each kind of rows, of each packing and of each kind of file."""
-    written_texts(directory / "data.jsonl", "text")
-    knobs = enumerate(PLAIN)
+    written_dataset(directory / "data.jsonl", "text")
+    settings = enumerate(PLAIN)
     found = {
-        f"plain{i}": a_study(tiny_config(seq_len=128, **some), model=model) for i, some in knobs
+        f"plain{i}": a_study(tiny_config(seq_len=128, **some), model=model) for i, some in settings
     }
     texts = [(kind, "packed", f"{kind}.jsonl") for kind in KINDS]
     padded = [("messages", "none", "chats.jsonl"), ("prompt-completion", "grouped", "pairs.jsonl")]
     files = [("prompt-completion", "none", name) for name in (*READ, REFUSED)]
     for kind, packing, name in (*texts, *padded, *files):
         source = str(written_as(directory / name, kind))
-        summary = some_texts(kind, completions_only=kind == "messages", source=source)
+        summary = some_dataset(kind, completions_only=kind == "messages", source=source)
         config = tiny_config(seq_len=128, packing=packing)
         found[name] = a_study(config, model=model, texts=summary)
     return found
@@ -114,8 +114,8 @@ def studies_of(directory: Path, model: ModelSpec) -> dict[str, StudySnapshot]:
 def studies_on_pairs(directory: Path, model: ModelSpec) -> dict[str, StudySnapshot]:
     """Return a study of each kind of pairs."""
     found = {}
-    for name, knobs in ON_PAIRS.items():
-        config = tiny_config(seq_len=128, method="dpo", **knobs)
+    for name, settings in ON_PAIRS.items():
+        config = tiny_config(seq_len=128, method="dpo", **settings)
         source = directory / f"{name}.jsonl"
         if name == "random":
             source = directory / "data.jsonl"
@@ -123,7 +123,7 @@ def studies_on_pairs(directory: Path, model: ModelSpec) -> dict[str, StudySnapsh
         source.write_text("".join(f"{json.dumps(row)}\n" for row in rows), encoding="utf-8")
         said: dict[str, Any] = {"source": str(source), "completions_only": True}
         said["columns"] = ("prompt", "chosen", "rejected")
-        texts = None if name == "random" else some_texts("preference", **said)
+        texts = None if name == "random" else some_dataset("preference", **said)
         found[f"{name}.yaml"] = a_study(config, model=model, texts=texts)
     return found
 
@@ -146,7 +146,7 @@ def written_as(path: Path, kind: str) -> Path:
     rows = [a_row(kind, index) for index in range(60)]
     match path.suffix:
         case ".jsonl":
-            return written_texts(path, kind)
+            return written_dataset(path, kind)
         case ".json":
             path.write_text(json.dumps(rows), encoding="utf-8")
         case ".parquet":

@@ -28,7 +28,7 @@ from tests.reports.synthetic import (
     snapshot,
 )
 from tests.storage.builders import agreeing, confirmed, open_it
-from tests.sweep.export.studies import some_texts
+from tests.sweep.export.studies import some_dataset
 from tests.sweep.predict.rows import EIGHT_BIT
 
 MODEL = load_model_spec("mistral-7b-v0.3")
@@ -38,7 +38,7 @@ def the_studies() -> Iterator[StudySnapshot]:
     """Yield them as their definitions and records say."""
     model = {"model": MODEL.to_json(), "model_fingerprint": MODEL.fingerprint}
     speed = replace(plausible_study(0), name="speed")
-    for study in (speed, _of_a_front(), _of_texts(), _of_cards(), _of_nothing_that_fits()):
+    for study in (speed, _of_a_front(), _of_dataset(), _of_gpus(), _of_nothing_that_fits()):
         whole = replace(study, definition=study.definition.model_copy(update=model))
         yield replace(whole, confirmations=tuple(_again(whole)))
 
@@ -52,9 +52,9 @@ def store(study: StudySnapshot, *, url: str, home: Path) -> None:
         for told in (*study.records, *study.confirmations):
             params = encoding.params_of(told.config) if told.purpose == "search" else None
             trial = opened.ask(searched, params=params) if params else opened.ask_again()
-            errand = told.model_dump(include=set(ended.Errand.model_fields))
+            run_kind = told.model_dump(include=set(ended.RunKind.model_fields))
             begun = opened.begin(
-                trial, told.config, str(told.started_at), errand=ended.Errand(**errand)
+                trial, told.config, str(told.started_at), run_kind=ended.RunKind(**run_kind)
             )
             named = {"number": trial.number, "attempt_id": begun.id}
             opened.tell(trial, told.model_copy(update=named))
@@ -86,7 +86,7 @@ def _of_a_front() -> StudySnapshot:
     return replace(plausible_study(3, trials=30), name="front", definition=about)
 
 
-def _of_texts() -> StudySnapshot:
+def _of_dataset() -> StudySnapshot:
     """Return a study on chats, of what was learned and how fast."""
     study = about_loss(
         learned(0, 16, 2.0, 0.01),
@@ -94,12 +94,12 @@ def _of_texts() -> StudySnapshot:
         learned(2, 8, 2.2, speed=9_500.0),
         record(3, ended.OutOfMemory(stage="forward"), LONG),
     )
-    texts = some_texts("messages", completions_only=True, source="mine.jsonl")
+    texts = some_dataset("messages", completions_only=True, source="mine.jsonl")
     about = study.definition.model_copy(update={"texts": texts})
     return replace(study, name="texts", definition=about)
 
 
-def _of_cards() -> StudySnapshot:
+def _of_gpus() -> StudySnapshot:
     """Return a study on one H100 or two, whose winner computes in 8 bits."""
     values: dict[str, tuple[Any, ...]] = {
         "data_parallel": (1, 2),

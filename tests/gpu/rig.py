@@ -9,9 +9,9 @@ from qlora_sweep.search_spaces.models import ModelSpec
 from qlora_sweep.search_spaces.space import StepBudget
 from qlora_sweep.storage.records import Measured, Measurement, Outcome
 from qlora_sweep.sweep.running.wire import (
+    DatasetSettings,
     QualityCommand,
     RunCommand,
-    TextsSettings,
     TrialRequest,
     WorkerMessage,
     WorkerSettings,
@@ -40,8 +40,8 @@ SMALL = ModelSpec(
 QUICK = StepBudget(warmup_min=2, warmup_max=2, measured_min=2, measured_max=2)
 
 
-def small_config(**knobs: Any) -> TrialConfig:
-    return TrialConfig(**{"micro_batch_size": 4, "seq_len": 512, **knobs})
+def small_config(**settings: Any) -> TrialConfig:
+    return TrialConfig(**{"micro_batch_size": 4, "seq_len": 512, **settings})
 
 
 class Rig:
@@ -49,7 +49,7 @@ class Rig:
 
     _last: ClassVar[Rig | None] = None
 
-    def __init__(self, budget_bytes: int, texts: TextsSettings | None = None) -> None:
+    def __init__(self, budget_bytes: int, texts: DatasetSettings | None = None) -> None:
         if Rig._last is not None:
             # Liger patches the modelling module that all bases of a process share.
             Rig._last.worker._resident.drop()

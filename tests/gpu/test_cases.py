@@ -55,18 +55,18 @@ def trained_on_a_gpu() -> list[tuple[dict[str, Any], bool]]:
     suites = [(cases.CASES, False), (test_prediction.CASES, False)]
     suites.append((list(test_memory_limits.TOO_LARGE.values()), False))
     suites.append((test_texts_on_a_card.CASES, True))
-    return [(knobs, on_texts) for suite, on_texts in suites for knobs in suite]
+    return [(settings, on_dataset) for suite, on_dataset in suites for settings in suite]
 
 
 def test_every_configuration_of_the_cases_is_one_that_no_rule_forbids() -> None:
     from tests.gpu.rig import SMALL, small_config
 
-    for knobs, on_texts in trained_on_a_gpu():
+    for settings, on_dataset in trained_on_a_gpu():
         found = violation(
-            small_config(**knobs),
+            small_config(**settings),
             model=SMALL,
             compute_capability=GPU.compute_capability,
             device="cuda",
-            has_texts=on_texts,
+            has_dataset=on_dataset,
         )
-        assert found is None, knobs
+        assert found is None, settings

@@ -30,7 +30,7 @@ from qlora_sweep.storage.records import (
     OutOfMemory,
     Phase,
 )
-from qlora_sweep.sweep.nvml import visible_cards
+from qlora_sweep.sweep.nvml import visible_gpus
 from qlora_sweep.sweep.running.supervisor import SupervisedRunner
 from qlora_sweep.sweep.running.wire import Progress, TrialRequest
 from tests.gpu import faulty_worker as faulty
@@ -215,7 +215,7 @@ def test_two_hundred_trials_in_one_worker_do_not_drift(
 def _outside_bytes(runner: SupervisedRunner) -> int:
     """Return what the GPU holds for a worker between trials: its base and its context."""
     process_id = _process_id(runner)
-    with visible_cards(most=1) as (card,):
+    with visible_gpus(most=1) as (card,):
         assert card is not None
         memory = card.memory()
         mine = [p.used_bytes for p in card.processes() if p.pid == process_id]

@@ -26,21 +26,21 @@ pytestmark = [
 ]
 
 
-def described(knobs: dict[str, Any]) -> str:
-    return ",".join(f"{key}={value}" for key, value in knobs.items())
+def described(settings: dict[str, Any]) -> str:
+    return ",".join(f"{key}={value}" for key, value in settings.items())
 
 
 # The default is a value of every setting, and trained once; bases are built once each.
-UNEQUAL = {small_config(**knobs).key(): knobs for knobs in reversed(CASES)}.values()
+UNEQUAL = {small_config(**settings).key(): settings for settings in reversed(CASES)}.values()
 
 
 @pytest.mark.parametrize(
-    "knobs", sorted(UNEQUAL, key=lambda k: small_config(**k).base().key()), ids=described
+    "settings", sorted(UNEQUAL, key=lambda k: small_config(**k).base().key()), ids=described
 )
 def test_every_value_of_every_knob_takes_effect_and_leaves_no_byte(
-    rig: Rig, knobs: dict[str, Any]
+    rig: Rig, settings: dict[str, Any]
 ) -> None:
-    config = small_config(**knobs)
+    config = small_config(**settings)
     rig.settle(config)
     if config.is_8bit_compute:
         # The first product in 8 bits takes a workspace of 2 MiB, for good.
@@ -65,13 +65,13 @@ def test_flash_attention_is_flash_attns_own_or_a_verdict_with_the_reason(rig: Ri
         return
     outcome = rig.run(config)
     assert isinstance(outcome, Ineffective)
-    assert outcome.knob == "attention"
+    assert outcome.setting == "attention"
     assert "FlashAttention2" in outcome.detail
     rig.measure(small_config())
 
 
 @pytest.mark.parametrize(
-    ("ran", "asked", "knob"),
+    ("ran", "asked", "setting"),
     [
         ({}, {"attention": "eager"}, "attention"),
         ({}, {"attention": "flash_attention_2"}, "attention"),
@@ -113,7 +113,7 @@ def test_flash_attention_is_flash_attns_own_or_a_verdict_with_the_reason(rig: Ri
     ],
 )
 def test_a_run_that_is_not_what_was_asked_is_found_out(
-    rig: Rig, ran: dict[str, Any], asked: dict[str, Any], knob: str
+    rig: Rig, ran: dict[str, Any], asked: dict[str, Any], setting: str
 ) -> None:
     config = small_config(micro_batch_size=1, **ran)
     rig.settle(config)
@@ -127,7 +127,7 @@ def test_a_run_that_is_not_what_was_asked_is_found_out(
         fault = ineffective(wanted, StepEvidence(loop, watch))
         honest = ineffective(config, StepEvidence(loop, watch))
     assert isinstance(fault, Ineffective)
-    assert fault.knob == knob
+    assert fault.setting == setting
     assert honest is None
 
 
@@ -147,8 +147,8 @@ def test_an_effective_batch_is_one_update_of_so_many_micro_batches(rig: Rig) -> 
 
 
 def test_checkpointing_and_fused_losses_save_what_they_are_for(rig: Rig) -> None:
-    def peak(**knobs: Any) -> int:
-        return rig.measure(small_config(**knobs)).peak_allocated_bytes
+    def peak(**settings: Any) -> int:
+        return rig.measure(small_config(**settings)).peak_allocated_bytes
 
     whole, half, none = (peak(checkpoint_fraction=f) for f in (1.0, 0.5, 0.0))
     assert whole < half < none
@@ -264,7 +264,7 @@ def test_liger_layers_are_compiled_or_said_not_to_be(rig: Rig) -> None:
     outcome = rig.run(config)
     assert isinstance(outcome, Measured | Ineffective)
     if isinstance(outcome, Ineffective):
-        assert outcome.knob == "compile"
+        assert outcome.setting == "compile"
     assert rig.allocated_bytes() == before
 
 

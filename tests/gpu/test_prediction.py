@@ -57,11 +57,11 @@ def predictor(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TracingPredi
         child.close()
 
 
-@pytest.mark.parametrize("knobs", CASES, ids=str)
+@pytest.mark.parametrize("settings", CASES, ids=str)
 def test_peak_memory_is_within_the_stated_uncertainty(
-    rig: Rig, predictor: TracingPredictor, knobs: dict[str, Any]
+    rig: Rig, predictor: TracingPredictor, settings: dict[str, Any]
 ) -> None:
-    config = small_config(**knobs)
+    config = small_config(**settings)
     measured = rig.measure(config).peak_allocated_bytes
     prediction = predictor.predict(for_memory(config))
     assert prediction.peak_allocated_bytes == pytest.approx(measured, rel=prediction.uncertainty)

@@ -8,7 +8,7 @@ import pytest
 
 from qlora_sweep.search_spaces.space import StepBudget
 from qlora_sweep.storage.records import Measured, OutOfMemory
-from qlora_sweep.sweep.nvml import visible_cards
+from qlora_sweep.sweep.nvml import visible_gpus
 from qlora_sweep.sweep.running.wire import RunCommand, TrialRequest
 from tests.gpu.rig import Rig, small_config
 
@@ -21,11 +21,11 @@ LEAN = {"kernels": "liger", "upcast_fp32": False, "checkpoint_fraction": 0.0}
 SOAK = StepBudget(warmup_min=2, warmup_max=6, measured_min=6, measured_max=500, seconds_max=10)
 
 
-@pytest.mark.parametrize("knobs", [{}, LEAN, {**LEAN, "compile": True, "kernels": "fused-loss"}])
+@pytest.mark.parametrize("settings", [{}, LEAN, {**LEAN, "compile": True, "kernels": "fused-loss"}])
 def test_a_soak_evaluates_saves_and_trains_on_and_leaves_no_byte(
-    rig: Rig, knobs: dict[str, object]
+    rig: Rig, settings: dict[str, object]
 ) -> None:
-    config = small_config(**knobs)
+    config = small_config(**settings)
     before = rig.settle(config)
     outcome = rig.worker.run(
         RunCommand(request=TrialRequest(config=config, steps=SOAK, is_soak=True))
@@ -68,7 +68,7 @@ def test_the_logits_of_an_evaluation_count_although_the_fused_loss_never_held_th
 
 def test_the_energy_of_a_token_is_that_of_the_power_that_the_card_draws(rig: Rig) -> None:
     config = small_config(**LEAN)
-    with visible_cards(most=1) as (card,):
+    with visible_gpus(most=1) as (card,):
         assert card is not None
         started, before = time.perf_counter(), card.energy_joules()
         if before is None:

@@ -43,7 +43,7 @@ Make = Callable[[str], tuple[tuple[Any, ...], Callable[..., torch.Tensor]]]
 """From a device to the inputs, and the function of them that is differentiated."""
 
 
-def on_the_card(make: Make) -> Footprint:
+def on_the_gpu(make: Make) -> Footprint:
     inputs, function = make("cuda")
     for _ in range(2):  # The first one compiles, and takes workspaces.
         footprint = _measured(inputs, function)
@@ -214,7 +214,7 @@ OPERATORS: dict[str, Make] = {
 
 @pytest.mark.parametrize("name", OPERATORS)
 def test_a_stand_in_keeps_and_takes_what_the_kernel_does(name: str) -> None:
-    real, paper = on_the_card(OPERATORS[name]), on_paper(OPERATORS[name])
+    real, paper = on_the_gpu(OPERATORS[name]), on_paper(OPERATORS[name])
     assert paper.kept == pytest.approx(real.kept, abs=CONSTANTS_BYTES), (real, paper)
     assert paper.backward == pytest.approx(real.backward, rel=0.01, abs=MIB), (real, paper)
     # A kernel that needs less on the way is only ever thought to need more.
@@ -222,7 +222,7 @@ def test_a_stand_in_keeps_and_takes_what_the_kernel_does(name: str) -> None:
 
 
 def test_fused_attention_keeps_what_its_stand_in_keeps() -> None:
-    real, paper = on_the_card(sdpa), on_paper(sdpa)
+    real, paper = on_the_gpu(sdpa), on_paper(sdpa)
     # Of a block that is left from before, the allocator does not split up to a MiB off.
     unsplit = MIB + CONSTANTS_BYTES
     assert paper.kept == pytest.approx(real.kept, rel=0.02, abs=unsplit), (real, paper)

@@ -20,8 +20,8 @@ from qlora_sweep.sweep.finetuning import checkpoints
 from qlora_sweep.sweep.finetuning.protocol import TrainingResult
 from qlora_sweep.sweep.predict.memory.predictor import TracingPredictor
 from qlora_sweep.sweep.predict.memory.profile_store import TracingChildren
-from qlora_sweep.sweep.predict.on_texts import MemoryOnTexts, ShapesOnTexts
-from qlora_sweep.sweep.running.wire import QualityCommand, TextsSettings
+from qlora_sweep.sweep.predict.on_dataset import MemoryOnDataset, ShapesOnDataset
+from qlora_sweep.sweep.running.wire import DatasetSettings, QualityCommand
 from tests.gpu.rig import SMALL, Rig, small_config
 from tests.sweep.data.prepared import prepared_settings
 from tests.sweep.finetuning.trainings import job, run
@@ -38,7 +38,7 @@ LEAN = {"kernels": "liger", "upcast_fp32": False, "checkpoint_fraction": 0.0}
 FAST = {**LEAN, "kernels": "fused-loss", "compile": True}
 PACKINGS = ("none", "grouped", "packed")
 CASES: list[dict[str, Any]] = [
-    *({"packing": packing, **knobs} for knobs in ({}, LEAN, FAST) for packing in PACKINGS),
+    *({"packing": packing, **settings} for settings in ({}, LEAN, FAST) for packing in PACKINGS),
     {"packing": "packed", "attention": "eager", "checkpoint_fraction": 0.0},
     {"packing": "packed", "compute_dtype": "fp16", "kernels": "fused-loss"},
     {"packing": "packed", "micro_batch_size": 1, "seq_len": 2048, **LEAN},
@@ -49,12 +49,12 @@ QUALITY = QualityCommand(tokens=4000, seed=1, eval_seq_len=512, eval_tokens=4000
 
 
 @pytest.fixture(scope="module")
-def texts(tmp_path_factory: pytest.TempPathFactory) -> TextsSettings:
+def texts(tmp_path_factory: pytest.TempPathFactory) -> DatasetSettings:
     return prepared_settings(tmp_path_factory.mktemp("texts"), LENGTHS, eval_fraction=HELD_OUT)
 
 
 @pytest.fixture(scope="module")
-def on_texts(texts: TextsSettings) -> Iterator[Rig]:
+def on_dataset(texts: DatasetSettings) -> Iterator[Rig]:
     total = torch.cuda.get_device_properties(0).total_memory
     rig = Rig(int(0.4 * total), texts)
     yield rig
@@ -63,38 +63,38 @@ def on_texts(texts: TextsSettings) -> Iterator[Rig]:
 
 
 @pytest.fixture(scope="module")
-def shapes() -> ShapesOnTexts:
+def shapes() -> ShapesOnDataset:
     train, _ = split(len(LENGTHS), HELD_OUT, 0)
     lengths = LENGTHS[train].astype(np.int64)
-    return ShapesOnTexts(StudyEpochs(lengths, lengths - 1, seed=0))
+    return ShapesOnDataset(StudyEpochs(lengths, lengths - 1, seed=0))
 
 
 @pytest.fixture(scope="module")
 def predictor(
-    shapes: ShapesOnTexts, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[MemoryOnTexts]:
+    shapes: ShapesOnDataset, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[MemoryOnDataset]:
     cache, child = tmp_path_factory.mktemp("profiles"), TracingChildren(1, outlive=True)
     capability = torch.cuda.get_device_capability(0)
     try:
         traced = TracingPredictor(
             SMALL, cache_dir=cache, compute_capability=capability, tracer=child
         )
-        yield MemoryOnTexts(traced, shapes)
+        yield MemoryOnDataset(traced, shapes)
     finally:
         child.close()
 
 
-@pytest.mark.parametrize("knobs", CASES, ids=str)
+@pytest.mark.parametrize("settings", CASES, ids=str)
 def test_texts_are_trained_on_and_the_peak_is_their_epochs(
-    on_texts: Rig, shapes: ShapesOnTexts, predictor: MemoryOnTexts, knobs: dict[str, Any]
+    on_dataset: Rig, shapes: ShapesOnDataset, predictor: MemoryOnDataset, settings: dict[str, Any]
 ) -> None:
-    config = small_config(**knobs)
-    before = on_texts.settle(config)
+    config = small_config(**settings)
+    before = on_dataset.settle(config)
     if config.compile:
         # The first time, tuning kernels takes some 60 MB of its own: a twentieth of this peak.
-        on_texts.measure(config)
-    measurement = on_texts.measure(config)
-    assert on_texts.allocated_bytes() == before
+        on_dataset.measure(config)
+    measurement = on_dataset.measure(config)
+    assert on_dataset.allocated_bytes() == before
     assert measurement.documents_apart is (True if config.packing == "packed" else None)
     each = measurement.loss_tokens_per_step
     assert each is not None
@@ -109,28 +109,28 @@ def test_texts_are_trained_on_and_the_peak_is_their_epochs(
     assert predicted.peak_allocated_bytes == pytest.approx(peak, rel=predicted.uncertainty)
 
 
-def test_the_training_loss_of_what_learns_nothing_is_the_held_out_one(on_texts: Rig) -> None:
+def test_the_training_loss_of_what_learns_nothing_is_the_held_out_one(on_dataset: Rig) -> None:
     # One step, so that no loss but its own can have been read.
     config = small_config(learning_rate=1e-7, **LEAN)
-    quality = on_texts.measure(config, QUALITY.model_copy(update={"tokens": 1})).quality
+    quality = on_dataset.measure(config, QUALITY.model_copy(update={"tokens": 1})).quality
     assert quality is not None
     assert quality.steps == 1
     assert quality.train_loss == pytest.approx(quality.eval_loss, rel=0.02)
 
 
-@pytest.mark.parametrize(("packing", "knobs"), [("grouped", LEAN), ("packed", FAST)])
+@pytest.mark.parametrize(("packing", "settings"), [("grouped", LEAN), ("packed", FAST)])
 def test_the_held_out_loss_is_the_models_whatever_kernels_compute_it(
-    on_texts: Rig, packing: str, knobs: dict[str, Any]
+    on_dataset: Rig, packing: str, settings: dict[str, Any]
 ) -> None:
     losses = []
-    for asked in ({"upcast_fp32": False}, knobs):
+    for asked in ({"upcast_fp32": False}, settings):
         config = small_config(packing=packing, micro_batch_size=2, **asked)
-        before = on_texts.settle(config)
-        quality = on_texts.measure(config, QUALITY).quality
+        before = on_dataset.settle(config)
+        quality = on_dataset.measure(config, QUALITY).quality
         assert quality is not None
         assert quality.train_tokens >= QUALITY.tokens
         losses.append(quality.eval_loss)
-        assert on_texts.allocated_bytes() == before
+        assert on_dataset.allocated_bytes() == before
     assert losses[1] == pytest.approx(losses[0], rel=0.01)
 
 
@@ -143,7 +143,7 @@ def test_the_held_out_loss_is_the_models_whatever_kernels_compute_it(
     ],
 )
 def test_a_training_that_was_stopped_goes_on(
-    tmp_path: Path, texts: TextsSettings, packing: str, changes: dict[str, Any]
+    tmp_path: Path, texts: DatasetSettings, packing: str, changes: dict[str, Any]
 ) -> None:
     options: dict[str, Any] = {
         "model": SMALL.to_json(),

@@ -27,7 +27,7 @@ from qlora_sweep.sweep.finetuning.protocol import Event, Saved, TrainingResult
 from qlora_sweep.sweep.finetuning.training import follow
 from qlora_sweep.sweep.predict.memory.predictor import TracingPredictor
 from qlora_sweep.sweep.running.supervisor import SupervisedRunner
-from qlora_sweep.sweep.running.wire import Progress, QualityCommand, TextsSettings, TrialRequest
+from qlora_sweep.sweep.running.wire import DatasetSettings, Progress, QualityCommand, TrialRequest
 from tests.gpu.rig import SMALL, small_config
 from tests.sweep.data.prepared import prepared_pairs, prepared_settings
 from tests.sweep.finetuning.trainings import job
@@ -81,7 +81,7 @@ def predictor(tmp_path_factory: pytest.TempPathFactory) -> TracingPredictor:
 
 
 @pytest.mark.parametrize(
-    "knobs",
+    "settings",
     [
         {**LEAN},
         {**LEAN, "kernels": "liger", "checkpoint_fraction": 0.0},
@@ -89,12 +89,12 @@ def predictor(tmp_path_factory: pytest.TempPathFactory) -> TracingPredictor:
         {**LEAN, "effective_batch_size": 64},
         {"upcast_fp32": True},
     ],
-    ids=lambda knobs: "-".join(f"{value}" for value in knobs.values()),
+    ids=lambda settings: "-".join(f"{value}" for value in settings.values()),
 )
 def test_each_of_two_cards_needs_what_is_predicted(
-    runner: SupervisedRunner, predictor: TracingPredictor, knobs: dict[str, Any]
+    runner: SupervisedRunner, predictor: TracingPredictor, settings: dict[str, Any]
 ) -> None:
-    config = small_config(**knobs, data_parallel=2)
+    config = small_config(**settings, data_parallel=2)
     if config.compile:
         # To tune kernels takes memory once in a process: little, and much of a small model's.
         runner.run(TrialRequest(config=config, steps=STEPS))
@@ -107,10 +107,12 @@ def test_each_of_two_cards_needs_what_is_predicted(
 
 def test_two_cards_train_nearly_as_fast_as_two(runner: SupervisedRunner) -> None:
     # Steps long enough for what their hosts do between them not to count.
-    knobs = {**LEAN, "kernels": "liger", "seq_len": 2048}
+    settings = {**LEAN, "kernels": "liger", "seq_len": 2048}
     alone, together = (
         measured(
-            runner.run(TrialRequest(config=small_config(**knobs, data_parallel=cards), steps=STEPS))
+            runner.run(
+                TrialRequest(config=small_config(**settings, data_parallel=cards), steps=STEPS)
+            )
         )
         for cards in (1, 2)
     )
@@ -118,14 +120,14 @@ def test_two_cards_train_nearly_as_fast_as_two(runner: SupervisedRunner) -> None
 
 
 @pytest.mark.parametrize(
-    "knobs",
+    "settings",
     [{"kernels": "hf"}, {"kernels": "liger"}, {"checkpoint_fraction": 0.0}],
-    ids=lambda knobs: f"{next(iter(knobs.values()))}",
+    ids=lambda settings: f"{next(iter(settings.values()))}",
 )
 def test_two_cards_share_a_model_and_need_what_is_predicted(
-    runner: SupervisedRunner, predictor: TracingPredictor, knobs: dict[str, Any]
+    runner: SupervisedRunner, predictor: TracingPredictor, settings: dict[str, Any]
 ) -> None:
-    config = small_config(**{**SHARDED, **knobs})
+    config = small_config(**{**SHARDED, **settings})
     shared = measured(runner.run(TrialRequest(config=config, steps=STEPS)))
     predicted = predictor.predict(config).peak_allocated_bytes
     assert shared.peak_allocated_bytes == pytest.approx(predicted, rel=CLOSE_SHARDED)
@@ -177,8 +179,8 @@ def test_no_bit_of_a_4_bit_weight_is_lost_and_a_head_that_is_read_is_whole_in_ev
 
 def test_configurations_of_one_and_of_two_cards_take_turns(runner: SupervisedRunner) -> None:
     configs = [
-        TrialConfig(**{**small_config().model_dump(), **knobs})
-        for knobs in (LEAN, {**LEAN, "data_parallel": 2}, SHARDED, LEAN)
+        TrialConfig(**{**small_config().model_dump(), **settings})
+        for settings in (LEAN, {**LEAN, "data_parallel": 2}, SHARDED, LEAN)
     ]
     cards = [
         measured(runner.run(TrialRequest(config=config, steps=STEPS))).cards for config in configs
@@ -192,22 +194,24 @@ ACCUMULATING = {"micro_batch_size": 2, "effective_batch_size": 4}
 
 
 @pytest.fixture(scope="module")
-def texts(tmp_path_factory: pytest.TempPathFactory) -> TextsSettings:
+def texts(tmp_path_factory: pytest.TempPathFactory) -> DatasetSettings:
     lengths = [20 + row * 37 % 480 for row in range(160)]
     return prepared_settings(tmp_path_factory.mktemp("texts"), lengths)
 
 
 def test_two_cards_train_on_texts_and_learn_what_one_does(
-    texts: TextsSettings, tmp_path: Path
+    texts: DatasetSettings, tmp_path: Path
 ) -> None:
     quality = QualityCommand(tokens=8000, eval_seq_len=512, eval_tokens=4000)
     two = {**LEAN, **ACCUMULATING, "data_parallel": 2, "packing": "grouped"}
     with a_runner(tmp_path / "worker.log", texts=texts) as runner:
         together, alone, shared = (
             measured(
-                runner.run(TrialRequest(config=small_config(**knobs), steps=STEPS, quality=quality))
+                runner.run(
+                    TrialRequest(config=small_config(**settings), steps=STEPS, quality=quality)
+                )
             )
-            for knobs in (
+            for settings in (
                 two,
                 {**two, "data_parallel": 1},
                 {**two, "sharding": "fsdp", "packing": "packed"},
@@ -229,7 +233,7 @@ def on_two(output: Path, data: Path, **changes: Any) -> Any:
 
 
 def test_two_cards_train_what_one_does_stop_together_and_are_resumed(
-    texts: TextsSettings, tmp_path: Path
+    texts: DatasetSettings, tmp_path: Path
 ) -> None:
     data, exact = Path(texts.directory), {"lora_dropout": 0.0, "checkpoint_steps": 5}
     whole = follow(on_two(tmp_path / "two", data, **exact))
@@ -267,7 +271,7 @@ def test_two_cards_train_on_pairs(tmp_path: Path) -> None:
 
 
 def test_a_rank_that_is_killed_as_it_trains_ends_the_training(
-    texts: TextsSettings, tmp_path: Path
+    texts: DatasetSettings, tmp_path: Path
 ) -> None:
     def kill(event: Event) -> None:
         if isinstance(event, Saved) and event.step == 2:

@@ -2,14 +2,14 @@ from __future__ import annotations
 
 import pytest
 
-from qlora_sweep.sweep.running.device_info import ask_cuda, read_card
+from qlora_sweep.sweep.running.device_info import ask_cuda, read_gpu
 
 
 @pytest.mark.gpu
 def test_the_card_is_the_one_that_torch_would_use() -> None:
     import torch
 
-    card = read_card()
+    card = read_gpu()
     assert card is not None
     assert card.product == torch.cuda.get_device_name(0)
     assert card.compute_capability == torch.cuda.get_device_capability(0)
@@ -18,7 +18,7 @@ def test_the_card_is_the_one_that_torch_would_use() -> None:
 
 @pytest.mark.gpu
 def test_cudas_driver_tells_the_same_without_a_context() -> None:
-    card, cuda = read_card(), ask_cuda()
+    card, cuda = read_gpu(), ask_cuda()
     assert card is not None
     assert cuda is not None
     assert cuda.product == card.product

@@ -37,7 +37,7 @@ from qlora_sweep.storage.records import (
 )
 from qlora_sweep.storage.surfaces import SurfaceRow, read_surface
 from tests.storage.builders import a_measurement
-from tests.sweep.prepared_texts import a_summary
+from tests.sweep.prepared_dataset import a_summary
 
 SURFACES = Path(__file__).parents[1] / "data" / "surfaces"
 BUDGET_BYTES = int(21.5 * GIB)
@@ -152,7 +152,7 @@ def one_of_each() -> tuple[TrialRecord, ...]:
         DominatedOutOfMemory(by=2),
         Diverged(step=4),
         Invalid(rule="bf16 needs Ampere", detail="the GPU is a T4"),
-        Ineffective(knob="compile", detail="no graph was compiled"),
+        Ineffective(setting="compile", detail="no graph was compiled"),
         TimedOut(phase="measure"),
         Crashed(phase="build", detail="exit status 1"),
         Lost(),
@@ -384,7 +384,7 @@ def an_epoch(**changes: Any) -> EpochRecord:
     return EpochRecord.model_validate(values | changes)
 
 
-def of_texts(*records: TrialRecord, **space: Any) -> StudySnapshot:
+def of_dataset(*records: TrialRecord, **space: Any) -> StudySnapshot:
     values = {
         "data": "mine.jsonl",
         "dimensions": {
@@ -429,4 +429,4 @@ def learned(
 
 
 def about_loss(*records: TrialRecord) -> StudySnapshot:
-    return of_texts(*records, objectives=["tokens_per_second", "eval_loss"], weights="pretrained")
+    return of_dataset(*records, objectives=["tokens_per_second", "eval_loss"], weights="pretrained")

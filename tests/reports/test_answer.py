@@ -49,14 +49,14 @@ from tests.reports.synthetic import (
     fits,
     learned,
     measurement,
-    of_texts,
+    of_dataset,
     predicted,
     record,
     snapshot,
     trained,
 )
 from tests.storage.builders import confirmed
-from tests.sweep.prepared_texts import a_summary
+from tests.sweep.prepared_dataset import a_summary
 
 FAST = TrialConfig(micro_batch_size=10, checkpoint_fraction=0.0)
 SLOW = TrialConfig(micro_batch_size=12)
@@ -128,9 +128,9 @@ def test_the_baseline_in_the_winners_class_is_among_what_was_measured_again() ->
     space = {"dimensions": {"micro_batch_size": {"choices": [10]}}, "fixed": {"lora_rank": 64}}
     about = definition(space=space | {"baseline": {"micro_batch_size": 8, "lora_rank": 16}})
     trials = (fits(0, 8_000.0), fits(1, 16_000.0, TrialConfig(micro_batch_size=10, lora_rank=64)))
-    errand = {"purpose": "confirm", "series": 1, "confirms": None, "is_baseline": False}
+    run_kind = {"purpose": "confirm", "series": 1, "confirms": None, "is_baseline": False}
     recipe = TrialConfig(micro_batch_size=8, lora_rank=64)
-    runs = [fits(900 + n, 6_400.0, recipe).model_copy(update=errand) for n in range(2)]
+    runs = [fits(900 + n, 6_400.0, recipe).model_copy(update=run_kind) for n in range(2)]
     study = snapshot(trials, definition=about, confirmations=(*confirmed(trials[1]), *runs))
     assert [(row.number, row.runs, row.result) for row in confirmed_rows(view_of(study))] == [
         ("1", "16,000, 16,000", "recommended"),
@@ -262,7 +262,7 @@ def test_what_a_training_costs_follows_the_work_and_the_offer() -> None:
     assert asked.startswith("3 epochs of 2,000,000,000 tokens: 104 h 10 min ")
     assert asked.endswith(", $375.00 ($371.25 to $378.75) in all")
     assert told(dataset_samples=1000).startswith("1,000 sequences of full length: 32.0 s")
-    assert told(of_texts(trained(0, 8_000.0, SHORT))).startswith("2,880,000 tokens: 6 min 0 s")
+    assert told(of_dataset(trained(0, 8_000.0, SHORT))).startswith("2,880,000 tokens: 6 min 0 s")
     few = study(fits(0, 16_000.0, BASE.config, steps_measured=3, step_seconds_ci95=None))
     assert told(few) == "10,000,000 tokens: 10 min 25 s, $0.626 in all"
     terms = {"gpus": 8, "minimum_seconds": 3600.0, "boot_seconds": 60.0}
@@ -359,7 +359,7 @@ def test_a_winner_with_the_largest_micro_batch_of_the_space_asks_for_a_wider_one
 def test_longer_rows_are_advised_only_where_some_are_cut_or_left_out(
     lost: dict[str, int], is_advised: bool
 ) -> None:
-    known = of_texts(trained(0, 8_000.0, LONG, **lost))
+    known = of_dataset(trained(0, 8_000.0, LONG, **lost))
     limited = known.definition.model | {"config": {"max_position_embeddings": LONG.seq_len}}
     about = known.definition.model_copy(update={"model": limited})
     for told, may_be in ((known, True), (replace(known, definition=about), False)):
@@ -371,14 +371,14 @@ def test_longer_rows_are_advised_only_where_some_are_cut_or_left_out(
 
 
 def test_an_epoch_is_its_loss_tokens_over_the_speed_and_costs_what_the_gpus_do() -> None:
-    known = replace(of_texts(trained(0, 8_000.0, SHORT)), offer=OFFER)
+    known = replace(of_dataset(trained(0, 8_000.0, SHORT)), offer=OFFER)
     epoch = view_of(known).document()["epoch"]
     assert (epoch["seconds"], epoch["dollars"]) == pytest.approx((360.0, 0.36))
     assert epoch["seconds_low"] < 360.0 < epoch["seconds_high"]
     assert (epoch["loss_tokens"], epoch["tokens_cut"]) == (2_880_000, 0.032)
     assert said(known)["epoch"].startswith("6 min 0 s (5 min 56 s–6 min 4 s), $0.360, 2,880,000 ")
     two = trained(0, 8_000.0, SHORT.model_copy(update={"data_parallel": 2}))
-    on_two = of_texts(two, fixed={"micro_batch_size": 8, "data_parallel": 2})
+    on_two = of_dataset(two, fixed={"micro_batch_size": 8, "data_parallel": 2})
     dollars = view_of(replace(on_two, offer=OFFER)).document()["epoch"]["dollars"]
     assert dollars == pytest.approx(0.72)
     plain = snapshot([fits(0, 8_000.0)], definition=definition(**TARGET))
@@ -391,7 +391,7 @@ def test_an_epoch_is_its_loss_tokens_over_the_speed_and_costs_what_the_gpus_do()
 
 
 def test_the_fastest_of_each_length_is_shown_with_what_it_leaves_out() -> None:
-    known = of_texts(
+    known = of_dataset(
         trained(0, 5_000.0, LONG, tokens_cut=0.0, tokens_left_out=0.0, loss_tokens=3_000_000),
         trained(1, 8_000.0, SHORT.model_copy(update={"lora_rank": 8})),
         trained(2, 7_000.0, SHORT.model_copy(update={"lora_rank": 64})),
@@ -418,11 +418,11 @@ def test_a_baseline_that_is_faster_and_no_answer_is_said_so_where_the_gain_is() 
         "baseline": {"micro_batch_size": 8, "seq_len": 512},
     }
     baseline, winner = trained(0, 8_000.0, SHORT, tokens_cut=0.4), trained(1, 7_000.0, LONG)
-    known = of_texts(baseline, winner, **about)
+    known = of_dataset(baseline, winner, **about)
     for told in (known, replace(known, confirmations=confirmed(baseline, winner))):
         assert "is no answer: its length 512 cuts off 40 % of the tokens" in said(told)["gain"]
-    slower = of_texts(trained(0, 6_000.0, SHORT), winner, **about)
-    for told in (slower, of_texts(baseline, winner), of_texts(winner)):
+    slower = of_dataset(trained(0, 6_000.0, SHORT), winner, **about)
+    for told in (slower, of_dataset(baseline, winner), of_dataset(winner)):
         assert "is no answer" not in said(told)["gain"]
     trials = [fits(0, 8_000.0, SHORT), fits(1, 7_000.0, LONG)]
     plain = snapshot(trials, definition=definition(space=about, **TARGET))

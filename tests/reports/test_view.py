@@ -107,9 +107,9 @@ def test_the_gain_of_another_class_is_over_the_baseline_in_that_class() -> None:
     base = a_record(0, fits(100.0), is_baseline=True)
     config = TrialConfig(lora_rank=64, seq_len=64)
     won = TrialRecord(number=1, config=config, outcome=fits(400.0, spread=0.01))
-    errand = {"purpose": "confirm", "series": 1, "confirms": None}
+    run_kind = {"purpose": "confirm", "series": 1, "confirms": None}
     recipe = {"config": TrialConfig(lora_rank=64), "outcome": fits(80.0)}
-    runs = [TrialRecord.model_validate({"number": 2000 + n} | recipe | errand) for n in range(2)]
+    runs = [TrialRecord.model_validate({"number": 2000 + n} | recipe | run_kind) for n in range(2)]
     again = (*confirmed(base, won), *runs)
     about = a_definition(**LARGER, baseline={"lora_rank": 16})
     study = StudySnapshot("study", about, {}, (base, won), confirmations=again)

@@ -274,7 +274,7 @@ def test_offers_of_one_card_share_its_step_however_uncertain_that_is() -> None:
     steps=st.tuples(STEP_SECONDS, STEP_SECONDS),
     errors=st.tuples(st.floats(0.0, 0.6), st.floats(0.0, 0.6)),
     truths=st.tuples(st.floats(-1.0, 1.0), st.floats(-1.0, 1.0)),
-    is_one_card=st.booleans(),
+    is_one_gpu=st.booleans(),
 )
 def test_what_is_claimed_of_two_offers_holds_wherever_their_steps_are(
     first: Offer,
@@ -282,11 +282,11 @@ def test_what_is_claimed_of_two_offers_holds_wherever_their_steps_are(
     steps: tuple[float, float],
     errors: tuple[float, float],
     truths: tuple[float, float],
-    is_one_card: bool,
+    is_one_gpu: bool,
 ) -> None:
     """Of costs that are not rounded to billing units, which blur every comparison a little."""
     offers = [o.model_copy(update={"billing_seconds": 1e-9}) for o in (first, second)]
-    if is_one_card:
+    if is_one_gpu:
         steps, errors, truths = (steps[0],) * 2, (errors[0],) * 2, (truths[0],) * 2
     else:
         offers[1] = offers[1].model_copy(update={"gpu": "l4"})
@@ -304,7 +304,7 @@ def test_what_is_claimed_of_two_offers_holds_wherever_their_steps_are(
 
     if offers[0] == offers[1]:
         return
-    if len(comparison.perhaps_cheapest) == 1 and is_one_card:
+    if len(comparison.perhaps_cheapest) == 1 and is_one_gpu:
         cheap, dear = (b.offer for b in comparison.bills)
         assert true_usd(cheap, WORK.samples) <= true_usd(dear, WORK.samples) * (1 + 1e-9)
     for point in comparison.break_evens[-1:]:

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from qlora_sweep.search_spaces import feasibility
 from qlora_sweep.search_spaces.dimensions import Choices, FloatRange, IntRange
 from qlora_sweep.search_spaces.errors import InputError
-from qlora_sweep.search_spaces.feasibility import obstacles, refuse_without_texts
-from qlora_sweep.search_spaces.loading import Length, load_space, with_fixed, with_texts
+from qlora_sweep.search_spaces.feasibility import obstacles, refuse_without_dataset
+from qlora_sweep.search_spaces.loading import Length, load_space, with_dataset, with_fixed
 from qlora_sweep.search_spaces.models import load_model_spec
 from qlora_sweep.search_spaces.rules import Setting, violation
 from qlora_sweep.search_spaces.space import SearchSpace
@@ -173,14 +173,14 @@ def choices_of(space: SearchSpace, key: str) -> tuple[Any, ...]:
 
 
 def test_packing_is_searched_where_nobody_fixed_it() -> None:
-    offered = with_texts(a_space(), LENGTHS, names_its_lengths=False)
+    offered = with_dataset(a_space(), LENGTHS, names_its_lengths=False)
     assert choices_of(offered.space, "packing") == ("none", "packed", "grouped")
     assert any("Packing is searched" in note for note in offered.notes)
 
 
 def test_pairs_are_never_packed() -> None:
     space = a_space(fixed={"method": "dpo"})
-    offered = with_texts(space, LENGTHS, names_its_lengths=False, is_on_pairs=True)
+    offered = with_dataset(space, LENGTHS, names_its_lengths=False, is_on_pairs=True)
     assert choices_of(offered.space, "packing") == ("none", "grouped")
 
 
@@ -204,7 +204,7 @@ def test_packing_that_somebody_named_is_kept(
     changes: dict[str, Any], held: tuple[str, ...]
 ) -> None:
     space = a_space(**changes)
-    offered = with_texts(space, LENGTHS, names_its_lengths=False, held=held).space
+    offered = with_dataset(space, LENGTHS, names_its_lengths=False, held=held).space
     assert offered.dimensions.get("packing") == space.dimensions.get("packing")
     assert offered.fixed == space.fixed
     # The baseline does not pack though every trial does.
@@ -212,7 +212,7 @@ def test_packing_that_somebody_named_is_kept(
 
 
 def test_a_presets_lengths_give_way_to_those_of_the_texts_and_that_is_said() -> None:
-    offered = with_texts(load_space("a10"), LENGTHS, names_its_lengths=False)
+    offered = with_dataset(load_space("a10"), LENGTHS, names_its_lengths=False)
     assert choices_of(offered.space, "seq_len") == (256, 1024)
     (said,) = [note for note in offered.notes if "Lengths" in note]
     assert "in place of 512, 1024, 2048" in said
@@ -223,7 +223,7 @@ def test_a_presets_lengths_give_way_to_those_of_the_texts_and_that_is_said() -> 
 @pytest.mark.parametrize("held", [(), ("seq_len",)])
 def test_lengths_that_a_person_named_are_kept(held: tuple[str, ...]) -> None:
     space = a_space(dimensions={"seq_len": {"choices": [64, 128]}})
-    offered = with_texts(space, LENGTHS, names_its_lengths=not held, held=held)
+    offered = with_dataset(space, LENGTHS, names_its_lengths=not held, held=held)
     assert choices_of(offered.space, "seq_len") == (64, 128)
     assert not any("Lengths" in note for note in offered.notes)
 
@@ -248,10 +248,10 @@ def test_what_needs_a_dataset_is_refused_without_one_with_what_to_do(
     changes: dict[str, Any], said: str | None
 ) -> None:
     if said is None:
-        refuse_without_texts(a_space(**changes))
+        refuse_without_dataset(a_space(**changes))
         return
     with pytest.raises(InputError, match=said):
-        refuse_without_texts(a_space(**changes))
+        refuse_without_dataset(a_space(**changes))
 
 
 @pytest.mark.parametrize(

@@ -233,11 +233,11 @@ def test_what_can_run_is_let_through(
 def test_a_dataset_may_be_packed_in_any_way_on_any_number_of_gpus() -> None:
     for packing, gpus in product(("none", "grouped", "packed"), (1, 2)):
         values = {"packing": packing, "data_parallel": gpus, "micro_batch_size": 3 - gpus}
-        assert broken(values, has_texts=True) is None
+        assert broken(values, has_dataset=True) is None
 
 
 def test_nothing_is_grouped_where_each_micro_batch_has_one_row() -> None:
-    found = broken({"packing": "grouped", "micro_batch_size": 1}, has_texts=True)
+    found = broken({"packing": "grouped", "micro_batch_size": 1}, has_dataset=True)
     assert found is not None
     assert found.rule == "grouped-needs-rows"
 

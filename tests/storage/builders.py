@@ -15,11 +15,11 @@ from qlora_sweep.storage.definition import StudyDefinition, Target
 from qlora_sweep.storage.records import (
     SEARCH,
     Attempt,
-    Errand,
     Measured,
     Measurement,
     Outcome,
     PrunedSlow,
+    RunKind,
     SoakReport,
     TrialRecord,
 )
@@ -153,10 +153,10 @@ def an_attempt(study: OpenStudy, record: TrialRecord) -> Attempt:
 
 
 def begun(
-    study: OpenStudy, trial: optuna.Trial, record: TrialRecord, *, errand: Errand = SEARCH
+    study: OpenStudy, trial: optuna.Trial, record: TrialRecord, *, run_kind: RunKind = SEARCH
 ) -> TrialRecord:
     """Begin a trial and return its result-to-be, with the identity that it was begun under."""
-    attempt = study.begin(trial, record.config, STARTED_AT, errand=errand).id
+    attempt = study.begin(trial, record.config, STARTED_AT, run_kind=run_kind).id
     return record.model_copy(update={"attempt_id": attempt, "started_at": STARTED_AT})
 
 

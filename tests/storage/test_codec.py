@@ -32,7 +32,6 @@ from qlora_sweep.storage.records import (
     Crashed,
     Diverged,
     DominatedOutOfMemory,
-    Errand,
     Ineffective,
     Invalid,
     Lost,
@@ -41,6 +40,7 @@ from qlora_sweep.storage.records import (
     PredictedOutOfMemory,
     PredictionRecord,
     PrunedSlow,
+    RunKind,
     TimedOut,
     TrialRecord,
 )
@@ -70,7 +70,7 @@ UNFIT: list[tuple[Outcome, float, float]] = [
     (DominatedOutOfMemory(by=3), 20.0, LEAST_VIOLATION),
     (Diverged(step=1), 20.0, FAULT_VIOLATION),
     (Invalid(rule="r"), 20.0, FAULT_VIOLATION),
-    (Ineffective(knob="compile"), 20.0, FAULT_VIOLATION),
+    (Ineffective(setting="compile"), 20.0, FAULT_VIOLATION),
 ]
 
 
@@ -202,7 +202,7 @@ def test_a_ledger_says_of_any_sequence_of_trials_what_looking_at_all_of_them_say
     assert ledger.all == tuple(known)
     assert ledger.records == searched
     assert ledger.confirmations == tuple(r for r in known if r.purpose != "search")
-    confirming = Errand(purpose="confirm", series=1)
+    confirming = RunKind(purpose="confirm", series=1)
     assert ledger.next_number == next_number(searched)
     assert ledger.to_retry(since=since) == to_retry(searched, since=since)
     assert ledger.trials_spent(since=since) == spent_of(searched, since=since)

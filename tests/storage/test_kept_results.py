@@ -29,11 +29,11 @@ from qlora_sweep.storage.reading import count_trials, list_studies, read_study
 from qlora_sweep.storage.records import (
     Attempt,
     Crashed,
-    Errand,
     Lost,
     Measured,
     Outcome,
     OutOfMemory,
+    RunKind,
     TrialRecord,
     Verdict,
 )
@@ -254,9 +254,9 @@ def test_what_a_killed_driver_spent_is_counted_with_the_result_that_it_left(
     for _ in range(2):
         with open_it(url, home) as study:
             study.recover()
-            assert (study.known.wall_seconds, study.known.card_seconds) == (17.0, 27.0)
+            assert (study.known.wall_seconds, study.known.gpu_seconds) == (17.0, 27.0)
     with open_it(url, home) as study:
-        assert (study.known.wall_seconds, study.known.card_seconds) == (17.0, 27.0)
+        assert (study.known.wall_seconds, study.known.gpu_seconds) == (17.0, 27.0)
 
 
 def test_a_disk_that_takes_no_spool_does_not_keep_a_result_from_a_healthy_database(
@@ -370,9 +370,9 @@ def test_what_a_worker_left_of_a_trial_that_is_no_longer_open_is_kept_before_ano
     home: Path, url: str, statement: str
 ) -> None:
     with open_it(url, home) as study:
-        errand = Errand(purpose="confirm", series=1, confirms=0)
+        run_kind = RunKind(purpose="confirm", series=1, confirms=0)
         first = run_one(study, batch=4)
-        mine = study.begin(study.ask_again(), first.config, STARTED_AT, errand=errand)
+        mine = study.begin(study.ask_again(), first.config, STARTED_AT, run_kind=run_kind)
         left_behind(study).write(mine, first.config, agreeing(fits(1234.0), first.config))
     execute(url, f"{statement} WHERE state = 'RUNNING'")
     for _ in range(2):

@@ -836,9 +836,9 @@ def test_across_capacity_classes_the_baselines_own_class_has_its_gain() -> None:
 def in_another_class(config: dict[str, Any], *outcomes: Outcome) -> RankedGain:
     """Return the gain of a winner of rank 64 where a confirmation ran another recipe as well."""
     records = searched((fits(100.0), {}), (fits(300.0, spread=0.01), {"lora_rank": 64, **TWO}))
-    errand = {"purpose": "confirm", "series": 1, "confirms": None}
+    run_kind = {"purpose": "confirm", "series": 1, "confirms": None}
     recipe = [
-        TrialRecord.model_validate({"number": 2000 + n, "config": config, "outcome": o} | errand)
+        TrialRecord.model_validate({"number": 2000 + n, "config": config, "outcome": o} | run_kind)
         for n, o in enumerate(outcomes)
     ]
     return rank(records, a_definition(**LARGER), (*confirmed(records[1]), *recipe)).gain

@@ -18,7 +18,7 @@ from qlora_sweep.search_spaces.errors import EnvironmentFault, InputError
 from qlora_sweep.storage.codec import FORMAT_WRITTEN
 from qlora_sweep.storage.definition import StudySnapshot, UnreadableStudy
 from qlora_sweep.storage.reading import list_studies, read_study, shown_storage
-from qlora_sweep.storage.records import Errand, OutOfMemory
+from qlora_sweep.storage.records import OutOfMemory, RunKind
 from tests.storage.builders import DISTRIBUTIONS, a_record, begun, fits, open_it, run_one
 
 DAMAGED = 2
@@ -288,7 +288,7 @@ def test_it_is_seen_as_it_goes_on_and_without_what_measures_again(tmp_path: Path
         first = run_one(study)
         assert [t.state for t in storage.get_all_trials(number)] == [TrialState.COMPLETE]
         again = study.ask_again()
-        errand = Errand(purpose="confirm", series=1, confirms=first.number)
-        record = a_record(again.number, **errand.model_dump())
-        study.tell(again, begun(study, again, record, errand=errand))
+        run_kind = RunKind(purpose="confirm", series=1, confirms=first.number)
+        record = a_record(again.number, **run_kind.model_dump())
+        study.tell(again, begun(study, again, record, run_kind=run_kind))
         assert [t.number for t in storage.get_all_trials(number)] == [first.number]

@@ -14,7 +14,7 @@ from qlora_sweep.search_spaces.models import load_model_spec
 from qlora_sweep.storage.records import Carried, Crashed, OutOfMemory
 from qlora_sweep.storage.surfaces import read_surface, surface_text
 from tests.sweep.imagined_study import TRIALS, a_record, a_snapshot
-from tests.sweep.prepared_texts import a_summary
+from tests.sweep.prepared_dataset import a_summary
 
 MODEL = load_model_spec("mistral-7b-v0.3")
 HEADER: dict[str, Any] = {
@@ -133,6 +133,6 @@ def test_a_study_of_nothing_on_a_dataset_or_on_an_unknown_gpu_is_no_surface() ->
     with pytest.raises(InputError, match="a surface is of a GPU of the catalogue"):
         surface_text(a_snapshot(*TRIALS, emulated_on="Voodoo 2"))
     plain = a_snapshot(*TRIALS, emulated_on="NVIDIA H200")
-    of_texts = plain.definition.model_copy(update={"texts": a_summary(source="mine.jsonl")})
+    of_dataset = plain.definition.model_copy(update={"texts": a_summary(source="mine.jsonl")})
     with pytest.raises(InputError, match=r"full rows, and its trials trained on mine\.jsonl"):
-        surface_text(replace(plain, definition=of_texts))
+        surface_text(replace(plain, definition=of_dataset))

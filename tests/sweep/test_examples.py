@@ -118,7 +118,7 @@ def test_an_example_does_what_its_command_says(
     before = set(os.listdir(home))
     code = main(arguments)
     out, err = capsys.readouterr()
-    if _needs_a_card(arguments):
+    if _needs_a_gpu(arguments):
         assert code == REFUSED_WITHOUT_A_CARD
         assert "sweep doctor" in err
     elif line == "sweep rm a10":
@@ -135,5 +135,5 @@ def test_an_example_does_what_its_command_says(
         assert out or set(os.listdir(home)) - before
 
 
-def _needs_a_card(arguments: list[str]) -> bool:
+def _needs_a_gpu(arguments: list[str]) -> bool:
     return arguments[:2] == ["run", "a10"] and "--dry-run" not in arguments

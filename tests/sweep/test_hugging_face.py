@@ -16,7 +16,7 @@ from qlora_sweep.search_spaces.errors import InputError
 from qlora_sweep.search_spaces.models import load_model_spec
 from qlora_sweep.sweep.export.record import Record, RecordedModel, record_of
 from tests.lazy import lazily
-from tests.sweep.export.studies import a_study, export, some_texts
+from tests.sweep.export.studies import a_study, export, some_dataset
 from tests.sweep.export.weights import saved_model
 from tests.sweep.training.tiny import TINY, tiny_config, tiny_loop
 
@@ -126,7 +126,7 @@ def test_trl_is_told_what_its_file_says_and_trains(weights: str, tmp_path: Path)
 
 @pytest.mark.filterwarnings("ignore")
 def test_trl_is_told_of_a_template_that_marks_the_assistants_turns() -> None:
-    texts = some_texts("messages", completions_only=True, marked_template="{{ messages }}")
+    texts = some_dataset("messages", completions_only=True, marked_template="{{ messages }}")
     arguments = ours.trl_args(record_of(a_study(tiny_config(), model=TINY, texts=texts)))
     assert arguments.assistant_only_loss
     assert Path(arguments.chat_template_path).read_text() == "{{ messages }}"

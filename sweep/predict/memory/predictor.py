@@ -366,7 +366,7 @@ def _kinds_of_layers_in(share: float) -> tuple[bool, bool]:
 
 
 _KIND_OF: dict[str, Callable[[Any], Any]] = {
-    key: knob.traced for key, knob in KNOBS.items() if knob.traced
+    key: setting.traced for key, setting in KNOBS.items() if setting.traced
 }
 _KIND_OF["checkpoint_fraction"] = _kinds_of_layers_in
 _KIND_OF["quantized_fraction"] = _kinds_of_layers_in

@@ -50,7 +50,7 @@ Polynomial = dict[str, int]
 Values = Mapping[str, Any]
 """A whole number for each symbol, or an array with one for each configuration."""
 
-TRACED_KEYS = tuple(key for key, knob in KNOBS.items() if knob.traced)
+TRACED_KEYS = tuple(key for key, setting in KNOBS.items() if setting.traced)
 """Settings that decide which tensors exist."""
 _BLOCK_BYTES = 512
 """The caching allocator's granularity; what depends on no symbol is rounded to it here."""

@@ -24,7 +24,7 @@ from qlora_sweep.search_spaces.errors import InputError
 from qlora_sweep.search_spaces.estimates import Estimate
 from qlora_sweep.search_spaces.gpus import GpuSpec
 from qlora_sweep.search_spaces.models import ModelSpec
-from qlora_sweep.sweep.predict.on_texts import ShapesOnTexts, full_rows, tokens_per_step
+from qlora_sweep.sweep.predict.on_dataset import ShapesOnDataset, full_rows, tokens_per_step
 from qlora_sweep.sweep.predict.speed.contributed import Contributed, contributed_speed
 from qlora_sweep.sweep.predict.speed.kernels import MASKED_DOUBT
 from qlora_sweep.sweep.predict.speed.layers import layers_of
@@ -289,7 +289,7 @@ class StepTimes:
         *,
         model: ModelSpec,
         gpu: GpuSpec,
-        shapes: ShapesOnTexts | None = None,
+        shapes: ShapesOnDataset | None = None,
         calibration: Calibration | None = None,
         evidence: Contributed | Literal["kept"] | None = "kept",
     ) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from qlora_sweep.search_spaces.config import TrialConfig
-from qlora_sweep.sweep.running.wire import TextsSettings
+from qlora_sweep.sweep.running.wire import DatasetSettings
 
 VOCABULARY = 97
 
@@ -51,11 +51,11 @@ def configured(packing: str = "none", **values: Any) -> TrialConfig:
 
 def prepared_settings(
     directory: Path, lengths: ArrayLike, *, eval_fraction: float = 0.2
-) -> TextsSettings:
+) -> DatasetSettings:
     """Write rows of so many random tokens, and return them as a worker is told of them."""
     prepared(directory, lengths)
     (directory / "texts.json").write_text('{"fingerprint": "abc"}', encoding="utf-8")
-    return TextsSettings(directory=str(directory), fingerprint="abc", eval_fraction=eval_fraction)
+    return DatasetSettings(directory=str(directory), fingerprint="abc", eval_fraction=eval_fraction)
 
 
 def prepared_pairs(directory: Path, *, count: int) -> Path:

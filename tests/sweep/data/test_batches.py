@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from qlora_sweep.search_spaces.texts import TextsChoice
+from qlora_sweep.search_spaces.dataset_choice import DatasetChoice
 from qlora_sweep.sweep.data import epoch as epochs
 from qlora_sweep.sweep.data.batches import (
-    Texts,
+    TokenizedDataset,
     epoch_of,
     open_tokens,
     training_rows,
@@ -53,7 +53,7 @@ def test_a_round_is_what_the_epoch_says_of_it(
     directory = request.getfixturevalue(kind)
     config = configured(packing, seq_len=64, effective_batch_size=12, attention=attention)
 
-    batches = trial_batches(Texts(directory, eval_fraction=0.05, seed=0), config)
+    batches = trial_batches(TokenizedDataset(directory, eval_fraction=0.05, seed=0), config)
 
     # Two steps of three micro-batches hold four strata; of packed rows one step may be enough.
     assert len(batches.round) in ((3, 6) if packing == "packed" else (6,))
@@ -71,7 +71,9 @@ def test_a_round_is_what_the_epoch_says_of_it(
 
 
 def test_what_is_held_out_is_in_no_micro_batch(texts: Path) -> None:
-    rows = trial_batches(Texts(texts, eval_fraction=0.5, seed=7), configured()).epoch.rows
+    rows = trial_batches(
+        TokenizedDataset(texts, eval_fraction=0.5, seed=7), configured()
+    ).epoch.rows
     assert len(rows) == 1250
 
 
@@ -137,7 +139,7 @@ def study_epochs(directory: Path) -> StudyEpochs:
         lengths=lambda: np.load(directory / "lengths.npy"),
         loss_lengths=lambda: np.load(directory / "loss_lengths.npy"),
     )
-    return StudyEpochs.of(known, TextsChoice(texts="chats", eval_fraction=0.0), seed=0)
+    return StudyEpochs.of(known, DatasetChoice(texts="chats", eval_fraction=0.0), seed=0)
 
 
 def test_of_a_chat_with_several_answers_a_cut_is_counted_to_the_token(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from qlora_sweep.search_spaces.texts import CUT_MAX
+from qlora_sweep.search_spaces.dataset_choice import CUT_MAX
 from qlora_sweep.sweep.data.collation import Truncation, split
 from qlora_sweep.sweep.data.lengths import (
     candidate_lengths,

@@ -14,27 +14,27 @@ import numpy as np
 import pytest
 
 from qlora_sweep.search_spaces.config import TrialConfig
+from qlora_sweep.search_spaces.dataset_choice import DatasetChoice, DatasetSummary
 from qlora_sweep.search_spaces.errors import InputError
 from qlora_sweep.search_spaces.models import load_model_spec
-from qlora_sweep.search_spaces.texts import TextsChoice, TextsSummary
-from qlora_sweep.sweep.data import texts as module
+from qlora_sweep.sweep.data import prepared_dataset as module
 from qlora_sweep.sweep.data.choice import refuse_other_kind
 from qlora_sweep.sweep.data.kinds import Asked
-from qlora_sweep.sweep.data.study_epochs import StudyEpochs
-from qlora_sweep.sweep.data.texts import (
+from qlora_sweep.sweep.data.prepared_dataset import (
     BROKEN,
     BROKEN_KEPT,
     LENGTHS,
     LOSS_LENGTHS,
     SUMMARY,
-    PreparedTexts,
+    PreparedDataset,
     Question,
     open_prepared,
 )
+from qlora_sweep.sweep.data.study_epochs import StudyEpochs
 from qlora_sweep.sweep.data.tokenizers import find_tokenizer
 
 TURNS = [{"role": "user", "content": "Where?"}, {"role": "assistant", "content": "In the hall."}]
-Prepare = Callable[..., PreparedTexts]
+Prepare = Callable[..., PreparedDataset]
 
 
 @pytest.fixture
@@ -44,7 +44,7 @@ def prepared(tmp_path: Path) -> Prepare:
 
     files = find_tokenizer(None, load_model_spec("demo"))
 
-    def made(rows: list[Any] | str, **options: Any) -> PreparedTexts:
+    def made(rows: list[Any] | str, **options: Any) -> PreparedDataset:
         path = tmp_path / "mine.jsonl"
         text = rows if isinstance(rows, str) else "".join(f"{json.dumps(row)}\n" for row in rows)
         path.write_text(text, encoding="utf-8")
@@ -83,7 +83,7 @@ def test_tokens_lengths_and_summary_are_of_the_same_rows(prepared: Prepare) -> N
     assert summary.fingerprint == texts.directory.name
     assert summary.marked_template is None, "the tokenizer's own marks the assistant's turns"
     later = summary.model_dump() | {"something": "of a later version"}
-    assert TextsSummary.model_validate(later) == summary
+    assert DatasetSummary.model_validate(later) == summary
 
 
 def test_a_template_that_nobody_marks_is_kept_with_marks(prepared: Prepare, tmp_path: Path) -> None:
@@ -141,7 +141,7 @@ def test_pairs_are_two_rows_each_that_are_cut_and_counted_together(prepared: Pre
     assert (summary.kind, summary.rows, summary.broken) == ("preference", 4, 1)
     assert summary.completions_only
     assert len(texts.lengths()) == len(texts.loss_lengths()) == 8
-    choice = TextsChoice(texts=summary.source, eval_fraction=0.25)
+    choice = DatasetChoice(texts=summary.source, eval_fraction=0.25)
     epochs = StudyEpochs.of(texts, choice, seed=0)
     config = TrialConfig(method="dpo", micro_batch_size=1, seq_len=1024)
     whole = epochs.epoch(config)

@@ -11,16 +11,16 @@ from typing import Any
 import numpy as np
 import pytest
 
+from qlora_sweep.search_spaces.dataset_choice import DatasetChoice
 from qlora_sweep.search_spaces.errors import EnvironmentFault, InputError
 from qlora_sweep.search_spaces.models import ModelSpec, load_model_spec
-from qlora_sweep.search_spaces.texts import TextsChoice
-from qlora_sweep.sweep.data import texts as module
+from qlora_sweep.sweep.data import prepared_dataset as module
 from qlora_sweep.sweep.data.batches import open_tokens
-from qlora_sweep.sweep.data.texts import (
-    PreparedTexts,
-    TextsRequest,
+from qlora_sweep.sweep.data.prepared_dataset import (
+    DatasetRequest,
+    PreparedDataset,
     open_prepared,
-    prepare_texts,
+    prepare_dataset,
     require_vocabulary,
 )
 from qlora_sweep.sweep.data.tokenizers import TokenizerFiles, find_tokenizer
@@ -41,18 +41,18 @@ def _at_home(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="module")
-def example(home: Path) -> PreparedTexts:
+def example(home: Path) -> PreparedDataset:
     """The example's chats with loss on the assistant's turns alone, prepared by a child."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SWEEP_HOME", str(home))
-        return prepare_texts(TextsRequest(str(EXAMPLE), DEMO, completions_only=True))
+        return prepare_dataset(DatasetRequest(str(EXAMPLE), DEMO, completions_only=True))
 
 
 def with_sizes(**sizes: int) -> ModelSpec:
     return ModelSpec("small", "shipped", DEMO.config | sizes)
 
 
-def test_texts_are_prepared_under_their_fingerprint(example: PreparedTexts, home: Path) -> None:
+def test_texts_are_prepared_under_their_fingerprint(example: PreparedDataset, home: Path) -> None:
     summary = example.summary
     assert example.directory == home / "runs" / ".texts" / summary.fingerprint
     assert (summary.rows, summary.kind, summary.broken) == (200, "messages", 0)
@@ -66,21 +66,21 @@ def test_texts_are_prepared_under_their_fingerprint(example: PreparedTexts, home
 
 
 def test_texts_are_found_again_without_a_child(
-    example: PreparedTexts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    example: PreparedDataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "_COMMAND", ("/nonexistent",))
     copy = tmp_path / "copy.jsonl"
     copy.write_bytes(EXAMPLE.read_bytes())
-    again = prepare_texts(TextsRequest(str(copy), DEMO, completions_only=True))
+    again = prepare_dataset(DatasetRequest(str(copy), DEMO, completions_only=True))
     assert again.directory == example.directory
     assert again.summary.source == str(copy)
     named = DEMO.tokenizer_path
-    again = prepare_texts(
-        TextsRequest(str(EXAMPLE), None, completions_only=True, tokenizer=str(named))
+    again = prepare_dataset(
+        DatasetRequest(str(EXAMPLE), None, completions_only=True, tokenizer=str(named))
     )
     assert again.directory == example.directory
-    choice = TextsChoice(texts=str(copy), completions_only=True)
-    assert prepare_texts(TextsRequest.of(choice, DEMO)).directory == example.directory
+    choice = DatasetChoice(texts=str(copy), completions_only=True)
+    assert prepare_dataset(DatasetRequest.of(choice, DEMO)).directory == example.directory
 
 
 @pytest.mark.parametrize(
@@ -92,29 +92,31 @@ def test_texts_are_found_again_without_a_child(
     ],
 )
 def test_other_options_or_content_are_other_texts(
-    example: PreparedTexts, monkeypatch: pytest.MonkeyPatch, changed: dict[str, Any]
+    example: PreparedDataset, monkeypatch: pytest.MonkeyPatch, changed: dict[str, Any]
 ) -> None:
     monkeypatch.setattr(module, "_COMMAND", ("/nonexistent",))
     with pytest.raises(EnvironmentFault, match="the texts' process cannot be started"):
-        prepare_texts(TextsRequest(str(EXAMPLE), DEMO, **({"completions_only": True} | changed)))
+        prepare_dataset(
+            DatasetRequest(str(EXAMPLE), DEMO, **({"completions_only": True} | changed))
+        )
 
 
 def test_broken_rows_are_named_by_the_file_as_it_is_named_now(
-    tmp_path: Path, example: PreparedTexts
+    tmp_path: Path, example: PreparedDataset
 ) -> None:
     (tmp_path / "broken.jsonl").write_text(
         json.dumps({"file": "old/a.jsonl", "line": 3, "reason": "text is empty"}) + "\n"
     )
-    texts = PreparedTexts(tmp_path, example.summary.model_copy(update={"source": "new"}), "old")
+    texts = PreparedDataset(tmp_path, example.summary.model_copy(update={"source": "new"}), "old")
     assert [row.file for row in texts.broken()] == ["new/a.jsonl"]
 
 
-def test_tokens_that_the_model_has_no_embeddings_for_are_refused(example: PreparedTexts) -> None:
+def test_tokens_that_the_model_has_no_embeddings_for_are_refused(example: PreparedDataset) -> None:
     largest = example.summary.largest_token
     require_vocabulary(example.summary, with_sizes(vocab_size=largest + 1))
     with pytest.raises(InputError) as refused:
-        prepare_texts(
-            TextsRequest(
+        prepare_dataset(
+            DatasetRequest(
                 str(EXAMPLE),
                 with_sizes(vocab_size=100),
                 completions_only=True,
@@ -125,7 +127,7 @@ def test_tokens_that_the_model_has_no_embeddings_for_are_refused(example: Prepar
     assert "(512 tokens) occurs, and model 'small' has embeddings for 100" in str(refused.value)
 
 
-def test_what_is_to_be_known_of_texts_is_said_once_each(example: PreparedTexts) -> None:
+def test_what_is_to_be_known_of_texts_is_said_once_each(example: PreparedDataset) -> None:
     assert example.notes(DEMO) == ()
     short = example.notes(with_sizes(max_position_embeddings=400))
     assert len(short) == 1
@@ -133,7 +135,7 @@ def test_what_is_to_be_known_of_texts_is_said_once_each(example: PreparedTexts) 
     longer = int((example.lengths() > 300).sum())
     assert f"{longer} rows are longer" in example.notes(with_sizes(max_position_embeddings=300))[0]
     known = example.summary.model_copy(update={"tokenizer_size": 3000, "notes": ("a split",)})
-    notes = PreparedTexts(example.directory, known, str(EXAMPLE)).notes(DEMO)
+    notes = PreparedDataset(example.directory, known, str(EXAMPLE)).notes(DEMO)
     assert notes[0] == f"{EXAMPLE}: a split"
     assert "knows 3,000 tokens, and model 'demo' has embeddings for 2,048" in notes[1]
 
@@ -144,7 +146,7 @@ def test_a_hub_that_cannot_be_reached_is_the_environments_fault(
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setenv("HF_HOME", str(tmp_path))
     with pytest.raises(EnvironmentFault, match="nobody/texts: neither a file or directory here"):
-        prepare_texts(TextsRequest("nobody/texts", DEMO))
+        prepare_dataset(DatasetRequest("nobody/texts", DEMO))
 
 
 DIES = "import sys; print('first\\nout of luck', file=sys.stderr); sys.exit(3)"
@@ -169,7 +171,7 @@ def test_what_a_child_says_is_said_on_without_secrets(
         script = f"import json, sys; sys.stdin.readline(); {said}"
     monkeypatch.setattr(module, "_COMMAND", (sys.executable, "-c", script))
     with pytest.raises(error, match=words) as raised:
-        prepare_texts(TextsRequest(str(EXAMPLE), DEMO, format="messages"))
+        prepare_dataset(DatasetRequest(str(EXAMPLE), DEMO, format="messages"))
     assert SECRET not in str(raised.value)
 
 
@@ -187,7 +189,9 @@ def test_an_interrupt_ends_the_child(monkeypatch: pytest.MonkeyPatch) -> None:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        prepare_texts(TextsRequest(str(EXAMPLE), DEMO, format="messages"), on_progress=interrupt)
+        prepare_dataset(
+            DatasetRequest(str(EXAMPLE), DEMO, format="messages"), on_progress=interrupt
+        )
     with pytest.raises(ProcessLookupError):
         os.kill(heard[0], 0)
 

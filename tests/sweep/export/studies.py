@@ -10,15 +10,15 @@ from types import ModuleType
 from typing import Any
 
 from qlora_sweep.search_spaces.config import TrialConfig
+from qlora_sweep.search_spaces.dataset_choice import DatasetKind, DatasetSummary
 from qlora_sweep.search_spaces.gpus import GIB
 from qlora_sweep.search_spaces.models import ModelSpec
 from qlora_sweep.search_spaces.space import SearchSpace
-from qlora_sweep.search_spaces.texts import TextsKind, TextsSummary
 from qlora_sweep.storage.definition import StudyDefinition, StudySnapshot, Target
 from qlora_sweep.storage.records import Measured, Measurement
 from qlora_sweep.sweep.export.formats import exported, joined_rows
 from tests.storage import builders
-from tests.sweep.prepared_texts import a_summary
+from tests.sweep.prepared_dataset import a_summary
 
 MODEL = ModelSpec(
     name="mistral-7b-v0.3",
@@ -29,7 +29,7 @@ STARTED_AT = "2026-11-21T10:00:00+00:00"
 HOSTILE = "x'''\"\"\"\\\n__import__('os').abort()\r# {{ 7*7 }} {% raw %}\u2028: - &a !!python\udcff"
 
 
-def some_texts(kind: TextsKind = "messages", **changes: Any) -> TextsSummary:
+def some_dataset(kind: DatasetKind = "messages", **changes: Any) -> DatasetSummary:
     """Return what a study keeps of texts of a kind."""
     values: dict[str, Any] = {"kind": kind, "source": "/texts.jsonl", "tokenizer": "mine"}
     values |= {"fingerprint": "f00d", "rows": 60, "tokens": 6000, "loss_tokens": 5000}
@@ -54,7 +54,7 @@ def a_study(
     name: str = "a10-mistral",
     model: ModelSpec = MODEL,
     emulated_on: str | None = "NVIDIA H200",
-    texts: TextsSummary | None = None,
+    texts: DatasetSummary | None = None,
 ) -> StudySnapshot:
     """Return a study of one trial, which fits, over a space that holds it."""
     tried = config or TrialConfig()

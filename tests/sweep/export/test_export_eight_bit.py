@@ -14,9 +14,9 @@ import pytest
 from qlora_sweep.search_spaces.models import ModelSpec
 from qlora_sweep.storage.definition import StudySnapshot
 from qlora_sweep.sweep.data.kinds import Asked
-from tests.sweep.export.studies import a_study, some_texts
+from tests.sweep.export.studies import a_study, some_dataset
 from tests.sweep.export.test_export_pairs import PAIRS
-from tests.sweep.export.weights import written_texts
+from tests.sweep.export.weights import written_dataset
 from tests.sweep.finetuning.trainings import job, run
 from tests.sweep.training.tiny import UNSUITED, tiny_config
 
@@ -26,8 +26,8 @@ Script = Callable[[StudySnapshot], ModuleType]
 
 def trained_by_sweep(source: Path, kind: Any, config: Any, model: ModelSpec) -> Any:
     """Return what `sweep train` records of 8-bit products on a file's examples."""
+    from qlora_sweep.sweep.data.prepared_dataset import Question
     from qlora_sweep.sweep.data.preparing import prepare
-    from qlora_sweep.sweep.data.texts import Question
 
     place, beside = str(model.path), source.with_name("ours")
     only = kind == "preference"
@@ -48,7 +48,7 @@ def trained_by_sweep(source: Path, kind: Any, config: Any, model: ModelSpec) -> 
 
 
 @pytest.mark.parametrize(
-    ("kind", "knobs"),
+    ("kind", "settings"),
     [
         ("text", {"packing": "packed"}),
         ("prompt-completion", {"checkpoint_fraction": 0.5}),
@@ -57,7 +57,7 @@ def trained_by_sweep(source: Path, kind: Any, config: Any, model: ModelSpec) -> 
 )
 def test_a_script_keeps_the_layers_in_16_bits_that_sweep_train_keeps(
     kind: Any,
-    knobs: dict[str, Any],
+    settings: dict[str, Any],
     outliers: ModelSpec,
     script_of: Script,
     tmp_path: Path,
@@ -73,12 +73,12 @@ def test_a_script_keeps_the_layers_in_16_bits_that_sweep_train_keeps(
         said |= {"columns": ("prompt", "chosen", "rejected"), "completions_only": True}
         source.write_text("".join(f"{json.dumps(row)}\n" for row in PAIRS), encoding="utf-8")
     else:
-        written_texts(source, kind)
-    config = tiny_config(**INT8, seq_len=64, lora_dropout=0.1, **knobs)
+        written_dataset(source, kind)
+    config = tiny_config(**INT8, seq_len=64, lora_dropout=0.1, **settings)
     ours = trained_by_sweep(source, kind, config, outliers)
     assert ours.kept_in_16_bits == (UNSUITED,)
 
-    study = a_study(config, model=outliers, texts=some_texts(kind, **said))
+    study = a_study(config, model=outliers, texts=some_dataset(kind, **said))
     typed = ["--output", str(tmp_path / "adapter"), "--max-steps", "2"]
     monkeypatch.setattr("sys.argv", ["train.py", *typed])
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
@@ -94,7 +94,7 @@ def test_a_script_refuses_weights_that_8_bits_do_not_suit(
     outliers: ModelSpec, script_of: Script, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("qlora_sweep.sweep.training.fitting.MOST_SHARE", 0.05)
-    written_texts(tmp_path / "data.jsonl", "text")
+    written_dataset(tmp_path / "data.jsonl", "text")
     typed = ["--data", str(tmp_path / "data.jsonl"), "--output", str(tmp_path / "adapter")]
     monkeypatch.setattr("sys.argv", ["train.py", *typed])
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")

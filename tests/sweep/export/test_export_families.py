@@ -42,12 +42,12 @@ def test_the_script_builds_what_was_measured(
         AutoConfig.for_model(**spec_of(family).config)
     ).save_pretrained(tmp_path)
     spec = dataclasses.replace(spec_of(family), source="directory", path=tmp_path)
-    for knobs in (
+    for settings in (
         {"checkpoint_fraction": 0.5, "target_modules": "all-linear"},
         # Experts are matrices too where part of the base is in 16 bits.
         {"quantized_fraction": 0.5, "lora_dropout": 0.1, "adapter_dtype": "bf16"},
     ):
-        config = config_of(family, "attention").model_copy(update=knobs)
+        config = config_of(family, "attention").model_copy(update=settings)
         built = script_of(a_study(config, model=spec)).load_model(str(tmp_path))
         device = torch.device("cpu")
         base = build_base(config, spec=spec, weights="pretrained", device=device, seed=0)

@@ -24,7 +24,7 @@ from qlora_sweep.sweep.export.record import record_of
 from qlora_sweep.sweep.export.trainers import cases_of, trainers, unsupported
 from tests.settings import BOOLEANS
 from tests.storage.builders import confirmed
-from tests.sweep.export.studies import HOSTILE, MODEL, a_measurement, a_study, export, some_texts
+from tests.sweep.export.studies import HOSTILE, MODEL, a_measurement, a_study, export, some_dataset
 
 FILES = ("axolotl", "llama-factory", "trl")
 KINDS: tuple[Any, ...] = ("text", "instruction", "prompt-completion", "messages", "conversations")
@@ -154,13 +154,13 @@ def studies() -> Iterator[Any]:
     yield from (a_study(config) for config in CONFIGS)
     for kind in KINDS:
         for packing in ("none", "packed", "grouped"):
-            texts = some_texts(kind, completions_only=True)
+            texts = some_dataset(kind, completions_only=True)
             yield a_study(TrialConfig(packing=packing), texts=texts)  # type: ignore[arg-type]
 
 
 def studies_on_pairs() -> Iterator[Any]:
     """Yield a study of each kind of what trains on pairs, on a dataset and on random ones."""
-    texts = some_texts("preference", completions_only=True)
+    texts = some_dataset("preference", completions_only=True)
     plain = BASE.model_copy(update={"method": "dpo"})
     yield a_study(plain)
     for changes in ({"packing": "grouped"}, {"kernels": "liger"}, {"lora_dropout": 0.1}):
@@ -185,7 +185,7 @@ def test_every_key_is_one_that_the_trainer_knows(format: Any) -> None:
 @pytest.mark.parametrize("format", format_names())
 def test_no_setting_is_dropped_without_a_word(format: str) -> None:
     for key in OTHER:
-        texts = some_texts() if key == "packing" else None
+        texts = some_dataset() if key == "packing" else None
         changed = BASE.model_copy(update={key: OTHER[key]})
         written = export(a_study(changed, texts=texts), format=format)
         assert read(written, format=format)
@@ -254,7 +254,7 @@ def test_a_setting_is_what_was_measured_or_the_nearest_that_a_trainer_has(
     assert format not in FILES or values["accelerator_config"] == {"non_blocking": True}
 
 
-@pytest.mark.parametrize("texts", [None, some_texts("instruction", source="data.csv")], ids=str)
+@pytest.mark.parametrize("texts", [None, some_dataset("instruction", source="data.csv")], ids=str)
 @pytest.mark.parametrize("change", [{}, EIGHT_BITS | {"compile": True, "packing": "packed"}])
 @pytest.mark.parametrize("format", format_names())
 def test_what_is_predicted_is_nowhere_said_to_be_measured(
@@ -330,7 +330,7 @@ def test_every_limit_of_a_trainer_is_one_of_some_configuration() -> None:
     more += [{"checkpoint_fraction": 0.5}, {"packing": "packed", "micro_batch_size": 1}]
     found = [BASE.model_copy(update=each) for each in more]
     records = [record_of(study) for study in studies()]
-    records += [record_of(a_study(config, texts=some_texts())) for config in found]
+    records += [record_of(a_study(config, texts=some_dataset())) for config in found]
     records += [record_of(study) for study in studies_on_pairs()]
     records.append(record_of(a_study(model=STORED)))
     met = {pair for record in records for pair in cases_of(record).items()}

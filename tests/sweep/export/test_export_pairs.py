@@ -16,7 +16,7 @@ from qlora_sweep.search_spaces.models import ModelSpec
 from qlora_sweep.storage.definition import StudySnapshot
 from qlora_sweep.sweep.data.kinds import Asked
 from qlora_sweep.sweep.training import preference
-from tests.sweep.export.studies import a_study, some_texts
+from tests.sweep.export.studies import a_study, some_dataset
 from tests.sweep.training.tiny import tiny_config
 
 Script = Callable[[StudySnapshot], ModuleType]
@@ -27,12 +27,12 @@ PAIRS = [
 ]
 
 
-def on_pairs(model: ModelSpec, source: Path | None = None, **knobs: Any) -> StudySnapshot:
+def on_pairs(model: ModelSpec, source: Path | None = None, **settings: Any) -> StudySnapshot:
     """Return a study of one configuration on pairs: of a file, or random ones."""
     columns = ("prompt", "chosen", "rejected")
     said: dict[str, Any] = {"source": str(source), "columns": columns, "completions_only": True}
-    texts = None if source is None else some_texts("preference", **said)
-    return a_study(tiny_config(method="dpo", seq_len=64, **knobs), model=model, texts=texts)
+    texts = None if source is None else some_dataset("preference", **said)
+    return a_study(tiny_config(method="dpo", seq_len=64, **settings), model=model, texts=texts)
 
 
 def written_pairs(path: Path) -> Path:
@@ -60,7 +60,7 @@ def run(
 
 
 @pytest.mark.parametrize(
-    "knobs",
+    "settings",
     [
         {},
         {"reference": "precomputed", "effective_batch_size": 4, "lora_dropout": 0.1},
@@ -69,16 +69,16 @@ def run(
     ids=str,
 )
 def test_a_script_trains_on_pairs_and_says_what_it_reached(
-    knobs: dict[str, Any],
+    settings: dict[str, Any],
     run: Callable[..., Any],
     model: ModelSpec,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    study = on_pairs(model, written_pairs(tmp_path / "data.jsonl"), **knobs)
+    study = on_pairs(model, written_pairs(tmp_path / "data.jsonl"), **settings)
     reached = run(study, "--max-steps", "2", "--learning-rate", "1e-3")
     assert reached["steps"] == 2
-    first = 1.0 if knobs.get("loss_type") == "ipo" else math.log(2)
+    first = 1.0 if settings.get("loss_type") == "ipo" else math.log(2)
     assert reached["train_loss"] == pytest.approx(first, rel=0.2), "the policy is the reference"
     assert (reached["eval_pairs"], reached["eval_wins"] in (0, 1, 2)) == (2, True)
     said = capsys.readouterr().out
@@ -94,8 +94,8 @@ def test_a_script_trains_on_the_pairs_of_our_own_training(
     from transformers import AutoTokenizer
 
     from qlora_sweep.sweep.data.batches import training_rows
+    from qlora_sweep.sweep.data.prepared_dataset import Question
     from qlora_sweep.sweep.data.preparing import prepare
-    from qlora_sweep.sweep.data.texts import Question
 
     monkeypatch.setitem(sys.modules, "preference", preference)
     source, place = tmp_path / "data.jsonl", str(model.path)

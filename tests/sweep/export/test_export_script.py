@@ -20,8 +20,8 @@ from qlora_sweep.search_spaces.models import ModelSpec, load_model_spec
 from qlora_sweep.storage.definition import StudySnapshot
 from qlora_sweep.storage.records import Measured
 from qlora_sweep.sweep.export.formats import exported
-from tests.sweep.export.studies import a_study, some_texts
-from tests.sweep.export.weights import written_texts
+from tests.sweep.export.studies import a_study, some_dataset
+from tests.sweep.export.weights import written_dataset
 from tests.sweep.training.tiny import TINY, UNSUITED, tiny_base, tiny_config, trial_on
 
 Script = Callable[[StudySnapshot], ModuleType]
@@ -49,7 +49,7 @@ def described(model: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    "knobs",
+    "settings",
     [
         {},
         {"upcast_fp32": False, "checkpoint_fraction": 0.0, "target_modules": "all-linear"},
@@ -64,11 +64,11 @@ def described(model: Any) -> dict[str, Any]:
     ids=str,
 )
 def test_the_script_builds_what_was_measured(
-    knobs: dict[str, Any], model: ModelSpec, script_of: Script
+    settings: dict[str, Any], model: ModelSpec, script_of: Script
 ) -> None:
     from qlora_sweep.sweep.training.adapters import attached
 
-    config = tiny_config(**knobs)
+    config = tiny_config(**settings)
     built = script_of(a_study(config, model=TINY)).load_model(str(model.path)).get_base_model()
     with tiny_base(config) as base, attached(base, config):
         assert described(built) == described(base.model)
@@ -142,10 +142,10 @@ def test_an_epoch_trains_on_every_example_up_to_the_last(
     kind: Any, script_of: Script, run: Callable[..., Any], tmp_path: Path
 ) -> None:
     # Seven full rows, or seven examples beside one that is held out: micro-batches of 2 leave one.
-    written_texts(tmp_path / "data.jsonl", kind or "text", rows=8)
+    written_dataset(tmp_path / "data.jsonl", kind or "text", rows=8)
     if kind is None:
         (tmp_path / "data.jsonl").write_text(json.dumps({"text": "a" * (7 * 32 - 2)}))
-    texts = None if kind is None else some_texts(kind)
+    texts = None if kind is None else some_dataset(kind)
     config = tiny_config(effective_batch_size=4)
     script = script_of(a_study(config, model=TINY, texts=texts))
     trained: list[int] = []
@@ -167,7 +167,7 @@ def test_an_epoch_trains_on_every_example_up_to_the_last(
 def test_what_is_typed_wins_over_what_was_measured(
     script_of: Script, run: Callable[..., Any], tmp_path: Path
 ) -> None:
-    written_texts(tmp_path / "data.jsonl", "text")
+    written_dataset(tmp_path / "data.jsonl", "text")
     script = script_of(a_study(tiny_config(), model=TINY))
     assert run(script, "--learning-rate", "0", "--max-steps", "2")["steps"] == 2
     assert all(not t.any() for name, t in adapter(tmp_path / "out").items() if "lora_B" in name)
@@ -190,7 +190,7 @@ def test_a_finished_adapter_is_not_trained_over_and_what_cannot_be_is_refused(
 def test_a_resumed_training_ends_as_one_that_was_not_interrupted(
     script_of: Script, run: Callable[..., Any], tmp_path: Path
 ) -> None:
-    written_texts(tmp_path / "data.jsonl", "text")
+    written_dataset(tmp_path / "data.jsonl", "text")
     script, output = script_of(a_study(tiny_config(lora_dropout=0.1), model=TINY)), tmp_path / "out"
     script.SAVE_STEPS = 2  # type: ignore[attr-defined]
     reached = run(script, "--max-steps", "4", "--resume")
@@ -209,7 +209,7 @@ def test_a_resumed_training_ends_as_one_that_was_not_interrupted(
 def test_what_is_resumed_at_its_end_keeps_its_adapter(
     options: tuple[str, ...], script_of: Script, run: Callable[..., Any], tmp_path: Path
 ) -> None:
-    written_texts(tmp_path / "data.jsonl", "text")
+    written_dataset(tmp_path / "data.jsonl", "text")
     script = script_of(a_study(tiny_config(), model=TINY))
     run(script, *options)
     trained = adapter(tmp_path / "out")
@@ -255,7 +255,7 @@ def test_the_script_runs_as_it_is_written_and_its_numbers_are_the_measured_ones(
     study = a_study(config, measurement=outcome.measurement, model=outliers)
     for path, text in exported(study, format="script").files(tmp_path / "train.py").items():
         path.write_text(text, encoding="utf-8")
-    written_texts(tmp_path / "texts.jsonl", "text")
+    written_dataset(tmp_path / "texts.jsonl", "text")
     command = [sys.executable, "train.py", "--data", "texts.jsonl", "--output", "adapter"]
     done = subprocess.run(
         [*command, "--max-steps", "5", "--metrics", "metrics.json"],

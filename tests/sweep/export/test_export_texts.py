@@ -21,9 +21,9 @@ from qlora_sweep.storage.definition import StudySnapshot
 from qlora_sweep.sweep.data import collation
 from qlora_sweep.sweep.data.kinds import Asked
 from qlora_sweep.sweep.export.formats import exported, format_names
-from tests.sweep.export.studies import HOSTILE, a_study, export, imported, some_texts
+from tests.sweep.export.studies import HOSTILE, a_study, export, imported, some_dataset
 from tests.sweep.export.test_export_formats import dataset_info
-from tests.sweep.export.weights import a_row, saved_model, written_texts
+from tests.sweep.export.weights import a_row, saved_model, written_dataset
 from tests.sweep.training.tiny import tiny_config
 
 
@@ -36,13 +36,13 @@ def script_of(
     directory: Path, kind: Any, config: TrialConfig, model: ModelSpec, *, only: bool = False
 ) -> ModuleType:
     """Return the script of a study on texts of a kind, as a module."""
-    source = written_texts(directory / "texts.jsonl", kind)
-    texts = some_texts(kind, completions_only=only, source=str(source))
+    source = written_dataset(directory / "texts.jsonl", kind)
+    texts = some_dataset(kind, completions_only=only, source=str(source))
     script = export(a_study(config, model=model, texts=texts), format="script")
     return imported(script, directory / "exported_texts.py")
 
 
-@pytest.mark.parametrize("texts", [None, some_texts("text")])
+@pytest.mark.parametrize("texts", [None, some_dataset("text")])
 def test_what_makes_rows_of_a_dataset_is_beside_the_script(texts: Any) -> None:
     found = exported(a_study(texts=texts), format="script")
     module = ast.parse(found.beside["rows.py"])
@@ -65,8 +65,8 @@ def test_the_script_trains_on_the_micro_batches_of_our_own_training(
     from transformers import AutoTokenizer
 
     from qlora_sweep.sweep.data.batches import epoch_of, training_rows
+    from qlora_sweep.sweep.data.prepared_dataset import Question, open_prepared
     from qlora_sweep.sweep.data.preparing import prepare
-    from qlora_sweep.sweep.data.texts import Question, open_prepared
 
     config = tiny_config(packing=packing, compile=compiled, seq_len=128, micro_batch_size=4)
     only, place = kind != "text", str(model.path)
@@ -118,7 +118,7 @@ def test_the_script_says_what_it_cannot_read(
     ],
 )
 def test_a_path_of_any_letters_is_the_same_path_in_every_format(path: str) -> None:
-    summary = some_texts("text", source=path).model_copy(update={"text_column": path})
+    summary = some_dataset("text", source=path).model_copy(update={"text_column": path})
     study = a_study(texts=summary)
     data = {"texts": path, "text_column": path, "tokenizer": path}
     space = SearchSpace.model_validate(study.definition.space.model_dump() | {"data": data})
@@ -143,9 +143,9 @@ def test_a_path_of_any_letters_is_the_same_path_in_every_format(path: str) -> No
     assert (known["source"], known["summary"]["text_column"]) == (path, path)
 
 
-def on_texts(tokenizer: str | None = None, broken: int = 0) -> StudySnapshot:
+def on_dataset(tokenizer: str | None = None, broken: int = 0) -> StudySnapshot:
     """Return a study whose texts had a tokenizer of their own, or broken rows."""
-    texts = some_texts("text").model_copy(update={"broken": broken})
+    texts = some_dataset("text").model_copy(update={"broken": broken})
     study = a_study(texts=texts)
     data = {"texts": texts.source, "tokenizer": tokenizer}
     space = SearchSpace.model_validate(study.definition.space.model_dump() | {"data": data})
@@ -158,20 +158,20 @@ def test_a_tokenizer_that_was_named_is_that_of_every_export(
     monkeypatch.chdir(tmp_path)
     shipped = str(load_model_spec("demo").tokenizer_path)
     for named, place in (("/my/tokenizer", "/my/tokenizer"), ("demo", shipped)):
-        study = on_texts(tokenizer=named)
+        study = on_dataset(tokenizer=named)
         assert f'default="{place}"' in export(study, format="script")
         assert yaml.safe_load(export(study, format="axolotl"))["tokenizer_config"] == place
         for format in ("trl", "llama-factory"):
             assert any(place in lost for lost in exported(study, format=format).lost)
     # A directory comes before what is shipped under its name, as where texts are tokenized.
     (tmp_path / "demo").mkdir()
-    assert 'default="demo"' in export(on_texts(tokenizer="demo"), format="script")
+    assert 'default="demo"' in export(on_dataset(tokenizer="demo"), format="script")
 
 
 @pytest.mark.parametrize("format", ["axolotl", "trl", "llama-factory"])
 def test_rows_that_the_study_left_out_are_said(format: str) -> None:
-    assert any("left 3 out" in lost for lost in exported(on_texts(broken=3), format=format).lost)
-    assert not any("Broken rows" in lost for lost in exported(on_texts(), format=format).lost)
+    assert any("left 3 out" in lost for lost in exported(on_dataset(broken=3), format=format).lost)
+    assert not any("Broken rows" in lost for lost in exported(on_dataset(), format=format).lost)
 
 
 @pytest.mark.parametrize(
@@ -197,7 +197,7 @@ def test_what_a_trainer_does_not_read_is_said(
     (tmp_path / "saved").mkdir()
     (tmp_path / "saved" / "dataset_dict.json").touch()
     source = name if "/" in name else str(tmp_path / name)
-    lost = exported(a_study(texts=some_texts(kind, source=source)), format=format).lost
+    lost = exported(a_study(texts=some_dataset(kind, source=source)), format=format).lost
     of_files = [each for each in lost if "`datasets`" in each or "Write the" in each]
     assert any(told in each for each in of_files) if told else of_files == []
 
@@ -206,7 +206,7 @@ def test_what_a_trainer_does_not_read_is_said(
     "columns", [("instruction", "input", "output"), ("instruction", "output", "system", "history")]
 )
 def test_llama_factory_is_told_of_alpacas_further_columns(columns: tuple[str, ...]) -> None:
-    texts = some_texts("instruction").model_copy(update={"columns": columns})
+    texts = some_dataset("instruction").model_copy(update={"columns": columns})
     found = dataset_info(export(a_study(texts=texts), format="llama-factory"))["texts"]["columns"]
     assert found.get("system") == ("system" if "system" in columns else None)
     assert ("query" in found) == ("input" in columns)
@@ -224,7 +224,7 @@ READ = {
 def test_a_trainer_is_told_of_columns_or_how_to_rename_them(kind: Any) -> None:
     read = READ[kind]
     changes = {"columns": tuple(read.values()), "columns_read": read}
-    study = a_study(texts=some_texts(kind).model_copy(update=changes))
+    study = a_study(texts=some_dataset(kind).model_copy(update=changes))
     info = dataset_info(export(study, format="llama-factory"))["texts"]["columns"]
     assert set(info.values()) == set(read.values())
     assert not any("Rename" in lost for lost in exported(study, format="llama-factory").lost)
@@ -244,7 +244,7 @@ def test_a_trainer_is_told_of_columns_or_how_to_rename_them(kind: Any) -> None:
 
 def test_turns_of_inputs_and_outputs_are_told_to_be_ours_alone() -> None:
     changes = {"columns": ("conversation",), "columns_read": {"messages": "conversation"}}
-    study = a_study(texts=some_texts("prompt-completion").model_copy(update=changes))
+    study = a_study(texts=some_dataset("prompt-completion").model_copy(update=changes))
     for format in ("trl", "axolotl", "llama-factory"):
         assert any(
             "Turns of input and output" in lost for lost in exported(study, format=format).lost
@@ -254,7 +254,7 @@ def test_turns_of_inputs_and_outputs_are_told_to_be_ours_alone() -> None:
 @pytest.mark.parametrize("format", ["trl", "axolotl", "llama-factory", "unsloth"])
 def test_turns_that_carry_no_loss_are_told_where_they_are_not_heeded(format: str) -> None:
     for count in (0, 7):
-        texts = some_texts("messages").model_copy(update={"silenced": count})
+        texts = some_dataset("messages").model_copy(update={"silenced": count})
         lost = exported(a_study(texts=texts), format=format).lost
         assert any("7 examples have such turns" in each for each in lost) == bool(count)
 
@@ -263,7 +263,7 @@ def test_a_script_reads_the_columns_that_were_named(model: ModelSpec, tmp_path: 
     from transformers import AutoTokenizer
 
     named = {"prompt_column": "frage", "completion_column": "antwort"}
-    texts = some_texts("prompt-completion", completions_only=True).model_copy(update=named)
+    texts = some_dataset("prompt-completion", completions_only=True).model_copy(update=named)
     script = export(a_study(tiny_config(), model=model, texts=texts), format="script")
     module = imported(script, tmp_path / "exported_named.py")
     rows = [{"frage": "Wo? ", "antwort": "Da.", "text": "x"}] * 3
@@ -289,7 +289,7 @@ def test_trl_reads_files_as_the_study_did(tmp_path: Path) -> None:
     for name, data in files.items():
         source = tmp_path / name
         source.write_bytes(data)
-        texts = some_texts("prompt-completion", source=str(source))
+        texts = some_dataset("prompt-completion", source=str(source))
         options = yaml.safe_load(export(a_study(texts=texts), format="trl"))["datasets"]
         mixture = DatasetMixtureConfig(datasets=[DatasetConfig(**entry) for entry in options])
         assert list(get_dataset(mixture)["train"]) == made

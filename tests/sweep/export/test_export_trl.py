@@ -14,9 +14,9 @@ from qlora_sweep.search_spaces.errors import InputError
 from qlora_sweep.search_spaces.models import ModelSpec
 from qlora_sweep.sweep.data.marking import marked
 from qlora_sweep.sweep.export.formats import exported
-from tests.sweep.export.studies import a_study, export, some_texts
+from tests.sweep.export.studies import a_study, export, some_dataset
 from tests.sweep.export.test_export_formats import studies
-from tests.sweep.export.weights import written_texts
+from tests.sweep.export.weights import written_dataset
 from tests.sweep.training.tiny import tiny_config
 
 pytestmark = [
@@ -56,7 +56,7 @@ PAIRS = [
 
 
 @pytest.mark.parametrize(
-    ("knobs", "has_texts"),
+    ("settings", "has_texts"),
     [
         ({"loss_type": "ipo", "dpo_beta": 0.3, "lora_dropout": 0.1}, True),
         ({"reference": "precomputed", "packing": "grouped"}, True),
@@ -65,8 +65,8 @@ PAIRS = [
     ids=str,
 )
 def test_trl_trains_on_pairs_by_a_file(
-    knobs: dict[str, Any],
-    has_texts: bool,
+    settings: dict[str, Any],
+    has_dataset: bool,
     model: ModelSpec,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -77,8 +77,8 @@ def test_trl_trains_on_pairs_by_a_file(
     source = tmp_path / "data.jsonl"
     source.write_text("".join(f"{json.dumps(row)}\n" for row in PAIRS), encoding="utf-8")
     columns = ("prompt", "chosen", "rejected")
-    texts = some_texts("preference", source=str(source), columns=columns) if has_texts else None
-    config = tiny_config(method="dpo", seq_len=64, **knobs)
+    texts = some_dataset("preference", source=str(source), columns=columns) if has_dataset else None
+    config = tiny_config(method="dpo", seq_len=64, **settings)
     study = a_study(config, model=model, texts=texts)
     exported = export(study, format="trl")
     assert "trl dpo --config" in exported
@@ -88,7 +88,7 @@ def test_trl_trains_on_pairs_by_a_file(
     told = dpo.make_parser().parse_args_and_config(
         ["--config", str(tmp_path / "trl.yaml")], fail_with_unknown_args=True
     )
-    if not has_texts:
+    if not has_dataset:
         return
     built: list[Any] = []
     with monkeypatch.context() as patch:
@@ -122,12 +122,12 @@ def test_trl_learns_the_assistants_turns_of_a_model_whose_template_marks_none(
     from trl import SFTTrainer
     from trl.scripts import sft
 
-    source = written_texts(tmp_path / "data.jsonl", "messages")
+    source = written_dataset(tmp_path / "data.jsonl", "messages")
     template = marked(
         "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}\n{% endfor %}"
         "{% if add_generation_prompt %}<|assistant|>{% endif %}"
     )
-    texts = some_texts(
+    texts = some_dataset(
         "messages", completions_only=True, source=str(source), marked_template=template
     )
     study = a_study(tiny_config(seq_len=128), model=model, texts=texts)
@@ -146,7 +146,9 @@ def test_trl_learns_the_assistants_turns_of_a_model_whose_template_marks_none(
         said = trainer.processing_class.decode(row["input_ids"]).partition("<|assistant|>")[2]
         assert trainer.processing_class.decode(learned) == said
     # A study of an older version does not know the template: its file is as it was.
-    known = export(a_study(tiny_config(), model=model, texts=some_texts("messages")), format="trl")
+    known = export(
+        a_study(tiny_config(), model=model, texts=some_dataset("messages")), format="trl"
+    )
     assert "chat_template_path" not in yaml.safe_load(known)
 
 
@@ -190,9 +192,9 @@ def test_trl_trains_two_steps_of_a_file(
     from trl import SFTTrainer
     from trl.scripts import sft
 
-    source = written_texts(tmp_path / "data.jsonl", kind or "text")
+    source = written_dataset(tmp_path / "data.jsonl", kind or "text")
     texts = (
-        some_texts(kind, completions_only=completions_only, source=str(source)) if kind else None
+        some_dataset(kind, completions_only=completions_only, source=str(source)) if kind else None
     )
     config = tiny_config(seq_len=128, **settings)
     options = yaml.safe_load(export(a_study(config, model=model, texts=texts), format="trl"))

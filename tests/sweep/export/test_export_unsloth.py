@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from qlora_sweep.search_spaces.models import ModelSpec
-from tests.sweep.export.studies import a_study, export, imported, some_texts
-from tests.sweep.export.weights import written_texts
+from tests.sweep.export.studies import a_study, export, imported, some_dataset
+from tests.sweep.export.weights import written_dataset
 from tests.sweep.training.tiny import tiny_config
 
 
@@ -45,8 +45,8 @@ def test_the_script_trains(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    source = written_texts(tmp_path / "texts.jsonl", kind or "text")
-    texts = None if kind is None else some_texts(kind, source=str(source))
+    source = written_dataset(tmp_path / "texts.jsonl", kind or "text")
+    texts = None if kind is None else some_dataset(kind, source=str(source))
     config = tiny_config(optimizer="adamw_torch_fused", **settings)
     text = export(a_study(config, model=model, texts=texts), format="unsloth")
     unsloth = SimpleNamespace(FastLanguageModel=FastLanguageModel)
@@ -62,5 +62,5 @@ def test_the_script_trains(
 
 @pytest.mark.parametrize("source", ["org/texts", "/a/directory"])
 def test_a_dataset_that_is_no_file_is_the_default_too(source: str) -> None:
-    text = export(a_study(texts=some_texts("text", source=source)), format="unsloth")
+    text = export(a_study(texts=some_dataset("text", source=source)), format="unsloth")
     assert source in [n.value for n in ast.walk(ast.parse(text)) if isinstance(n, ast.Constant)]

@@ -51,7 +51,7 @@ def a_row(kind: str, index: int) -> dict[str, Any]:
             return {kind: [{"from": role, "value": value} for role, value in turns]}
 
 
-def written_texts(path: Path, kind: str, *, rows: int = 60) -> Path:
+def written_dataset(path: Path, kind: str, *, rows: int = 60) -> Path:
     """Write rows of a kind as JSON lines."""
     lines = (json.dumps(a_row(kind, index)) for index in range(rows))
     path.write_text("\n".join(lines), encoding="utf-8")

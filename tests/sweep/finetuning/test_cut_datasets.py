@@ -16,12 +16,12 @@ import numpy as np
 import pytest
 
 from qlora_sweep.search_spaces.config import TrialConfig
+from qlora_sweep.search_spaces.dataset_choice import CUT_MAX, DatasetChoice
 from qlora_sweep.search_spaces.errors import InputError, NothingFits
 from qlora_sweep.search_spaces.models import load_model_spec
-from qlora_sweep.search_spaces.texts import CUT_MAX, TextsChoice
 from qlora_sweep.sweep.data.collation import split
+from qlora_sweep.sweep.data.prepared_dataset import prepare_dataset
 from qlora_sweep.sweep.data.study_epochs import StudyEpochs, TruncatedDataset
-from qlora_sweep.sweep.data.texts import prepare_texts
 from qlora_sweep.sweep.export.record import record_of
 from qlora_sweep.sweep.finetuning.planned import longer
 from qlora_sweep.sweep.finetuning.training import (
@@ -30,11 +30,11 @@ from qlora_sweep.sweep.finetuning.training import (
     prepare_training,
 )
 from qlora_sweep.sweep.predict.memory.prediction import Fit
-from qlora_sweep.sweep.running.device_info import Card
+from qlora_sweep.sweep.running.device_info import GpuInfo
 from tests.sweep.export.studies import a_measurement, a_study
 from tests.sweep.typed import Sweep
 
-A10 = Card("NVIDIA A10", 24 * 2**30, 23 * 2**30, (8, 6), None, None)
+A10 = GpuInfo("NVIDIA A10", 24 * 2**30, 23 * 2**30, (8, 6), None, None)
 DEMO = load_model_spec("demo")
 SHORT = {"micro_batch_size": 2, "seq_len": 24, "optimizer": "adamw_torch_fused"}
 SO = "so it goes "
@@ -92,7 +92,7 @@ def prepared(home: Path, *, cards: Any = (), **asked: Any) -> PreparedTraining:
     return prepare_training(
         request,
         read_study=nothing_is_read,
-        read_texts=prepare_texts,
+        read_dataset=prepare_dataset,
         cards=lambda: cards,
         warn=warned,
     )
@@ -154,11 +154,11 @@ def test_what_is_cut_is_counted_in_the_examples_of_every_kind(
 
 
 def of_lengths(texts: Path, *, seq_len: int) -> TruncatedDataset:
-    from qlora_sweep.sweep.data.texts import PreparedTexts
-    from tests.sweep.prepared_texts import a_summary
+    from qlora_sweep.sweep.data.prepared_dataset import PreparedDataset
+    from tests.sweep.prepared_dataset import a_summary
 
-    known = PreparedTexts(texts, a_summary(), "mine.jsonl")
-    epochs = StudyEpochs.of(known, TextsChoice(texts="mine.jsonl", eval_fraction=0.2), seed=0)
+    known = PreparedDataset(texts, a_summary(), "mine.jsonl")
+    epochs = StudyEpochs.of(known, DatasetChoice(texts="mine.jsonl", eval_fraction=0.2), seed=0)
     return epochs.truncated_dataset(seq_len)
 
 

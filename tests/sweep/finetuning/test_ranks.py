@@ -23,7 +23,7 @@ from qlora_sweep.sweep.finetuning.training import (
     on_devices,
     prepare_training,
 )
-from qlora_sweep.sweep.running.device_info import Card
+from qlora_sweep.sweep.running.device_info import GpuInfo
 from tests.sweep.data.prepared import prepared, prepared_pairs
 from tests.sweep.finetuning.trainings import adapter, job, run
 from tests.sweep.running.teams import ranks
@@ -149,7 +149,7 @@ def test_more_gpus_keep_the_effective_batch_where_it_is_a_multiple() -> None:
         on_devices(accumulating, 3)
 
 
-def refusal(tmp_path: Path, config: dict[str, Any], cards: list[Card], **typed: Any) -> str:
+def refusal(tmp_path: Path, config: dict[str, Any], cards: list[GpuInfo], **typed: Any) -> str:
     (tmp_path / "config.json").write_text(json.dumps({"upcast_fp32": False, **config}))
 
     def unread(*_: Any) -> Any:
@@ -160,13 +160,13 @@ def refusal(tmp_path: Path, config: dict[str, Any], cards: list[Card], **typed: 
     )
     with pytest.raises(InputError) as refused:
         prepare_training(
-            asked, read_study=unread, read_texts=unread, cards=lambda: cards, warn=unread
+            asked, read_study=unread, read_dataset=unread, cards=lambda: cards, warn=unread
         )
     return str(refused.value)
 
 
 def test_what_cannot_be_trained_on_the_gpus_that_are_here_is_refused(tmp_path: Path) -> None:
-    one = Card("NVIDIA A10", 24 * 2**30, 23 * 2**30, (8, 6), None, None)
+    one = GpuInfo("NVIDIA A10", 24 * 2**30, 23 * 2**30, (8, 6), None, None)
     two = {"data_parallel": 2, "optimizer": "adamw_torch_fused"}
     words = refusal(tmp_path, two, [one])
     assert "trains on 2 GPUs together (data_parallel), and this machine has 1 GPU" in words

@@ -9,14 +9,14 @@ import pytest
 from qlora_sweep.search_spaces.config import TrialConfig
 from qlora_sweep.search_spaces.models import load_model_spec
 from qlora_sweep.storage.records import EightBitProducts, ProductErrors
-from qlora_sweep.sweep.export.record import Provenance, Record, RecordedTexts, record_of
+from qlora_sweep.sweep.export.record import Provenance, Record, RecordedDataset, record_of
 from qlora_sweep.sweep.finetuning.protocol import TrainingJob, TrainingResult
 from qlora_sweep.sweep.finetuning.results import TrainedAdapter, model_card
 from qlora_sweep.sweep.finetuning.subject import Subject
 from qlora_sweep.sweep.terminal.finishing import verification_text
 from qlora_sweep.sweep.verifying.runs import Reached, Verification, judge
 from tests.sweep.export.studies import a_measurement, a_study
-from tests.sweep.prepared_texts import a_summary
+from tests.sweep.prepared_dataset import a_summary
 
 DEMO = load_model_spec("demo")
 TEXTS = a_summary(fingerprint="abc")
@@ -28,7 +28,7 @@ RECORD = record_of(a_study(TrialConfig(), measurement=MEASURED, emulated_on=None
     update={
         "confirmed": True,
         "provenance": ORIGIN,
-        "texts": RecordedTexts(summary=TEXTS, source="x", eval_fraction=0.0, seed=0),
+        "texts": RecordedDataset(summary=TEXTS, source="x", eval_fraction=0.0, seed=0),
     }
 )
 RESULT = TrainingResult(

@@ -59,7 +59,11 @@ def test_what_another_machine_reads_is_the_same_study_without_weights(
     )
     request = of_space().model_copy(update={"held": {"compute_dtype": "fp32"}})
     sent, files = packed(request)
-    assert sorted(files) == ["data/texts.jsonl", "model/mine/config.json", "space/space.yaml"]
+    assert sorted(files) == [
+        "data/texts.jsonl",
+        "model/mine/config.json",
+        "space/space.yaml",
+    ]
     there = tmp_path / "there"
     for name, file in files.items():
         (there / name).parent.mkdir(parents=True, exist_ok=True)

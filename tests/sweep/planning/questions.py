@@ -33,7 +33,7 @@ from qlora_sweep.sweep.predict.forecast import Forecast, Forecaster
 from qlora_sweep.sweep.predict.memory.prediction import Fit
 from qlora_sweep.sweep.predict.memory.predictor import MemoryPredictor, TracingPredictor
 from qlora_sweep.sweep.predict.memory.profile_store import Tracer, TracingChildren
-from qlora_sweep.sweep.predict.on_texts import ShapesOnTexts
+from qlora_sweep.sweep.predict.on_dataset import ShapesOnDataset
 from tests.sweep.predict.forecasters import forecaster_on
 
 BASES = ("nf4", "none", "int8", "fp8")
@@ -114,7 +114,7 @@ def space_of(asked: Asked) -> SearchSpace:
 
 
 def forecaster_of(
-    asked: Asked, *, cache: Path, tracer: Tracer, shapes: ShapesOnTexts | None = None
+    asked: Asked, *, cache: Path, tracer: Tracer, shapes: ShapesOnDataset | None = None
 ) -> Forecaster:
     gpu, model = find_gpu(asked.gpu), load_model_spec(asked.model)
     predictor: MemoryPredictor = TracingPredictor(

@@ -16,11 +16,11 @@ from qlora_sweep.search_spaces.space import SearchSpace
 from qlora_sweep.sweep.planning.backwards import (
     LENGTH_STEP,
     Cheapest,
-    JobCard,
+    GpuForJob,
     Outcome,
     job,
     longest_rows,
-    on_card,
+    on_gpu,
     ranked,
 )
 from qlora_sweep.sweep.planning.candidates import Asked, is_faster, own_space
@@ -48,12 +48,12 @@ def the_job(gpu: str, **held: Any) -> SearchSpace:
     return space
 
 
-def a_card(gpu: str, *offers: Offer, budget_gib: float | None = None, **terms: Any) -> JobCard:
+def a_gpu(gpu: str, *offers: Offer, budget_gib: float | None = None, **terms: Any) -> GpuForJob:
     known = TERMS | {"offers": offers or [an_offer(gpu=gpu)]} | terms
-    return on_card(the_job(gpu), a_forecaster(gpu=gpu, budget_gib=budget_gib), **known)
+    return on_gpu(the_job(gpu), a_forecaster(gpu=gpu, budget_gib=budget_gib), **known)
 
 
-def answered(*cards: JobCard) -> Cheapest:
+def answered(*cards: GpuForJob) -> Cheapest:
     return Cheapest(MISTRAL, cards[0].bill.workload, job({}), None, ranked(cards))
 
 
@@ -92,17 +92,17 @@ def test_nobody_typed_the_effective_batch_so_it_is_one_that_all_gpus_can_make(gp
 
 @pytest.mark.parametrize("gpu", ["t4", "a10", "h200"])
 def test_a_gpu_does_it_with_what_a_survey_recommends(gpu: str) -> None:
-    best, card = survey(the_job(gpu), a_forecaster(gpu=gpu)).recommended, a_card(gpu)
+    best, card = survey(the_job(gpu), a_forecaster(gpu=gpu)).recommended, a_gpu(gpu)
     assert card.forecast.config == best.config
     assert (card.outcome, card.bill.workload.samples) == (Outcome.IN_TIME, 10_000)
 
 
 def test_a_deadline_is_met_missed_or_open_inside_the_uncertainty_of_the_speed() -> None:
-    bill = a_card("a10").bill
+    bill = a_gpu("a10").bill
     soonest, latest = (3600 * end.wall_hours for end in bill.extremes)
     took = 3600 * bill.wall_hours
     deadlines = [0.99 * soonest, (soonest + took) / 2, (took + latest) / 2, 1.01 * latest]
-    outcomes = [a_card("a10", deadline_seconds=deadline).outcome for deadline in deadlines]
+    outcomes = [a_gpu("a10", deadline_seconds=deadline).outcome for deadline in deadlines]
     assert outcomes == [
         Outcome.TOO_SLOW,
         Outcome.PERHAPS_IN_TIME,
@@ -114,18 +114,18 @@ def test_a_deadline_is_met_missed_or_open_inside_the_uncertainty_of_the_speed() 
 def test_an_offer_with_a_queue_beyond_the_deadline_is_not_taken_however_cheap() -> None:
     queued = an_offer(usd_per_hour=0.1, queue_seconds=1e6)
     prompt = an_offer(usd_per_hour=2.0)
-    assert a_card("a10", queued, prompt).bill.offer == queued
-    card = a_card("a10", queued, prompt, deadline_seconds=86_400)
+    assert a_gpu("a10", queued, prompt).bill.offer == queued
+    card = a_gpu("a10", queued, prompt, deadline_seconds=86_400)
     assert [bill.offer for bill in card.bills] == [prompt]
 
 
 def test_the_cheapest_and_the_smallest_are_of_those_in_time() -> None:
     cards = [
-        a_card("a10", an_offer(usd_per_hour=9.0)),
-        a_card("a100-40gb", an_offer(gpu="a100-40gb", usd_per_hour=1.0)),
-        a_card("h200", an_offer(gpu="h200", usd_per_hour=90.0)),
-        a_card("l4", deadline_seconds=1.0),
-        a_card("t4", budget_gib=3),
+        a_gpu("a10", an_offer(usd_per_hour=9.0)),
+        a_gpu("a100-40gb", an_offer(gpu="a100-40gb", usd_per_hour=1.0)),
+        a_gpu("h200", an_offer(gpu="h200", usd_per_hour=90.0)),
+        a_gpu("l4", deadline_seconds=1.0),
+        a_gpu("t4", budget_gib=3),
     ]
     answer = answered(*cards)
     assert [card.gpu.name for card in answer.cards] == ["a100-40gb", "h200", "a10", "l4", "t4"]
@@ -139,13 +139,13 @@ def test_the_cheapest_and_the_smallest_are_of_those_in_time() -> None:
 
 
 def test_cards_whose_costs_overlap_are_not_told_apart() -> None:
-    base = a_card("a10", an_offer(usd_per_hour=1.0))
-    other = a_card("l4", an_offer(gpu="l4", usd_per_hour=1.0))
+    base = a_gpu("a10", an_offer(usd_per_hour=1.0))
+    other = a_gpu("l4", an_offer(gpu="l4", usd_per_hour=1.0))
     even = base.bill.usd / other.bill.usd
     # The price at which the ratio of their costs begins at 1.
     parted = even * ratio(other.bill, base.bill).value / ratio(other.bill, base.bill).low
     for price, tied in ((1.01 * even, 2), (0.99 * parted, 2), (1.01 * parted, 1)):
-        rival = a_card("l4", an_offer(gpu="l4", usd_per_hour=price))
+        rival = a_gpu("l4", an_offer(gpu="l4", usd_per_hour=price))
         answer = answered(base, rival)
         assert answer.cheapest is base
         assert [card.gpu.name for card in answer.perhaps_cheapest] == ["a10", "l4"][:tied]
@@ -157,17 +157,17 @@ def test_cards_whose_costs_overlap_are_not_told_apart() -> None:
 
 def test_a_card_without_a_price_or_without_a_rule_that_allows_it_says_so() -> None:
     config = TrialConfig(compute_dtype="bf16", effective_batch_size=16)
-    old = on_card(config, a_forecaster(gpu="t4"), **TERMS)
+    old = on_gpu(config, a_forecaster(gpu="t4"), **TERMS)
     assert (old.outcome, old.forecast) == (Outcome.FORBIDDEN, None)
     assert "bf16" in old.reason
-    dear = on_card(the_job("a10"), a_forecaster(), **TERMS | {"offers": []})
+    dear = on_gpu(the_job("a10"), a_forecaster(), **TERMS | {"offers": []})
     assert dear.outcome is Outcome.NO_PRICE
     assert dear.forecast is not None
 
 
 def test_a_gpu_of_which_nothing_can_be_traced_says_why_and_is_not_too_small() -> None:
     fault = Untraceable("data decides")
-    card = on_card(the_job("a10"), a_forecaster(predictor=ImaginedPredictor(fault=fault)), **TERMS)
+    card = on_gpu(the_job("a10"), a_forecaster(predictor=ImaginedPredictor(fault=fault)), **TERMS)
     assert (card.outcome, card.forecast, card.reason) == (Outcome.FORBIDDEN, None, "data decides")
     assert card.fault is not None
 

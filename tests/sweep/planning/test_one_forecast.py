@@ -15,7 +15,7 @@ import pytest
 from qlora_sweep.search_spaces.config import TrialConfig
 from qlora_sweep.search_spaces.errors import EnvironmentFault
 from qlora_sweep.storage.records import Outcome
-from qlora_sweep.sweep.data.texts import texts_directory
+from qlora_sweep.sweep.data.prepared_dataset import dataset_directory
 from qlora_sweep.sweep.planning.evidence import with_target_speeds
 from qlora_sweep.sweep.predict import building
 from qlora_sweep.sweep.predict.building import shapes_of_study
@@ -24,7 +24,7 @@ from qlora_sweep.sweep.running.replay import ReplayRunner
 from qlora_sweep.sweep.study.prepared import prepare
 from qlora_sweep.sweep.terminal.commands import read_for_report
 from tests.sweep.simulated_device import at_speed
-from tests.sweep.study.test_session import a_card, read, run
+from tests.sweep.study.test_session import a_gpu, read, run
 from tests.sweep.typed import Sweep
 
 SPACE = """
@@ -73,7 +73,7 @@ def answer(config: TrialConfig) -> Outcome:
 def url(home: Path, texts: Path) -> str:
     """Where a study on that dataset is, which an H200 ran for an A10."""
     url = f"sqlite:///{home}/runs/sweep.db"
-    what = prepare(RunRequest(space=str(home / "own.yaml")), card=lambda: a_card("h200"))
+    what = prepare(RunRequest(space=str(home / "own.yaml")), card=lambda: a_gpu("h200"))
     run(what, url, new_runner=lambda _: ReplayRunner(otherwise=answer))
     return url
 
@@ -110,12 +110,12 @@ def test_the_report_and_the_driver_say_the_plans_memory(
 @pytest.fixture
 def gone(url: str) -> Iterator[None]:
     """Have the study's dataset away for a while."""
-    away = texts_directory().with_name("away")
-    texts_directory().rename(away)
+    away = dataset_directory().with_name("away")
+    dataset_directory().rename(away)
     building._shapes_in.cache_clear()
     yield
-    shutil.rmtree(texts_directory(), ignore_errors=True)
-    away.rename(texts_directory())
+    shutil.rmtree(dataset_directory(), ignore_errors=True)
+    away.rename(dataset_directory())
     building._shapes_in.cache_clear()
 
 

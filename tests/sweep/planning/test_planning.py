@@ -27,17 +27,17 @@ from qlora_sweep.sweep.planning import candidates
 from qlora_sweep.sweep.planning import survey as surveys
 from qlora_sweep.sweep.planning.candidates import is_faster, own_space, speed_ratio
 from qlora_sweep.sweep.planning.documents import (
-    card_document,
     comparison_document,
     forecast_document,
+    gpu_document,
 )
 from qlora_sweep.sweep.planning.evidence import evidence_from
 from qlora_sweep.sweep.planning.plan import (
-    CardComparison,
-    CardPlan,
+    GpuPlan,
+    PlanComparison,
     bill_offers,
-    compare_cards,
-    plan_card,
+    compare_gpus,
+    plan_gpu,
     shape_table,
 )
 from qlora_sweep.sweep.planning.survey import survey
@@ -68,9 +68,9 @@ def every(space: SearchSpace) -> list[TrialConfig]:
     return [space.config(params) for params in space.combinations()]
 
 
-def planned(space: SearchSpace, forecaster: Forecaster) -> CardPlan:
+def planned(space: SearchSpace, forecaster: Forecaster) -> GpuPlan:
     offers = [an_offer(gpu=forecaster.gpu.name)]
-    return plan_card(survey(space, forecaster), work=AskedWork(), offers=offers)
+    return plan_gpu(survey(space, forecaster), work=AskedWork(), offers=offers)
 
 
 # One configuration
@@ -113,7 +113,7 @@ def test_what_cannot_be_traced_is_not_known_to_fit_and_a_note_says_why() -> None
     assert forecast.tokens_per_second
     # A plan of it alone is an error.
     with pytest.raises(InputError, match=r"mine\.attention"):
-        plan_card(forecast, work=AskedWork(), offers=[an_offer()])
+        plan_gpu(forecast, work=AskedWork(), offers=[an_offer()])
 
 
 def test_what_the_model_has_no_modules_for_is_invalid() -> None:
@@ -289,7 +289,7 @@ def test_what_may_not_fit_is_named_beside_what_surely_does_however_fast_it_is() 
     sure, riskier = found.recommended, found.alternative
     assert (sure.config.micro_batch_size, sure.fit, riskier.fit) == (1, Fit.YES, Fit.UNCERTAIN)
     assert riskier.speed_estimate.low > sure.speed_estimate.high
-    document = card_document(planned(a_space(**dimensions, fixed={"seq_len": 64}), forecaster))
+    document = gpu_document(planned(a_space(**dimensions, fixed={"seq_len": 64}), forecaster))
     assert document["alternative"]["config"]["micro_batch_size"] == 64
 
 
@@ -342,7 +342,7 @@ def test_the_fastest_of_each_class_of_numerics_is_named(
 ) -> None:
     dtypes = {"compute_dtype": ["bf16", "fp8", "int8"], "quantization": ["nf4", "fp8", "int8"]}
     space = a_space(**choices(micro_batch_size=[4, 16], **dtypes))
-    document = card_document(planned(space, a_forecaster(gpu=gpu, budget_gib=30)))
+    document = gpu_document(planned(space, a_forecaster(gpu=gpu, budget_gib=30)))
     found = document["fastest_by_numerics"]
     assert {one["numerics"] for one in found} == classes
     assert bool(found[0]["tied"]) == ties
@@ -548,13 +548,11 @@ def looked(forecaster: Forecaster, about: SearchSpace | TrialConfig) -> Forecast
     return survey(about, forecaster).recommended
 
 
-def compared(
-    plans: Sequence[CardPlan], offers: Any = OFFERS, **asked: Any
-) -> CardComparison | None:
-    return compare_cards(plans, work=AskedWork(**asked), offers=offers, look=looked)
+def compared(plans: Sequence[GpuPlan], offers: Any = OFFERS, **asked: Any) -> PlanComparison | None:
+    return compare_gpus(plans, work=AskedWork(**asked), offers=offers, look=looked)
 
 
-def on(space: SearchSpace, *gpus: str) -> list[CardPlan]:
+def on(space: SearchSpace, *gpus: str) -> list[GpuPlan]:
     return [planned(space, a_forecaster(gpu=gpu)) for gpu in gpus or OFFERS]
 
 
@@ -644,7 +642,7 @@ def test_gpus_together_are_as_sure_as_one_but_for_what_they_wait_for_each_other(
 
 @pytest.mark.parametrize("budget_gib", [1, 7.05, 20])
 def test_a_plans_document_is_json(budget_gib: float) -> None:
-    document = card_document(planned(a_space(), a_forecaster(budget_gib=budget_gib)))
+    document = gpu_document(planned(a_space(), a_forecaster(budget_gib=budget_gib)))
     read = json.loads(json.dumps(document, allow_nan=False))
     counts = read["configurations"]
     kinds = ("fit", "uncertain", "cannot_fit", "invalid")

@@ -26,18 +26,18 @@ from qlora_sweep.storage.definition import StudySnapshot, TargetSpeed
 from qlora_sweep.storage.ranking import rank_study
 from qlora_sweep.storage.records import TrialRecord
 from qlora_sweep.sweep.data.study_epochs import StudyEpochs
-from qlora_sweep.sweep.planning.documents import card_document
+from qlora_sweep.sweep.planning.documents import gpu_document
 from qlora_sweep.sweep.planning.evidence import (
     KeptForecasts,
     evidence_from,
     with_memory_forecasts,
     with_target_speeds,
 )
-from qlora_sweep.sweep.planning.plan import plan_card, workload_of
+from qlora_sweep.sweep.planning.plan import plan_gpu, workload_of
 from qlora_sweep.sweep.planning.survey import survey
 from qlora_sweep.sweep.predict.forecast import Forecaster
 from qlora_sweep.sweep.predict.memory.prediction import Fit
-from qlora_sweep.sweep.predict.on_texts import ShapesOnTexts
+from qlora_sweep.sweep.predict.on_dataset import ShapesOnDataset
 from qlora_sweep.sweep.terminal.plan_screen import one_gpu
 from tests.reports import synthetic
 from tests.reports.synthetic import definition, fits, snapshot
@@ -46,16 +46,16 @@ from tests.sweep.imagined_study import MISTRAL, a_snapshot
 from tests.sweep.planning.imagined import an_offer
 from tests.sweep.predict.forecasters import forecaster_on
 from tests.sweep.predict.predicted_steps import predict_step
-from tests.sweep.prepared_texts import a_summary
+from tests.sweep.prepared_dataset import a_summary
 
 A10 = find_gpu("a10")
 CONFIG = TrialConfig(micro_batch_size=4, seq_len=512)
 ROWS = np.random.default_rng(0).lognormal(4.5, 0.8, 3000).astype(np.int64) + 2
 
 
-def shapes(rows: Any = ROWS) -> ShapesOnTexts:
+def shapes(rows: Any = ROWS) -> ShapesOnDataset:
     lengths = np.asarray(rows, dtype=np.int64)
-    return ShapesOnTexts(StudyEpochs(lengths, lengths - 1, seed=0))
+    return ShapesOnDataset(StudyEpochs(lengths, lengths - 1, seed=0))
 
 
 def a_forecaster(rows: Any = ROWS, **changes: Any) -> Forecaster:
@@ -90,10 +90,10 @@ def test_a_cell_is_the_fastest_of_its_size_though_larger_batches_may_be_slower()
 
 
 def test_a_plan_prices_an_epoch_and_says_what_it_takes() -> None:
-    plan = plan_card(
-        a_forecaster().expect(CONFIG), work=AskedWork(has_texts=True), offers=[an_offer()]
+    plan = plan_gpu(
+        a_forecaster().expect(CONFIG), work=AskedWork(has_dataset=True), offers=[an_offer()]
     )
-    document = card_document(plan)
+    document = gpu_document(plan)
     epoch, speed = document["epoch"], document["tokens_per_second"]
     assert epoch["seconds"] == pytest.approx(epoch["loss_tokens"] / speed)
     assert epoch["dollars"] == pytest.approx(epoch["seconds"] / 3600 * 3.6)
@@ -107,14 +107,14 @@ def test_a_plan_prices_an_epoch_and_says_what_it_takes() -> None:
 def test_epochs_of_texts_are_asked_about_as_epochs() -> None:
     forecast = a_forecaster().expect(CONFIG)
     once, twice = (
-        workload_of(forecast, AskedWork(epochs=epochs, has_texts=True)) for epochs in (1.0, 2.0)
+        workload_of(forecast, AskedWork(epochs=epochs, has_dataset=True)) for epochs in (1.0, 2.0)
     )
     assert twice.steps == 2 * once.steps
     with pytest.raises(InputError, match="--work epochs is of the dataset"):
-        AskedWork(epochs=2.0, samples=10, has_texts=True)
+        AskedWork(epochs=2.0, samples=10, has_dataset=True)
     # Without texts none is spoken of.
     random_rows = a_forecaster(shapes=None).expect(CONFIG)
-    assert "epoch" not in card_document(plan_card(random_rows, work=AskedWork(), offers=[]))
+    assert "epoch" not in gpu_document(plan_gpu(random_rows, work=AskedWork(), offers=[]))
 
 
 @pytest.mark.parametrize(
@@ -173,8 +173,8 @@ def test_a_configuration_has_one_interval_wherever_it_is_shown() -> None:
     record = synthetic.fits(0, 17_000.0, TrialConfig(micro_batch_size=8, checkpoint_fraction=0.0))
     shown = replace(study(record), offer=an_offer(boot_seconds=600.0))
     asked = a_forecaster(model=MODEL, shapes=None).expect(record.config)
-    planned = plan_card(asked, work=AskedWork(), offers=[shown.offer])
-    plan = card_document(planned)
+    planned = plan_gpu(asked, work=AskedWork(), offers=[shown.offer])
+    plan = gpu_document(planned)
     best = view_of(shown).document()
     studied = of_study(shown)
     (option,) = studied.options

@@ -13,7 +13,7 @@ from qlora_sweep.sweep.planning.survey import survey
 from qlora_sweep.sweep.predict.forecast import Forecaster
 from qlora_sweep.sweep.predict.memory.prediction import Fit
 from qlora_sweep.sweep.predict.memory.profile_store import TracingChildren
-from qlora_sweep.sweep.predict.on_texts import ShapesOnTexts
+from qlora_sweep.sweep.predict.on_dataset import ShapesOnDataset
 from tests.sweep.imagined_memory import ImaginedPredictor
 from tests.sweep.planning.questions import (
     QUESTIONS,
@@ -32,14 +32,14 @@ LEAN = {"upcast_fp32": False, "kernels": "fused-loss", "expandable_segments": Tr
 
 
 def imagining(
-    asked: Asked, *, budget_gib: float, on_texts: ShapesOnTexts | None = None
+    asked: Asked, *, budget_gib: float, on_dataset: ShapesOnDataset | None = None
 ) -> Forecaster:
     return forecaster_on(
         asked.gpu,
         load_model_spec(asked.model),
         budget_bytes=int(budget_gib * 2**30),
         predictor=ImaginedPredictor(),
-        shapes=on_texts,
+        shapes=on_dataset,
     )
 
 
@@ -96,15 +96,15 @@ def test_of_a_dataset(seed: int) -> None:
     packing = {"packing": str(draw.choice(["none", "grouped", "packed"]))}
     is_right(
         Asked(asked.gpu, asked.model, asked.seq_len, packing),
-        imagining(asked, budget_gib=9, on_texts=shapes(np.minimum(rows, asked.seq_len))),
+        imagining(asked, budget_gib=9, on_dataset=shapes(np.minimum(rows, asked.seq_len))),
     )
 
 
 def test_packing_is_found_as_well() -> None:
     rows = np.random.default_rng(0).lognormal(np.log(200), 0.8, 500).astype(np.int64) + 2
     asked = Asked("rtx-4090", "llama-3.2-1b", 1024)
-    on_texts = shapes(np.minimum(rows, asked.seq_len))
-    forecaster = imagining(asked, budget_gib=9, on_texts=on_texts)
+    on_dataset = shapes(np.minimum(rows, asked.seq_len))
+    forecaster = imagining(asked, budget_gib=9, on_dataset=on_dataset)
     plain = space_of(asked)
     packings = {"packing": {"choices": ["none", "grouped", "packed"]}}
     space = plain.changed({"dimensions": {**plain.dimensions, **packings}})

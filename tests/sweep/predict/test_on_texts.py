@@ -13,12 +13,12 @@ from qlora_sweep.search_spaces.models import load_model_spec
 from qlora_sweep.storage.records import Measured
 from qlora_sweep.sweep.data.epoch import Epoch, epoch
 from qlora_sweep.sweep.data.study_epochs import StudyEpochs
-from qlora_sweep.sweep.predict import on_texts
+from qlora_sweep.sweep.predict import on_dataset
 from qlora_sweep.sweep.predict.forecast import Forecaster, SpeedForecast
-from qlora_sweep.sweep.predict.on_texts import (
-    MemoryOnTexts,
-    ShapeOnTexts,
-    ShapesOnTexts,
+from qlora_sweep.sweep.predict.on_dataset import (
+    MemoryOnDataset,
+    ShapeOnDataset,
+    ShapesOnDataset,
     tokens_per_step,
 )
 from qlora_sweep.sweep.predict.speed.predictor import SpeedPrediction, StepTimes
@@ -36,12 +36,12 @@ def full(**values: Any) -> TrialConfig:
     return FULL.model_copy(update=values)
 
 
-def shapes_of(lengths: Any = LENGTHS) -> ShapesOnTexts:
+def shapes_of(lengths: Any = LENGTHS) -> ShapesOnDataset:
     rows = np.asarray(lengths, dtype=np.int64)
-    return ShapesOnTexts(StudyEpochs(rows, np.maximum(rows - 1, 0), seed=0))
+    return ShapesOnDataset(StudyEpochs(rows, np.maximum(rows - 1, 0), seed=0))
 
 
-def step(shapes: ShapesOnTexts, config: TrialConfig) -> SpeedPrediction:
+def step(shapes: ShapesOnDataset, config: TrialConfig) -> SpeedPrediction:
     known = StepTimes([config], model=MODEL, gpu=A10, shapes=shapes).prediction(0)
     assert isinstance(known, SpeedPrediction)
     return known
@@ -87,7 +87,7 @@ def test_packed_rows_of_one_whole_text_each_need_no_mask() -> None:
     config = TrialConfig(packing="packed", seq_len=8, micro_batch_size=2)
     for last, packing in ((8, "none"), (3, "packed")):
         whole = epoch([9, 8, 30, last], [8, 7, 29, last - 1], config, seed=0)
-        assert ShapeOnTexts.of(config, largest=whole, mean=whole).largest["packing"] == packing
+        assert ShapeOnDataset.of(config, largest=whole, mean=whole).largest["packing"] == packing
 
 
 def test_rows_that_are_all_full_are_predicted_as_full_rows_are() -> None:
@@ -107,7 +107,7 @@ def test_rows_that_are_all_full_are_predicted_as_full_rows_are() -> None:
 def test_speed_is_that_of_all_micro_batches(values: dict[str, Any], share: float) -> None:
     config, supervised = full(**values), np.maximum((LENGTHS * share).astype(int) - 1, 1)
     whole: Epoch = epoch(LENGTHS, supervised, config, seed=0)
-    shape = ShapeOnTexts.of(config, largest=whole, mean=whole)
+    shape = ShapeOnDataset.of(config, largest=whole, mean=whole)
     mean = config.model_copy(update=shape.mean)
     step_seconds = float(seconds(mean)[0] * shape.seconds)
     epoch_seconds = step_seconds * whole.micro_batches / config.accumulation_steps
@@ -130,8 +130,8 @@ def test_a_sample_of_many_rows_has_the_longest(monkeypatch: pytest.MonkeyPatch) 
     lengths = LENGTHS.copy()
     lengths[1234] = 1000
     whole = shapes_of(lengths)
-    monkeypatch.setattr(on_texts, "ROWS_MAX", 1000)
-    monkeypatch.setattr(on_texts, "LONGEST", 16)
+    monkeypatch.setattr(on_dataset, "ROWS_MAX", 1000)
+    monkeypatch.setattr(on_dataset, "LONGEST", 16)
     sampled = shapes_of(lengths)
     for config in (full(packing=packing) for packing in PACKINGS):
         assert sampled.for_memory(config) == whole.for_memory(config)
@@ -161,7 +161,7 @@ def test_one_by_one_and_together_are_the_same(forecaster: Forecaster) -> None:
     together = whole.tokens_per_step / np.exp(whole.physics.log_seconds(zeros, slice(None)))
     # A mean shape is of whole tokens in width.
     assert together == pytest.approx([r.tokens_per_second for r in each], rel=0.01)
-    memory = MemoryOnTexts(ImaginedPredictor(), shapes_of())
+    memory = MemoryOnDataset(ImaginedPredictor(), shapes_of())
     both = [FULL, full(seq_len=900)]
     assert {memory.predict(c).peak_allocated_bytes for c in both} == set(
         memory.predict_all(both).peak_allocated_bytes.tolist()

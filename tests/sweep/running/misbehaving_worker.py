@@ -127,7 +127,7 @@ def BEAT_AND_ANSWER(worker: Worker) -> None:
 @behaviour
 def NO_COMPILER(worker: Worker) -> None:
     worker.beat()
-    worker.answer(outcome={"verdict": "ineffective", "knob": "compile", "detail": "pool broke"})
+    worker.answer(outcome={"verdict": "ineffective", "setting": "compile", "detail": "pool broke"})
 
 
 STOPPED = behaviour(lambda worker: die(signal.SIGSTOP))

@@ -13,12 +13,12 @@ from qlora_sweep.search_spaces.errors import EnvironmentFault, InputError
 from qlora_sweep.search_spaces.gpus import GIB
 from qlora_sweep.sweep.nvml import FaultWatch
 from qlora_sweep.sweep.running.device_info import (
-    Card,
-    CardProcess,
-    cards_for,
-    choose_cards,
-    read_card,
-    read_cards,
+    GpuInfo,
+    GpuProcess,
+    choose_gpus,
+    gpus_for,
+    read_gpu,
+    read_gpus,
     teams_of,
 )
 from tests.sweep.pretend_nvml import REFUSED, PretendNvml, memory, processes
@@ -32,11 +32,11 @@ WHOLE: dict[str, Any] = {
     "nvmlSystemGetCudaDriverVersion_v2": 12080,
     "nvmlDeviceGetComputeRunningProcesses": processes(7),
 }
-A10 = Card(
-    *("NVIDIA A10", 24 * GIB, 23 * GIB, (8, 6), "570.1", "12.8", (CardProcess(7, None),)),
+A10 = GpuInfo(
+    *("NVIDIA A10", 24 * GIB, 23 * GIB, (8, 6), "570.1", "12.8", (GpuProcess(7, None),)),
     power_limit_watts=150.0,
 )
-BY_CUDA = Card("NVIDIA GB10", 120 * GIB, None, (12, 1), None, None, shares_host_memory=True)
+BY_CUDA = GpuInfo("NVIDIA GB10", 120 * GIB, None, (12, 1), None, None, shares_host_memory=True)
 """What CUDA says on a machine whose GPU has no memory of its own."""
 NO_NVML = {"nvmlInit": pynvml.NVMLError_LibraryNotFound()}
 
@@ -73,10 +73,10 @@ NO_NVML = {"nvmlInit": pynvml.NVMLError_LibraryNotFound()}
     ],
 )
 def test_what_nvml_refuses_is_told_by_cuda_or_is_missing_alone(
-    answers: dict[str, Any], by_cuda: Card | None, read: Card | dict[str, Any] | None
+    answers: dict[str, Any], by_cuda: GpuInfo | None, read: GpuInfo | dict[str, Any] | None
 ) -> None:
     expected = replace(A10, **read) if isinstance(read, dict) else read
-    found = read_card(nvml=PretendNvml(**(WHOLE | answers)), ask_cuda=lambda: by_cuda)
+    found = read_gpu(nvml=PretendNvml(**(WHOLE | answers)), ask_cuda=lambda: by_cuda)
     if found is not None and expected is not None and "nvmlDeviceGetMemoryInfo" not in answers:
         found = replace(found, shares_host_memory=expected.shares_host_memory)
     assert found == expected
@@ -114,22 +114,22 @@ def test_a_machines_cards_are_those_that_cuda_would_see_in_its_order(
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    assert [card.uuid for card in read_cards(nvml=many(3))] == uuids
+    assert [card.uuid for card in read_gpus(nvml=many(3))] == uuids
     if not uuids:
-        assert read_card() is None
+        assert read_gpu() is None
 
 
 def test_a_card_whose_memory_is_the_hosts_counts_where_cuda_tells_of_it() -> None:
     nvml = many(1)
     nvml.answers["nvmlDeviceGetMemoryInfo"] = REFUSED
-    (card,) = read_cards(nvml=nvml, ask_cuda=lambda: BY_CUDA)
+    (card,) = read_gpus(nvml=nvml, ask_cuda=lambda: BY_CUDA)
     assert card.memory_bytes == BY_CUDA.memory_bytes
-    assert read_cards(nvml=nvml, ask_cuda=lambda: None) == ()
+    assert read_gpus(nvml=nvml, ask_cuda=lambda: None) == ()
 
 
 FREE = replace(A10, processes=(), free_bytes=int(23.6 * GIB), uuid="GPU-a")
 L4, LAST = replace(FREE, product="NVIDIA L4", uuid="GPU-l"), replace(FREE, uuid="GPU-z")
-BUSY = replace(FREE, uuid="GPU-b", processes=(CardProcess(4711, 3 * GIB),))
+BUSY = replace(FREE, uuid="GPU-b", processes=(GpuProcess(4711, 3 * GIB),))
 FOUR = [replace(FREE, uuid=f"GPU-{at}") for at in range(4)]
 UNTOLD = replace(FREE, free_bytes=None)
 
@@ -149,9 +149,9 @@ UNTOLD = replace(FREE, free_bytes=None)
     ],
 )
 def test_cards_are_all_so_many_or_those_that_are_named(
-    typed: str, cards: list[Card], indices: list[int]
+    typed: str, cards: list[GpuInfo], indices: list[int]
 ) -> None:
-    chosen = choose_cards(typed, cards)
+    chosen = choose_gpus(typed, cards)
     assert [card.index for card in chosen] == indices
     assert [card.cuda_name for card in chosen] == [cards[at].uuid for at in indices]
 
@@ -179,7 +179,7 @@ def test_cards_are_all_so_many_or_those_that_are_named(
         ("all", [FREE, BUSY, LAST], EnvironmentFault, "GPU 1 .*4711 has 3.00 GiB.*--devices 0,2"),
         (
             "all",
-            [FREE, replace(BUSY, processes=(CardProcess(4711, None),))],
+            [FREE, replace(BUSY, processes=(GpuProcess(4711, None),))],
             EnvironmentFault,
             "process 4711",
         ),
@@ -193,14 +193,14 @@ def test_cards_are_all_so_many_or_those_that_are_named(
     ],
 )
 def test_what_names_no_free_cards_of_one_product_is_refused_with_what_would_do(
-    typed: str, cards: list[Card], error: type[Exception], words: str
+    typed: str, cards: list[GpuInfo], error: type[Exception], words: str
 ) -> None:
     with pytest.raises(error, match=words):
-        choose_cards(typed, cards)
+        choose_gpus(typed, cards)
 
 
 def test_cards_train_together_in_whole_teams() -> None:
-    chosen = choose_cards("all", FOUR)
+    chosen = choose_gpus("all", FOUR)
     for count, teams in ((4, [[0, 1], [2, 3]]), (3, [[0, 1]]), (0, [])):
         found = teams_of(chosen[:count], size=2)
         assert [[card.index for card in team] for team in found] == teams
@@ -209,11 +209,11 @@ def test_cards_train_together_in_whole_teams() -> None:
 def test_a_trial_of_several_cards_takes_the_first_of_a_machine_or_says_how_many_are_missing() -> (
     None
 ):
-    assert [card.index for card in cards_for(2, FOUR)] == [0, 1]
+    assert [card.index for card in gpus_for(2, FOUR)] == [0, 1]
     with pytest.raises(InputError, match=r"data_parallel 4 needs 4 GPUs for a trial: .*2 GPUs"):
-        cards_for(4, FOUR[:2])
+        gpus_for(4, FOUR[:2])
     with pytest.raises(EnvironmentFault, match="data_parallel 4 needs 4 GPUs for a trial"):
-        cards_for(4, [])
+        gpus_for(4, [])
 
 
 # What befell a GPU is told from what a training did.

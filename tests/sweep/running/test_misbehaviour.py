@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from qlora_sweep.search_spaces.config import TrialConfig
-from qlora_sweep.search_spaces.errors import CardLost, EnvironmentFault
+from qlora_sweep.search_spaces.errors import EnvironmentFault, GpuLost
 from qlora_sweep.search_spaces.gpus import GIB
 from qlora_sweep.search_spaces.space import StepBudget
 from qlora_sweep.storage.definition import Target
@@ -308,9 +308,9 @@ def test_a_worker_that_nothing_ends_is_the_cards_loss_and_is_said_once_and_for_a
     runner = start(process=Unkillable)
     # What it measured before is kept.
     assert ran(runner, how.LEAVE_AND_HANG, attempt=ATTEMPT) == ANSWERED
-    with pytest.raises(CardLost, match="did not end within 10 s of SIGKILL"):
+    with pytest.raises(GpuLost, match="did not end within 10 s of SIGKILL"):
         ran(runner, how.FINE)
-    with pytest.raises(CardLost, match="What was measured is stored"):
+    with pytest.raises(GpuLost, match="What was measured is stored"):
         ran(runner, how.FINE)
     runner.close()
     runner.cancel()
@@ -323,7 +323,7 @@ def test_no_other_worker_is_started_on_a_card_that_was_lost_between_two_trials(
     runner = start(process=Unkillable)
     assert ran(runner, how.DIE_IDLE) == ANSWERED
     time.sleep(0.1)
-    with pytest.raises(CardLost):
+    with pytest.raises(GpuLost):
         ran(runner, how.FINE)
     assert runner._worker is None
 
@@ -331,7 +331,7 @@ def test_no_other_worker_is_started_on_a_card_that_was_lost_between_two_trials(
 def test_a_crash_on_a_card_with_a_fault_of_its_own_is_the_cards(start: Start) -> None:
     runner = start(fault=lambda: "2 uncorrectable memory errors (ECC)")
     assert ran(runner, how.FINE) == ANSWERED
-    with pytest.raises(CardLost, match="2 uncorrectable memory errors"):
+    with pytest.raises(GpuLost, match="2 uncorrectable memory errors"):
         ran(runner, how.SEGFAULT)
 
 

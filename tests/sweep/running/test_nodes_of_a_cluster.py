@@ -11,10 +11,10 @@ from collections.abc import Sequence
 import pytest
 
 from qlora_sweep.search_spaces.config import TrialConfig
-from qlora_sweep.search_spaces.errors import CardLost, EnvironmentFault, InputError, install_extra
+from qlora_sweep.search_spaces.errors import EnvironmentFault, GpuLost, InputError, install_extra
 from qlora_sweep.search_spaces.space import StepBudget
 from qlora_sweep.storage.records import Crashed, Invalid, Measured, Outcome, OutOfMemory, PrunedSlow
-from qlora_sweep.sweep.running.device_info import Card
+from qlora_sweep.sweep.running.device_info import GpuInfo
 from qlora_sweep.sweep.running.ray_nodes import (
     Node,
     checked_address,
@@ -34,7 +34,7 @@ HERE = {"qlora-sweep": "0.1.0", "torch": "2.13.0"}
 
 def a_node(number: int, *products: str | None, processors: int = 4, **versions: str) -> Node:
     sizes = ((one, MEMORY[one]) for one in products if one)
-    cards = (Card(one, size, size, (9, 0), "580.1", "13.0") for one, size in sizes)
+    cards = (GpuInfo(one, size, size, (9, 0), "580.1", "13.0") for one, size in sizes)
     return Node(
         id=str(number),
         address=f"10.0.0.{number}",
@@ -119,10 +119,10 @@ def test_a_trial_with_nothing_to_say_says_that_it_lives_and_a_stop_prunes_it_alo
 
 def test_a_lost_card_goes_over_as_what_it_is() -> None:
     def answer(_: TrialConfig) -> Outcome:
-        raise CardLost("it fell off the bus")
+        raise GpuLost("it fell off the bus")
 
     host = hosting(ReplayRunner(otherwise=answer))
-    with pytest.raises(CardLost, match="fell off the bus"):
+    with pytest.raises(GpuLost, match="fell off the bus"):
         list(host.run(REQUEST))
     host.close()
 

@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from qlora_sweep.search_spaces.errors import CardLost, EnvironmentFault
+from qlora_sweep.search_spaces.errors import EnvironmentFault, GpuLost
 from qlora_sweep.search_spaces.space import StepBudget
 from qlora_sweep.storage.definition import Target
 from qlora_sweep.storage.directory import (
@@ -30,7 +30,7 @@ from qlora_sweep.storage.directory import (
     note_identity,
 )
 from qlora_sweep.storage.records import Attempt, Crashed, Measured, Outcome
-from qlora_sweep.sweep.running.device_info import Card
+from qlora_sweep.sweep.running.device_info import GpuInfo
 from qlora_sweep.sweep.running.ray_nodes import Cluster, Node, joined
 from qlora_sweep.sweep.running.ray_runner import RayRunner
 from qlora_sweep.sweep.running.runner import Lane, Runner
@@ -202,7 +202,7 @@ def test_an_observer_that_fails_ends_its_trial_and_an_actor_that_says_nothing_is
             runner.run(TrialRequest(config=SMALL, steps=LONG), observe=watch)
         assert until(lambda: all(map(is_gone, found.values())))
         assert len(found) == 2
-        with pytest.raises(CardLost, match=f"node {node.address} .* nothing was heard"):
+        with pytest.raises(GpuLost, match=f"node {node.address} .* nothing was heard"):
             disturbed(runner, "failing", lambda now: os.kill(now["actor"], signal.SIGSTOP))
 
 
@@ -242,9 +242,9 @@ def test_a_node_that_is_lost_takes_its_own_place_alone_and_what_others_measured_
     with closing_all(places(cluster, "lost")) as found:
         assert len(found) == 3
         lost = named(found, nodes[DOOMED].address)
-        with pytest.raises(CardLost, match=f"node {lost.name} of the Ray cluster is lost"):
+        with pytest.raises(GpuLost, match=f"node {lost.name} of the Ray cluster is lost"):
             disturbed(lost.runner, "lost", lambda _: local.kill_node(DOOMED))
-        with pytest.raises(CardLost):
+        with pytest.raises(GpuLost):
             lost.runner.run(request)
         steady = named(found, nodes[STEADY].address)
         assert isinstance(steady.runner.run(request), Measured)
@@ -306,7 +306,7 @@ def test_a_study_goes_on_without_a_node_that_is_lost(
 def test_a_place_is_on_each_card_and_those_that_others_hold_are_left_to_them(
     ray: Any, nodes: list[Node]
 ) -> None:
-    card = Card("NVIDIA H200", 2**37, 2**37, (9, 0), "580.1", "13.0")
+    card = GpuInfo("NVIDIA H200", 2**37, 2**37, (9, 0), "580.1", "13.0")
     node = nodes[STEADY]
     pretended = replace(node, cards=(card, card))
     cluster = Cluster(ray)

@@ -23,7 +23,7 @@ from qlora_sweep.storage.records import (
     OutOfMemory,
 )
 from qlora_sweep.sweep.running.supervisor import SupervisedRunner
-from qlora_sweep.sweep.running.wire import Progress, QualityCommand, TextsSettings, TrialRequest
+from qlora_sweep.sweep.running.wire import DatasetSettings, Progress, QualityCommand, TrialRequest
 from tests.sweep.data.prepared import prepared_settings
 from tests.sweep.running.teams import a_cpu_runner, ranks
 from tests.sweep.training.tiny import TINY, measured
@@ -62,7 +62,7 @@ A_GRADIENT_BYTES = 4
 
 
 @pytest.fixture(scope="module")
-def texts(tmp_path_factory: pytest.TempPathFactory) -> TextsSettings:
+def texts(tmp_path_factory: pytest.TempPathFactory) -> DatasetSettings:
     lengths = [4 + row * 7 % 25 for row in range(60)]
     return prepared_settings(tmp_path_factory.mktemp("texts"), lengths)
 
@@ -132,7 +132,7 @@ def test_a_soak_of_two_cards_evaluates_and_saves(
 
 
 def test_two_cards_train_on_texts_and_learn_what_one_does(
-    texts: TextsSettings, tmp_path: Path
+    texts: DatasetSettings, tmp_path: Path
 ) -> None:
     quality = QualityCommand(tokens=150, eval_seq_len=32, eval_tokens=60)
     packed = SHARED.model_copy(update={"packing": "packed"})

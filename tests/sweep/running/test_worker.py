@@ -33,11 +33,11 @@ from qlora_sweep.storage.records import (
 )
 from qlora_sweep.sweep.running.supervisor import SupervisedRunner
 from qlora_sweep.sweep.running.wire import (
+    DatasetSettings,
     Finished,
     Progress,
     QualityCommand,
     RunCommand,
-    TextsSettings,
     TrialRequest,
     UnreadableError,
     WorkerMessage,
@@ -222,14 +222,14 @@ pytestmark = pytest.mark.usefixtures("our_own_code")
 
 
 @pytest.fixture(scope="module")
-def texts(tmp_path_factory: pytest.TempPathFactory) -> TextsSettings:
+def texts(tmp_path_factory: pytest.TempPathFactory) -> DatasetSettings:
     lengths = np.random.default_rng(1).integers(3, 29, 60)
     return prepared_settings(tmp_path_factory.mktemp("texts"), lengths)
 
 
 @pytest.fixture(scope="module")
 def runner(
-    texts: TextsSettings, tmp_path_factory: pytest.TempPathFactory, our_own_code: None
+    texts: DatasetSettings, tmp_path_factory: pytest.TempPathFactory, our_own_code: None
 ) -> Iterator[SupervisedRunner]:
     log = tmp_path_factory.mktemp("logs") / "worker.log"
     with a_cpu_runner(log, texts=texts) as runner:
@@ -292,7 +292,7 @@ def test_what_is_cut_before_it_is_known_what_it_learned_is_no_verdict(
 
 
 def test_a_shared_out_base_that_cannot_be_held_once_more_is_the_outcome(
-    texts: TextsSettings,
+    texts: DatasetSettings,
 ) -> None:
     from qlora_sweep.sweep.running.worker import Worker
 
@@ -311,7 +311,7 @@ def test_a_shared_out_base_that_cannot_be_held_once_more_is_the_outcome(
     [({"fingerprint": "abd"}, "are others than"), ({"directory": "/gone"}, "cannot be read")],
 )
 def test_texts_that_are_not_those_of_the_study_are_refused(
-    texts: TextsSettings, changes: dict[str, str], words: str
+    texts: DatasetSettings, changes: dict[str, str], words: str
 ) -> None:
     from qlora_sweep.sweep.running.worker import Worker
 

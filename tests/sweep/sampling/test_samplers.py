@@ -445,8 +445,10 @@ def test_runs_that_measure_a_winner_again_teach_nothing_but_that_it_ran_out() ->
         study = a_study(space, Foresight())
         records = [step(study, space) for _ in range(3)]
         if again is not None:
-            errand = {"purpose": "confirm", "series": 1}
-            tell(study, study.ask(), a_record(records[-1].config, again, number=3, **errand), space)
+            run_kind = {"purpose": "confirm", "series": 1}
+            tell(
+                study, study.ask(), a_record(records[-1].config, again, number=3, **run_kind), space
+            )
         found = study.sampler.outlook(study)
         return found.gain, found.config
 

@@ -154,7 +154,7 @@ def test_of_a_configuration_that_ran_twice_the_last_trial_holds() -> None:
     later = a_record(TrialConfig(), RAN_OUT, number=3)
     lost = a_record(TrialConfig(), {"verdict": "crashed", "phase": "attach"}, number=4)
     assert list(holding(a_snapshot(FITS, later, lost), a_space())) == [later]
-    never = a_record(TrialConfig(), {"verdict": "ineffective", "knob": "kernels"}, number=5)
+    never = a_record(TrialConfig(), {"verdict": "ineffective", "setting": "kernels"}, number=5)
     assert list(holding(a_snapshot(FITS, later, never), a_space())) == []
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from qlora_sweep.search_spaces.config import TrialConfig
-from qlora_sweep.search_spaces.errors import CardLost, EnvironmentFault
+from qlora_sweep.search_spaces.errors import EnvironmentFault, GpuLost
 from qlora_sweep.search_spaces.prices import load_prices
 from qlora_sweep.storage.records import (
     NEIGHBOUR,
@@ -47,7 +47,7 @@ from tests.sweep.study.driven import a_forecaster, a_grid, drive
 from tests.sweep.study.test_confirmation import SPACE, soaking
 from tests.sweep.study.test_quality_of_studies import SPACE as LEARNING
 from tests.sweep.study.test_quality_of_studies import Learning, qualities, slower_by_rank
-from tests.sweep.study.test_session import a_card, run, small_a10
+from tests.sweep.study.test_session import a_gpu, run, small_a10
 
 EIGHT = {
     "dimensions": {
@@ -93,7 +93,7 @@ def concluded(records: Iterable[TrialRecord]) -> int:
     return len({r.config for r in records if r.verdict not in RETRYABLE})
 
 
-def failing(times: int = 1, error: type[EnvironmentFault] = CardLost) -> Answer:
+def failing(times: int = 1, error: type[EnvironmentFault] = GpuLost) -> Answer:
     left = [times]
 
     def answer(config: TrialConfig) -> Outcome:
@@ -122,7 +122,7 @@ def test_trials_run_beside_each_other_and_each_configuration_once(tmp_path: Path
         assert len(study.records()) == 3
 
 
-@pytest.mark.parametrize("error", [CardLost, EnvironmentFault])
+@pytest.mark.parametrize("error", [GpuLost, EnvironmentFault])
 def test_a_gpu_that_fails_retires_alone(tmp_path: Path, error: type[EnvironmentFault]) -> None:
     events: list[Event] = []
     with eight(tmp_path, trials=8) as study:
@@ -161,7 +161,7 @@ def test_a_card_on_which_every_trial_fails_retires_while_others_go_on(tmp_path: 
 
 
 def test_a_study_ends_with_its_last_card_and_goes_on_with_another(tmp_path: Path) -> None:
-    with eight(tmp_path, trials=8) as study, pytest.raises(CardLost):
+    with eight(tmp_path, trials=8) as study, pytest.raises(GpuLost):
         drive(study, lanes(failing(), failing()))
     with eight(tmp_path, trials=8) as study:
         assert drive(study, lanes(train)) is StopReason.TRIALS_SPENT
@@ -288,7 +288,7 @@ def test_what_one_card_measured_again_is_not_set_beside_what_another_did(tmp_pat
     def dies_in_the_middle(config: TrialConfig) -> Outcome:
         ran[0] += 1
         if ran[0] == 8 + 3:
-            raise CardLost("it fell off the bus")
+            raise GpuLost("it fell off the bus")
         return train(config)
 
     def lives(config: TrialConfig) -> Outcome:
@@ -411,7 +411,7 @@ def test_money_is_of_the_gpu_that_is_there(tmp_path: Path, monkeypatch: pytest.M
 
     def after_an_hour_on(host: str) -> tuple[StopReason, int]:
         overrides = {"max_dollars": 2 * cheapest["a10"], "trials": 2, "confirm": False}
-        card, runner = a_card(host), ReplayRunner(otherwise=train)
+        card, runner = a_gpu(host), ReplayRunner(otherwise=train)
         request = RunRequest(space=small_a10(tmp_path), overrides=overrides, study=host)
         what = prepare(request, card=lambda: card)
         url = f"sqlite:///{tmp_path}/runs/sweep.db"
@@ -423,7 +423,7 @@ def test_money_is_of_the_gpu_that_is_there(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_what_measuring_a_winner_again_may_cost_can_be_raised() -> None:
-    card = a_card("a10")
+    card = a_gpu("a10")
     request = RunRequest(space="a10", overrides={"max_dollars": 1.0}, study="paid")
     stored = prepare(request, card=lambda: card)
     for typed, dollars in ((None, 1.0), (2.0, 2.0)):

@@ -32,7 +32,7 @@ from qlora_sweep.sweep.predict.memory.predictor import MemoryPredictor, TracingP
 from qlora_sweep.sweep.predict.memory.profiles import Untraceable
 from qlora_sweep.sweep.predict.speed.predictor import StepTimes
 from qlora_sweep.sweep.request import RunRequest
-from qlora_sweep.sweep.running.device_info import Card, ChosenCard
+from qlora_sweep.sweep.running.device_info import ChosenGpu, GpuInfo
 from qlora_sweep.sweep.running.replay import ReplayRunner
 from qlora_sweep.sweep.running.runner import Observer, Runner, keep_going
 from qlora_sweep.sweep.running.wire import TrialRequest
@@ -71,7 +71,7 @@ def url(home: Path) -> str:
 def prepared(
     space: str = "cpu-demo", *, study: Any = None, held: Any = None, **typed: Any
 ) -> Prepared:
-    card = a_card("h200")
+    card = a_gpu("h200")
     request = RunRequest(space=space, overrides=typed, held=held or {}, study=study)
     return prepare(request, card=lambda: card)
 
@@ -126,14 +126,14 @@ def run(what: Prepared, storage: str, **changes: Any) -> StopReason:
     return drive(what, storage=storage, **(values | changes))
 
 
-def cards(*indices: int) -> tuple[ChosenCard, ...]:
-    return tuple(ChosenCard(at, replace(a_card("h200"), uuid=f"GPU-{at}")) for at in indices)
+def cards(*indices: int) -> tuple[ChosenGpu, ...]:
+    return tuple(ChosenGpu(at, replace(a_gpu("h200"), uuid=f"GPU-{at}")) for at in indices)
 
 
 def test_each_chosen_gpu_has_a_lane_or_as_many_as_a_trial_trains_on_together() -> None:
     alone = replace(prepared("a10"), cards=cards(0, 2))
     both = replace(prepared("a10", held={"data_parallel": 2}), cards=cards(0, 1, 2, 3, 4))
-    assert (alone.cards_per_trial, both.cards_per_trial) == (1, 2)
+    assert (alone.gpus_per_trial, both.gpus_per_trial) == (1, 2)
     lanes = [
         [lane.name for lane in supervised_runner(what).all]
         for what in (alone, both, prepared("a10"))
@@ -164,7 +164,7 @@ def test_a_stand_in_spends_one_trial_on_what_it_cannot_decide(
     """What is predicted to be the fastest with 16 bits, and of INT8, which may be faster there, one
     that is known to fit; nothing for surprises, which say next to nothing of the target."""
     monkeypatch.setattr(session, "TracingPredictor", Shipped)
-    held, card = {"lora_rank": 16, "target_modules": "attention"}, a_card("h100-80gb")
+    held, card = {"lora_rank": 16, "target_modules": "attention"}, a_gpu("h100-80gb")
     request = RunRequest(space="a10", overrides={"seed": seed}, held=held)
     what = prepare(request, card=lambda: card)
     known: dict[str, Any] = {"model": what.model, "gpu": find_gpu("h100-80gb")}
@@ -200,7 +200,7 @@ def test_what_was_typed_overrides_what_the_space_says() -> None:
     # A GPU that is named has its own budget, and what is there stands in for it.
     on_a10 = prepared(gpu="a10").target
     assert on_a10.budget_bytes == find_gpu("a10").budget_bytes
-    assert on_a10.emulated_on == a_card("h200").product
+    assert on_a10.emulated_on == a_gpu("h200").product
 
 
 @pytest.mark.parametrize(
@@ -272,11 +272,11 @@ def test_a_preset_takes_the_attention_that_the_model_has(tmp_path: Path) -> None
     capped = {**load_model_spec("qwen3-0.6b").config, "attn_logit_softcapping": 50.0}
     (tmp_path / "config.json").write_text(json.dumps(capped))
     request = RunRequest(space="h200", overrides={"model": str(tmp_path)})
-    what = prepare(request, card=lambda: a_card("h200"))
+    what = prepare(request, card=lambda: a_gpu("h200"))
     assert what.definition.space.values_of("attention") == ("eager",)
     assert any("eager" in note for note in what.notes)
     typed = RunRequest(**dict(request) | {"held": {"attention": "flash_attention_2"}})
-    held = prepare(typed, card=lambda: a_card("h200"))
+    held = prepare(typed, card=lambda: a_gpu("h200"))
     assert held.definition.space.values_of("attention") == ("flash_attention_2",)
     assert held.notes == ()
 
@@ -328,7 +328,7 @@ def test_a_stored_study_is_measured_again_on_its_own_terms(url: str) -> None:
 
 
 def test_another_gpu_or_space_under_the_same_name_is_refused(home: Path, url: str) -> None:
-    h200, a10 = prepared("a10", gpu="auto"), a_card("a10")
+    h200, a10 = prepared("a10", gpu="auto"), a_gpu("a10")
     run(h200, url, watch=stopping_at_once)
     on_a10 = prepare_again(h200.name, h200.definition, confirm={}, card=lambda: a10)
     with pytest.raises(InputError, match="another definition"):
@@ -338,7 +338,7 @@ def test_another_gpu_or_space_under_the_same_name_is_refused(home: Path, url: st
     # What the driver says of the GPU stays with the study.
     environment = read(url, h200.name).environment
     told = [environment[key] for key in ("device", "gpu", "driver", "cuda_driver")]
-    assert told == ["cuda", a_card("h200").product, "570.1", "12.8"]
+    assert told == ["cuda", a_gpu("h200").product, "570.1", "12.8"]
 
 
 class Meddled(ReplayRunner):
@@ -505,7 +505,7 @@ def test_the_untraceable_is_told(home: Path, url: str, monkeypatch: pytest.Monke
     assert [text for text in warnings if "gave no answer" in text]
 
 
-def a_card(name: str = "h200", **changes: Any) -> Card:
+def a_gpu(name: str = "h200", **changes: Any) -> GpuInfo:
     spec = find_gpu(name)
     values: dict[str, Any] = {
         "product": spec.product,
@@ -515,26 +515,26 @@ def a_card(name: str = "h200", **changes: Any) -> Card:
         "driver": "570.1",
         "cuda": "12.8",
     }
-    return Card(**(values | changes))
+    return GpuInfo(**(values | changes))
 
 
 A10 = find_gpu("a10")
-UNKNOWN = a_card("h200", product="NVIDIA Z1", memory_bytes=40 * GIB)
-SLICE = a_card("a10", memory_bytes=A10.memory_bytes - 4 * GIB)
-SHARED = a_card("h200", product="NVIDIA Z2", memory_bytes=120 * GIB, shares_host_memory=True)
-SPARK = a_card("gb10", memory_bytes=find_gpu("gb10").memory_bytes, shares_host_memory=True)
+UNKNOWN = a_gpu("h200", product="NVIDIA Z1", memory_bytes=40 * GIB)
+SLICE = a_gpu("a10", memory_bytes=A10.memory_bytes - 4 * GIB)
+SHARED = a_gpu("h200", product="NVIDIA Z2", memory_bytes=120 * GIB, shares_host_memory=True)
+SPARK = a_gpu("gb10", memory_bytes=find_gpu("gb10").memory_bytes, shares_host_memory=True)
 GEFORCE = "NVIDIA GeForce RTX 4060 Ti"
-EIGHT = a_card("rtx-4060-ti-16gb", memory_bytes=8188 * 2**20)
-ODD = a_card("rtx-4060-ti-16gb", memory_bytes=32 * GIB)
+EIGHT = a_gpu("rtx-4060-ti-16gb", memory_bytes=8188 * 2**20)
+ODD = a_gpu("rtx-4060-ti-16gb", memory_bytes=32 * GIB)
 
 
 @pytest.mark.parametrize(
     ("changes", "card", "gpu", "budget_bytes", "emulated_on"),
     [
-        ({"gpu": "auto"}, a_card("h200"), "h200", find_gpu("h200").budget_bytes, None),
-        ({"gpu": "a10"}, a_card("a10"), "a10", A10.budget_bytes, None),
-        ({"gpu": "a10"}, a_card("h200"), "a10", A10.budget_bytes, find_gpu("h200").product),
-        ({"gpu": "a10", "budget_gib": 8}, a_card("a10"), "a10", 8 * GIB, None),
+        ({"gpu": "auto"}, a_gpu("h200"), "h200", find_gpu("h200").budget_bytes, None),
+        ({"gpu": "a10"}, a_gpu("a10"), "a10", A10.budget_bytes, None),
+        ({"gpu": "a10"}, a_gpu("h200"), "a10", A10.budget_bytes, find_gpu("h200").product),
+        ({"gpu": "a10", "budget_gib": 8}, a_gpu("a10"), "a10", 8 * GIB, None),
         # A slice of a GPU has less than the catalogue says, and one that it does not have is its
         # own target; what shares the host's memory leaves the host some.
         ({"gpu": "a10"}, SLICE, "a10", A10.budget_bytes - 4 * GIB, None),
@@ -556,7 +556,7 @@ ODD = a_card("rtx-4060-ti-16gb", memory_bytes=32 * GIB)
 )
 def test_a_target_is_what_is_here_unless_another_is_named(
     changes: dict[str, Any],
-    card: Card | None,
+    card: GpuInfo | None,
     gpu: str,
     budget_bytes: float,
     emulated_on: str | None,
@@ -568,15 +568,15 @@ def test_a_target_is_what_is_here_unless_another_is_named(
 
 
 def test_a_configuration_must_be_valid_on_the_target_and_on_its_host() -> None:
-    resolved = resolve_target(a_space(gpu="t4"), a_card("h200"))
+    resolved = resolve_target(a_space(gpu="t4"), a_gpu("h200"))
     assert resolved.compute_capability == find_gpu("t4").compute_capability
     assert resolved.host_capability == find_gpu("h200").compute_capability
 
 
 def test_a_card_that_tells_no_capability_is_taken_at_the_catalogues_word() -> None:
-    known = resolve_target(a_space(gpu="t4"), a_card("h200", compute_capability=None))
+    known = resolve_target(a_space(gpu="t4"), a_gpu("h200", compute_capability=None))
     assert known.host_capability == find_gpu("h200").compute_capability
-    other = a_card("h200", product="NVIDIA Z1", compute_capability=None)
+    other = a_gpu("h200", product="NVIDIA Z1", compute_capability=None)
     unknown = resolve_target(a_space(gpu="t4"), other)
     assert unknown.compute_capability == find_gpu("t4").compute_capability
     assert unknown.host_capability is None
@@ -588,15 +588,15 @@ def test_a_card_that_tells_no_capability_is_taken_at_the_catalogues_word() -> No
     [
         ({"gpu": "auto"}, None, EnvironmentFault, "no NVIDIA GPU.*sweep doctor"),
         ({"gpu": "a10"}, None, EnvironmentFault, "is for the a10.*no NVIDIA GPU"),
-        ({"gpu": "h200"}, a_card("a10"), EnvironmentFault, "cannot stand in for the h200"),
+        ({"gpu": "h200"}, a_gpu("a10"), EnvironmentFault, "cannot stand in for the h200"),
         ({"gpu": "4060ti"}, EIGHT, EnvironmentFault, "has 8.00 GiB and cannot stand in"),
         ({"gpu": "cpu"}, None, InputError, "budget_gib is missing"),
-        ({"gpu": "a10", "budget_gib": 30}, a_card("a10"), InputError, "30 is more than the 21"),
-        ({"gpu": "a11"}, a_card("a10"), InputError, "unknown GPU 'a11'"),
+        ({"gpu": "a10", "budget_gib": 30}, a_gpu("a10"), InputError, "30 is more than the 21"),
+        ({"gpu": "a11"}, a_gpu("a10"), InputError, "unknown GPU 'a11'"),
     ],
 )
 def test_what_cannot_be_is_refused(
-    changes: dict[str, Any], card: Card | None, error: type[Exception], message: str
+    changes: dict[str, Any], card: GpuInfo | None, error: type[Exception], message: str
 ) -> None:
     with pytest.raises(error, match=message):
         resolve_target(a_space(**changes), card)

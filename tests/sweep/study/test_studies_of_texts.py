@@ -13,11 +13,11 @@ from qlora_sweep.search_spaces.errors import EnvironmentFault, InputError
 from qlora_sweep.search_spaces.learning_rates import in_words, learning_rate_of
 from qlora_sweep.storage.records import Measured, Outcome, OutOfMemory
 from qlora_sweep.sweep.data.collation import split
-from qlora_sweep.sweep.data.texts import texts_directory
+from qlora_sweep.sweep.data.prepared_dataset import dataset_directory
 from qlora_sweep.sweep.request import RunRequest
 from qlora_sweep.sweep.running.replay import ReplayRunner
 from qlora_sweep.sweep.study.prepared import Prepared, prepare, prepare_again
-from tests.sweep.prepared_texts import Reader, prepared_texts
+from tests.sweep.prepared_dataset import Reader, prepared_dataset
 from tests.sweep.simulated_device import a_measurement
 from tests.sweep.study.test_session import home as home
 from tests.sweep.study.test_session import read, run
@@ -32,7 +32,7 @@ def dataset(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def reader(home: Path) -> Reader:
-    return Reader(prepared_texts(home / "prepared"))
+    return Reader(prepared_dataset(home / "prepared"))
 
 
 def prepared(
@@ -44,7 +44,7 @@ def prepared(
     return prepare(
         RunRequest(space=space, overrides=overrides, study=study, held=held or {}),
         card=lambda: None,
-        read_texts=reader,
+        read_dataset=reader,
         stored=lambda name: read(url, name).definition if url else None,
     )
 
@@ -102,11 +102,11 @@ def test_texts_of_which_nothing_can_be_asked_are_refused_before_anything_runs(ho
     write_model(home)
     _, (held,) = split(8, 0.05, 0)
     lengths = [20] * 8
-    answers = Reader(prepared_texts(home / "answers", lengths))
+    answers = Reader(prepared_dataset(home / "answers", lengths))
     assert prepared(answers, space="own.yaml", data=None).epochs is not None
     lengths[held] = 1
     with pytest.raises(InputError, match="no row with a token that carries loss in its first 64 "):
-        prepared(Reader(prepared_texts(home / "none", lengths)), space="own.yaml", data=None)
+        prepared(Reader(prepared_dataset(home / "none", lengths)), space="own.yaml", data=None)
 
 
 @pytest.mark.parametrize("searched", ["", "learning_rate: {low: 1e-4, high: 1e-2, log: true}"])
@@ -117,7 +117,7 @@ def test_a_search_for_loss_begins_at_the_rate_of_the_rule(home: Path, searched: 
         f"dimensions:\n  lora_rank: [4, 8]\n  {searched}\n"
     )
     write_model(home)
-    answers = Reader(prepared_texts(home / "answers", [20] * 8))
+    answers = Reader(prepared_dataset(home / "answers", [20] * 8))
     found = prepared(answers, space="own.yaml", data=None)
     first = found.space.baseline_config()
     rule = learning_rate_of(first, found.model.config)
@@ -182,18 +182,18 @@ def test_a_study_goes_on_with_its_own_texts(reader: Reader, home: Path, url: str
     assert len(reader.asked) == 2
     driven(again, url)
     # With what was prepared, where that is kept and the source is gone.
-    kept = prepared_texts(texts_directory() / "cafe")
+    kept = prepared_dataset(dataset_directory() / "cafe")
     (home / "mine.jsonl").unlink()
     again = prepared(reader, study="mine", data=None, url=url)
     assert again.texts.directory == kept.directory
     stored = read(url, "mine").definition
-    confirmed = prepare_again("mine", stored, confirm={}, card=lambda: None, read_texts=reader)
+    confirmed = prepare_again("mine", stored, confirm={}, card=lambda: None, read_dataset=reader)
     assert confirmed.definition.texts == what.definition.texts
     assert len(reader.asked) == 2
 
 
 def test_a_space_file_goes_on_without_its_texts(reader: Reader, home: Path, url: str) -> None:
-    kept = prepared_texts(texts_directory() / "cafe")
+    kept = prepared_dataset(dataset_directory() / "cafe")
     driven(prepared(reader, **own_space(home)), url)
     (home / "mine.jsonl").unlink()
     again = prepared(reader, **own_space(home), url=url)
@@ -217,13 +217,13 @@ def test_other_texts_are_refused(
     reader: Reader, home: Path, url: str, typed: dict[str, Any], said: str
 ) -> None:
     driven(prepared(reader, study="mine"), url)
-    other = reader if typed else Reader(prepared_texts(home / "other", fingerprint="beef"))
+    other = reader if typed else Reader(prepared_dataset(home / "other", fingerprint="beef"))
     with pytest.raises(InputError, match=said):
         driven(prepared(other, study="mine", **typed), url)
 
 
 def test_a_micro_batch_that_the_texts_do_not_fill_never_runs(home: Path, url: str) -> None:
-    few = Reader(prepared_texts(home / "few", [20, 30, 40, 50]))
+    few = Reader(prepared_dataset(home / "few", [20, 30, 40, 50]))
     with pytest.raises(InputError, match="micro_batch_size is 8 and the texts make 3 rows"):
         prepared(few, held={"micro_batch_size": 8})
     what = prepared(few, trials=16, sampler="random")

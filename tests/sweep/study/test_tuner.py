@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from qlora_sweep.search_spaces.config import TrialConfig
-from qlora_sweep.search_spaces.errors import CardLost, EnvironmentFault
+from qlora_sweep.search_spaces.errors import EnvironmentFault, GpuLost
 from qlora_sweep.search_spaces.rules import Violation
 from qlora_sweep.storage.ledger import MAX_ATTEMPTS, TrialLedger, attempts
 from qlora_sweep.storage.records import (
@@ -379,12 +379,12 @@ def test_a_trial_is_tried_again(tmp_path: Path, times: int, when: Callable[[Even
     ("purpose", "moment"), [("confirm", TrialStarted), ("soak", TrialProgress)]
 )
 def test_a_run_again_is_run_again(tmp_path: Path, purpose: str, moment: type[Event]) -> None:
-    errands: list[str] = []
+    run_kinds: list[str] = []
 
     def when(event: Event) -> bool:
         if isinstance(event, TrialStarted):
-            errands.append(event.errand.purpose)
-        return isinstance(event, moment) and errands[-1] == purpose
+            run_kinds.append(event.run_kind.purpose)
+        return isinstance(event, moment) and run_kinds[-1] == purpose
 
     for times in (1, 2, 3, 1):
         with a_grid(tmp_path, **SPACE) as study:
@@ -397,7 +397,7 @@ def test_a_run_again_is_run_again(tmp_path: Path, purpose: str, moment: type[Eve
     assert untried(tuple(r for r in known if r not in measured))
 
 
-class FullCard(ReplayRunner):
+class FullGpu(ReplayRunner):
     """A runner whose device is taken by somebody else, so often."""
 
     def __init__(self, fault: EnvironmentFault, *, after: int = 0) -> None:
@@ -412,7 +412,7 @@ class FullCard(ReplayRunner):
 
 
 NO_DEVICE = EnvironmentFault("the worker cannot use the device: all of it is taken")
-LOST = CardLost("the worker did not end within 20 s of SIGKILL")
+LOST = GpuLost("the worker did not end within 20 s of SIGKILL")
 
 
 @pytest.mark.parametrize(("fault", "after"), [(LOST, 0), (NO_DEVICE, 3)])
@@ -421,7 +421,7 @@ def test_no_device_costs_no_attempt(tmp_path: Path, fault: EnvironmentFault, aft
     for _ in AGAIN:
         with a_grid(tmp_path, **SPACE) as study:
             with pytest.raises(type(fault)) as raised:
-                drive(study, FullCard(fault, after=left))
+                drive(study, FullGpu(fault, after=left))
             assert raised.value is fault
         left = 0
     with a_grid(tmp_path, **SPACE) as study:
@@ -436,8 +436,8 @@ def test_no_device_costs_no_attempt(tmp_path: Path, fault: EnvironmentFault, aft
 
 def test_of_a_lost_gpu_the_trial_says_so_and_what_was_measured_stays(tmp_path: Path) -> None:
     with a_grid(tmp_path, **SPACE) as study:
-        with pytest.raises(CardLost):
-            drive(study, FullCard(LOST, after=1))
+        with pytest.raises(GpuLost):
+            drive(study, FullGpu(LOST, after=1))
         first, last = study.records()
     assert (first.verdict, last.is_interrupted) == (Verdict.FITS, True)
     assert "the GPU was lost" in last.outcome.detail
@@ -451,7 +451,7 @@ def test_what_a_silent_database_does_not_hear_is_in_the_spool(tmp_path: Path) ->
         with a_study(tmp_path, **ONE) as study:
             study._close_running = lambda besides: away()  # type: ignore[method-assign]
             with pytest.raises(EnvironmentFault):
-                drive(study, FullCard(NO_DEVICE))
+                drive(study, FullGpu(NO_DEVICE))
     with a_study(tmp_path, **ONE) as study:
         drive(study)
         *earlier, last = study.records()

@@ -22,7 +22,7 @@ from qlora_sweep.storage.records import (
 from qlora_sweep.sweep.running.runner import Observer, Runner, keep_going
 from qlora_sweep.sweep.running.wire import Progress, TrialRequest
 from qlora_sweep.sweep.training.meter import (
-    CardReader,
+    GpuReader,
     Meter,
     NeighbourWatch,
     fastest_median,
@@ -84,7 +84,7 @@ class TimedRunner(Runner):
 
     def _trained(self, request: TrialRequest, observe: Observer) -> Outcome:
         config = request.config
-        base = tuple(getattr(config, key) for key, knob in KNOBS.items() if knob.shapes_base)
+        base = tuple(getattr(config, key) for key, setting in KNOBS.items() if setting.shapes_base)
         self.seconds += ATTACH_SECONDS + REBUILD_SECONDS * (base != self._base)
         self._base, step = base, self.step_seconds(config)
         if config.compile and canonical(config) not in self._compiled:
@@ -94,7 +94,7 @@ class TimedRunner(Runner):
             return OutOfMemory(stage="forward")
         run = step * math.exp(self._rng.gauss(0.0, BETWEEN_RUNS))
         watch = NeighbourWatch(
-            cast(Any, SimpleNamespace(room_bytes=lambda: None)), CardReader(None), None
+            cast(Any, SimpleNamespace(room_bytes=lambda: None)), GpuReader(None), None
         )
         meter = Meter(config, request.steps, watch, request.is_soak)
         self.seconds += 2 * run

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from qlora_sweep.search_spaces.models import load_model_spec
-from qlora_sweep.sweep.data.texts import TextsRequest
+from qlora_sweep.sweep.data.prepared_dataset import DatasetRequest
 from tests.sweep.typed import Sweep
 
 EXAMPLE = Path(__file__).parents[3] / "docs" / "examples" / "dataset.jsonl"
@@ -98,8 +98,8 @@ def test_a_person_sees_kind_lengths_and_what_is_worth_searching(
     assert "2 of 202 rows are broken and left out: line 201: messages is empty; line 202" in err
     # Run and plan say it too.
     quiet = partial(command.prepared, progress=lambda _: lambda _done, _of: None)
-    for read in (driving.read_texts, quiet):
-        texts = read(TextsRequest("dataset.jsonl", load_model_spec("demo")))
+    for read in (driving.read_dataset, quiet):
+        texts = read(DatasetRequest("dataset.jsonl", load_model_spec("demo")))
         assert texts.summary.broken == 2
         assert "line 201: messages is empty" in capsys.readouterr().err
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from qlora_sweep.search_spaces.gpus import GIB, find_gpu
-from qlora_sweep.sweep.running.device_info import Card, CardProcess
+from qlora_sweep.sweep.running.device_info import GpuInfo, GpuProcess
 from qlora_sweep.sweep.terminal.doctor import (
     Finding,
     Machine,
@@ -24,7 +24,7 @@ from qlora_sweep.sweep.terminal.doctor import (
 )
 
 A10 = find_gpu("a10")
-CARD = Card(
+CARD = GpuInfo(
     A10.product, A10.memory_bytes, A10.memory_bytes, A10.compute_capability, "570.1", "12.8"
 )
 WORKING = {"torch": "2.13.0", "cuda": "12.8", "has_cuda": True, "errors": {}}
@@ -40,7 +40,7 @@ MACHINE = Machine(
     is_writable=True,
     free_disk_bytes=100 * GIB,
 )
-BUSY = replace(CARD, processes=(CardProcess(42, GIB),))
+BUSY = replace(CARD, processes=(GpuProcess(42, GIB),))
 WITHOUT_KERNELS = BROKEN_TORCH | {"architectures": ["sm_75", "sm_80", "sm_90", "sm_120"]}
 UNTOLD = replace(CARD, free_bytes=None, driver=None, cuda=None, compute_capability=None)
 SMALL = replace(CARD, memory_bytes=12 * GIB, free_bytes=12 * GIB)

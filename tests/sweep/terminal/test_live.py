@@ -16,7 +16,7 @@ import pytest
 from qlora_sweep.search_spaces.config import TrialConfig
 from qlora_sweep.search_spaces.gpus import GIB
 from qlora_sweep.storage.definition import StudyDefinition, Target
-from qlora_sweep.storage.records import Crashed, Errand, Measured, OutOfMemory
+from qlora_sweep.storage.records import Crashed, Measured, OutOfMemory, RunKind
 from qlora_sweep.sweep.running.wire import Progress
 from qlora_sweep.sweep.study.events import (
     ConfirmationStarted,
@@ -81,7 +81,7 @@ def seen(*events: Any, board: Board, screen: Screen | None = None, stopping: boo
 
 
 AGAIN = ConfirmationStarted(series=1, numbers=(1, 0))
-RUNNING_AGAIN = started(2, errand=Errand(purpose="confirm", series=1, confirms=1))
+RUNNING_AGAIN = started(2, run_kind=RunKind(purpose="confirm", series=1, confirms=1))
 
 
 def test_the_panel_shows_best_memory_verdicts_and_what_runs_and_is_measured_again() -> None:

@@ -27,7 +27,7 @@ from qlora_sweep.sweep.planning.question import PlanRequest, read_configurations
 from qlora_sweep.sweep.planning.survey import SURVEYED_BY
 from qlora_sweep.sweep.predict.memory.profile_store import source_files
 from qlora_sweep.sweep.predict.memory.profiles import Untraceable
-from qlora_sweep.sweep.running.device_info import Card
+from qlora_sweep.sweep.running.device_info import GpuInfo
 from qlora_sweep.sweep.sampling.samplers import make_sampler
 from qlora_sweep.sweep.terminal.plan import plan
 from tests.families import spec_of
@@ -69,7 +69,7 @@ class Asked:
         (self.home / "configs.jsonl").write_text("\n".join(lines) + "\n")
         return str(self.home / "configs.jsonl")
 
-    def shown(self, *, card: Card | None = None, **typed: Any) -> str:
+    def shown(self, *, card: GpuInfo | None = None, **typed: Any) -> str:
         """Return what is printed, in the first line's words and all others'."""
         self.code = plan(
             PlanRequest(**typed),
@@ -94,8 +94,8 @@ def ask(home: Path, capsys: pytest.CaptureFixture[str]) -> Asked:
     return Asked(home, capsys)
 
 
-def a_card(product: str) -> Card:
-    return Card(product, 24 * GIB, 23 * GIB, (8, 6), "1", "13.0")
+def a_gpu(product: str) -> GpuInfo:
+    return GpuInfo(product, 24 * GIB, 23 * GIB, (8, 6), "1", "13.0")
 
 
 # What is asked about
@@ -115,7 +115,7 @@ def a_card(product: str) -> Card:
 def test_card_and_model_come_from_what_is_named(
     ask: Asked, typed: dict[str, Any], card: str | None, gpu: str, model: str
 ) -> None:
-    here = None if card is None else a_card(card)
+    here = None if card is None else a_gpu(card)
     held = {"compute_dtype": "fp16", "kernels": "hf"}
     document = ask.document(card=here, configuration=held, **typed)
     assert (ask.code, document["gpu"]["name"], document["model"]) == (0, gpu, model)
@@ -125,7 +125,7 @@ def test_where_no_gpu_is_named_the_one_that_is_here_must_be_known(ask: Asked) ->
     with pytest.raises(InputError, match="no GPU is named and none is here"):
         ask.shown()
     with pytest.raises(InputError, match="does not have the NVIDIA Nonesuch"):
-        ask.shown(card=a_card("NVIDIA Nonesuch"))
+        ask.shown(card=a_gpu("NVIDIA Nonesuch"))
     assert ask.memory.asked == []
 
 

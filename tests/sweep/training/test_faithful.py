@@ -125,7 +125,7 @@ def test_a_kernel_that_is_wrong_cannot_win(
     found = outcome(**INT8)
     # Without scales nothing is learned at all, which another proof sees first.
     assert isinstance(found, Ineffective), found
-    assert name != "_forward" or found.knob == "compute_dtype"
+    assert name != "_forward" or found.setting == "compute_dtype"
 
 
 def in_8_bits(linear: Any, kind: str, *, computes: bool = True) -> Any:

@@ -157,7 +157,7 @@ def test_too_many_in_16_bits_are_no_8_bit_training(
     monkeypatch.setattr("qlora_sweep.sweep.training.fitting.MOST_ERROR", 1e-6)
     found = outcome(pretrained, compute_dtype="fp8", quantization="fp8")
     assert isinstance(found, Ineffective)
-    assert found.knob == "compute_dtype"
+    assert found.setting == "compute_dtype"
     assert "compute_dtype=bf16" in found.detail
 
 

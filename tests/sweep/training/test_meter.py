@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from qlora_sweep.search_spaces.config import TrialConfig
 from qlora_sweep.search_spaces.models import ModelSpec
-from qlora_sweep.sweep.nvml import card_at
+from qlora_sweep.sweep.nvml import device_at
 from tests.lazy import lazily
 from tests.sweep.pretend_nvml import PretendNvml, memory, processes
 from tests.sweep.training.tiny import BRIEF, measured, tiny_base, tiny_config, tiny_loop, trial_on
@@ -70,7 +70,7 @@ def test_warm_up_ends_when_two_steps_agree(times: list[float], steady: bool) -> 
 
 def reader(**answers: Any) -> tuple[Any, PretendNvml]:
     nvml = PretendNvml(**answers)
-    return meter.CardReader(card_at("0000:01:00.0", nvml)), nvml
+    return meter.GpuReader(device_at("0000:01:00.0", nvml)), nvml
 
 
 @pytest.mark.parametrize(
@@ -95,7 +95,7 @@ def test_in_a_container_this_process_under_the_hosts_number_is_no_neighbour() ->
 def test_what_a_driver_or_a_machine_without_one_does_not_tell_is_empty() -> None:
     reading = reader(nvmlDeviceGetMemoryInfo=memory(24, 20))[0].read()
     assert (reading.has_neighbour, reading.used_bytes, reading.sm_clock_mhz) == (False, 4, None)
-    reading = meter.CardReader(None).read()
+    reading = meter.GpuReader(None).read()
     assert (reading.used_bytes, reading.throttle_reasons) == (None, ())
 
 
@@ -373,14 +373,14 @@ OTHERS: list[tuple[str, Any]] = [
 )
 def test_every_failure_is_of_one_kind(kind: str, made: Any) -> None:
     error = RuntimeError(made) if isinstance(made, str) else made()
-    assert exceptions.is_card_out_of_memory(error) is (kind == "card")
+    assert exceptions.is_gpu_out_of_memory(error) is (kind == "card")
     assert exceptions.lacks_kernel_resources(error) is (kind == "kernel")
     # A process on the CPU has no GPU, so what a GPU says is never asked about there.
     assert kind == "card" or exceptions.is_host_out_of_memory(error) is (kind == "host")
 
 
 @pytest.mark.parametrize(
-    ("source", "knobs", "knob"),
+    ("source", "settings", "setting"),
     [
         ("liger_kernel/ops/rope.py", {"kernels": "liger", "compile": True}, "kernels"),
         ("torch/_inductor/runtime/triton_heuristics.py", {"compile": True}, "compile"),
@@ -393,11 +393,11 @@ def test_every_failure_is_of_one_kind(kind: str, made: Any) -> None:
     ],
 )
 def test_a_kernel_that_does_not_fit_is_laid_to_the_setting_that_brought_it(
-    source: str, knobs: dict[str, object], knob: str
+    source: str, settings: dict[str, object], setting: str
 ) -> None:
     with pytest.raises(OutOfResources) as raised:
         exec(compile("raise error", f"/lib/{source}", "exec"), {"error": OutOfResources()})
-    assert exceptions.knob_at_fault(raised.value, tiny_config(**knobs)) == knob
+    assert exceptions.setting_at_fault(raised.value, tiny_config(**settings)) == setting
 
 
 @pytest.mark.parametrize(

@@ -184,7 +184,7 @@ def test_a_base_that_stays_in_16_bits_is_not_a_4_bit_one() -> None:
     config = families.config_of("mixtral", "attention")
     outcome = outcome_of(config, spec=families.spec_of("mixtral"), steps=BRIEF)
     assert isinstance(outcome, Ineffective)
-    assert outcome.knob == "quantization"
+    assert outcome.setting == "quantization"
     assert outcome.detail.startswith("only 11.1 % of the matrices' weights are in 4 bits")
 
 

@@ -13,7 +13,7 @@ import pytest
 from qlora_sweep.search_spaces.config import PairLoss, TrialConfig
 from qlora_sweep.search_spaces.models import load_model_spec
 from qlora_sweep.storage.records import QualityReport
-from qlora_sweep.sweep.data.batches import Texts
+from qlora_sweep.sweep.data.batches import TokenizedDataset
 from qlora_sweep.sweep.predict.memory.predictor import CpuMemory
 from qlora_sweep.sweep.training.messages import QualityCommand
 from qlora_sweep.sweep.training.preference import Preference
@@ -45,12 +45,12 @@ EXACT: dict[str, Any] = {
 }
 
 
-def on_pairs(**knobs: Any) -> TrialConfig:
-    return tiny_config(method="dpo", **knobs)
+def on_pairs(**settings: Any) -> TrialConfig:
+    return tiny_config(method="dpo", **settings)
 
 
 @pytest.mark.parametrize(
-    "knobs",
+    "settings",
     [
         {},
         {"reference": "precomputed"},
@@ -61,8 +61,8 @@ def on_pairs(**knobs: Any) -> TrialConfig:
     ],
     ids=str,
 )
-def test_a_trial_on_pairs_is_a_real_one(knobs: dict[str, Any]) -> None:
-    config = on_pairs(**knobs)
+def test_a_trial_on_pairs_is_a_real_one(settings: dict[str, Any]) -> None:
+    config = on_pairs(**settings)
     found = measured(outcome_of(config, steps=BRIEF))
     assert found.tokens_per_second == pytest.approx(config.tokens_per_step / found.step_seconds)
     assert found.samples_per_second == pytest.approx(config.samples_per_step / found.step_seconds)
@@ -152,17 +152,17 @@ def test_a_step_on_pairs_is_trls(trls_trainer: Any, loss_type: str, reference: s
 
 
 @pytest.mark.parametrize(
-    "knobs",
+    "settings",
     [{}, {"reference": "precomputed", "packing": "grouped", "seq_len": 16}],
     ids=str,
 )
 def test_a_trial_on_a_dataset_of_pairs_trains_on_whole_ones(
-    tmp_path: Path, knobs: dict[str, Any]
+    tmp_path: Path, settings: dict[str, Any]
 ) -> None:
     from qlora_sweep.sweep.data.batches import trial_batches
 
-    texts = Texts(prepared_pairs(tmp_path, count=40), eval_fraction=0.1, seed=0)
-    config = on_pairs(**{"micro_batch_size": 4, "seq_len": 12, **knobs})
+    texts = TokenizedDataset(prepared_pairs(tmp_path, count=40), eval_fraction=0.1, seed=0)
+    config = on_pairs(**{"micro_batch_size": 4, "seq_len": 12, **settings})
     made = trial_batches(texts, config)
     for batch in (*made.largest, *made.round):
         chosen, rejected = batch["input_ids"].chunk(2)
@@ -184,9 +184,9 @@ def test_a_trial_on_a_dataset_of_pairs_trains_on_whole_ones(
 def test_what_pairs_teach_shows_in_the_loss_and_the_wins_of_those_held_out(
     reference: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    texts = Texts(prepared_pairs(tmp_path, count=60), eval_fraction=0.2, seed=0)
-    knobs = {"learning_rate": 1e-2, "target_modules": "all-linear", "packing": "grouped"}
-    config = on_pairs(reference=reference, micro_batch_size=4, seq_len=16, **knobs)
+    texts = TokenizedDataset(prepared_pairs(tmp_path, count=60), eval_fraction=0.2, seed=0)
+    settings = {"learning_rate": 1e-2, "target_modules": "all-linear", "packing": "grouped"}
+    config = on_pairs(reference=reference, micro_batch_size=4, seq_len=16, **settings)
     with tiny_base(config) as base:
 
         def learned(tokens: int) -> QualityReport:
@@ -220,7 +220,7 @@ def test_pairs_that_are_cut_before_they_differ_are_left_out(tmp_path: Path) -> N
 
     directory = prepared_pairs(tmp_path, count=10)
     np.save(directory / DIFFERENCES, np.array([3, 3, 3, 3, 3, 6, 6, 5, 9, 9], np.int32))
-    texts = Texts(directory, eval_fraction=0.0, seed=0)
+    texts = TokenizedDataset(directory, eval_fraction=0.0, seed=0)
     for length, kept in ((6, 6), (5, 5), (7, 8), (30, 10)):
         whole = trained_epoch(texts, on_pairs(micro_batch_size=2, seq_len=length))
         assert (len(whole.rows), whole.rows_left_out) == (kept, 10 - kept)

@@ -31,7 +31,7 @@ FUSED = {"optimizer": "adamw_torch_fused", "lora_rank": 64}
 
 
 @pytest.mark.parametrize(
-    ("ran", "asked", "knob"),
+    ("ran", "asked", "setting"),
     [
         ({}, EAGER, "attention"),
         ({}, FLASH, "attention"),
@@ -62,7 +62,7 @@ FUSED = {"optimizer": "adamw_torch_fused", "lora_rank": 64}
     ],
 )
 def test_each_setting_is_found_out_where_another_value_ran(
-    ran: dict[str, Any], asked: dict[str, Any], knob: str
+    ran: dict[str, Any], asked: dict[str, Any], setting: str
 ) -> None:
     config = tiny_config(**ran)
     with tiny_loop(config) as loop:
@@ -70,7 +70,7 @@ def test_each_setting_is_found_out_where_another_value_ran(
             loop.step()
         found = fault(tiny_config(**asked), loop, watch)
         assert isinstance(found, Ineffective)
-        assert found.knob == knob
+        assert found.setting == setting
         assert fault(config, loop, watch) is None
 
 
@@ -105,9 +105,9 @@ def test_layers_that_were_compiled_in_an_earlier_trial_prove_themselves_again() 
                     loop.step()
                     assert fault(config, loop) is None
                     found = fault(plain, loop)
-                assert found == Ineffective(knob="compile", detail="layers are compiled")
+                assert found == Ineffective(setting="compile", detail="layers are compiled")
                 loop.step()
-                assert fault(config, loop) == Ineffective(knob="compile", detail=words)
+                assert fault(config, loop) == Ineffective(setting="compile", detail=words)
 
 
 def freeze_values(loop: Any) -> None:
@@ -121,14 +121,14 @@ def recompute_nothing_of_the_first(loop: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("spoil", "knob", "words"),
+    ("spoil", "setting", "words"),
     [
         (freeze_values, "target_modules", "no adapter of v_proj learned"),
         (recompute_nothing_of_the_first, "checkpoint_fraction", f"{LAYERS - 1} of {LAYERS} layers"),
     ],
 )
 def test_what_was_configured_and_never_happened_is_found_out(
-    spoil: Callable[[Any], None], knob: str, words: str
+    spoil: Callable[[Any], None], setting: str, words: str
 ) -> None:
     config = tiny_config(target_modules="qv")
     with tiny_loop(config) as loop:
@@ -138,7 +138,7 @@ def test_what_was_configured_and_never_happened_is_found_out(
         spoil(loop)
         loop.step()
         found = fault(config, loop)
-    assert (found.knob, words in found.detail) == (knob, True)
+    assert (found.setting, words in found.detail) == (setting, True)
 
 
 def test_dropout_that_is_configured_and_never_called_is_found_out() -> None:
@@ -148,7 +148,7 @@ def test_dropout_that_is_configured_and_never_called_is_found_out() -> None:
             loop.step()
         watch.dropouts = 0
         found = fault(config, loop, watch)
-    assert found == Ineffective(knob="lora_dropout", detail="nothing was dropped")
+    assert found == Ineffective(setting="lora_dropout", detail="nothing was dropped")
 
 
 @pytest.fixture
@@ -173,10 +173,10 @@ def test_flash_attention_is_proved_by_flash_attns_own_operator(flash_attn_operat
 
 
 @pytest.mark.parametrize(
-    ("knob", "value"), [("attention", FLASH["attention"]), ("kernels", "liger")]
+    ("setting", "value"), [("attention", FLASH["attention"]), ("kernels", "liger")]
 )
 def test_a_value_whose_package_is_missing_is_ineffective_and_harms_no_other_trial(
-    knob: str, value: str, monkeypatch: pytest.MonkeyPatch
+    setting: str, value: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from qlora_sweep.sweep.running.worker import Worker
 
@@ -191,10 +191,10 @@ def test_a_value_whose_package_is_missing_is_ineffective_and_harms_no_other_tria
         seed=0,
         is_emulated=False,
     )
-    request = TrialRequest(config=tiny_config(**{knob: value}), steps=QUICK)
+    request = TrialRequest(config=tiny_config(**{setting: value}), steps=QUICK)
     finished = Worker(settings, send=told.append).run(RunCommand(request=request))
     assert isinstance(finished.outcome, Ineffective)
-    assert (finished.outcome.knob, finished.retire) == (knob, None)
+    assert (finished.outcome.setting, finished.retire) == (setting, None)
     assert finished.outcome.detail
 
 
@@ -220,7 +220,7 @@ def test_a_card_that_did_not_train_with_the_others_is_no_team(
     with tiny_loop(config) as loop:
         loop.step()
         found = fault(config, loop, looks=[a_look(rank) for rank in others])
-    assert (found.knob, found.detail) == ("data_parallel", words)
+    assert (found.setting, found.detail) == ("data_parallel", words)
 
 
 def test_a_model_that_every_card_holds_is_not_sharded() -> None:

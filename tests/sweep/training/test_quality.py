@@ -14,7 +14,7 @@ from qlora_sweep.search_spaces.errors import InputError
 from qlora_sweep.storage.records import Diverged, OutOfMemory, QualityReport
 from qlora_sweep.sweep.training.messages import Progress, QualityCommand
 from tests.lazy import lazily
-from tests.sweep.training.tiny import texts_in, tiny_base, tiny_config
+from tests.sweep.training.tiny import dataset_in, tiny_base, tiny_config
 
 torch = lazily("torch")
 batching = lazily("qlora_sweep.sweep.data.batches")
@@ -26,7 +26,7 @@ ASKED = QualityCommand(tokens=200, seed=3, eval_seq_len=32, eval_tokens=100)
 
 @pytest.fixture(scope="module")
 def texts(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    return texts_in(tmp_path_factory.mktemp("texts"), LENGTHS, eval_fraction=0.2)
+    return dataset_in(tmp_path_factory.mktemp("texts"), LENGTHS, eval_fraction=0.2)
 
 
 @pytest.fixture(scope="module")
@@ -100,7 +100,7 @@ def test_what_is_learned_shows_in_the_loss_of_what_was_held_out(tmp_path: Path) 
     """Texts that all say the same are soon known by heart."""
     from datasets import Dataset, Features, List, Value
 
-    alike = texts_in(tmp_path, [12] * 40, eval_fraction=0.1)
+    alike = dataset_in(tmp_path, [12] * 40, eval_fraction=0.1)
     for path in (tmp_path / "tokens").iterdir():
         path.unlink()
     rows = {"input_ids": [[5, 9, 7, 11] * 3] * 40, "completion_mask": [[1] * 12] * 40}
@@ -173,7 +173,9 @@ def test_the_question_does_not_depend_on_how_a_configuration_trains(
     texts: Any, settings: dict[str, Any], variants: list[dict[str, Any]], relative: float
 ) -> None:
     """Where nothing is learned, the loss is the base's, whatever was trained on."""
-    configs = [tiny_config(learning_rate=1e-7, **settings, **knobs) for knobs in ({}, *variants)]
+    configs = [
+        tiny_config(learning_rate=1e-7, **settings, **changes) for changes in ({}, *variants)
+    ]
     with tiny_base(configs[0]) as base:
         first, *others = (
             learned(base, texts, config, tokens=50, eval_tokens=200) for config in configs
@@ -243,4 +245,4 @@ def test_texts_that_cannot_answer_are_refused(
     base: Any, tmp_path: Path, lengths: list[int], fraction: float, words: str
 ) -> None:
     with pytest.raises(InputError, match=words):
-        outcome(base, texts_in(tmp_path, lengths, eval_fraction=fraction), tiny_config())
+        outcome(base, dataset_in(tmp_path, lengths, eval_fraction=fraction), tiny_config())

@@ -41,7 +41,7 @@ CONFIG = tiny_config()
 
 
 @pytest.mark.parametrize(
-    "knobs",
+    "settings",
     [
         {},
         {"checkpoint_fraction": 0.5, "quantized_fraction": 0.5},
@@ -53,8 +53,8 @@ CONFIG = tiny_config()
     ],
     ids=str,
 )
-def test_every_setting_the_cpu_has_is_trained_for_real(knobs: dict[str, object]) -> None:
-    config = tiny_config(**knobs)
+def test_every_setting_the_cpu_has_is_trained_for_real(settings: dict[str, object]) -> None:
+    config = tiny_config(**settings)
     found = measured(outcome_of(config))
     assert found.tokens_per_second == pytest.approx(config.tokens_per_step / found.step_seconds)
     assert found.steps_measured == 6
@@ -62,8 +62,8 @@ def test_every_setting_the_cpu_has_is_trained_for_real(knobs: dict[str, object])
     assert found.final_loss == pytest.approx(UNIFORM_LOSS, abs=0.5)
 
 
-def peak(base: Any, **knobs: Any) -> int:
-    return measured(trial_on(base, tiny_config(**knobs), steps=BRIEF).run()).peak_allocated_bytes
+def peak(base: Any, **settings: Any) -> int:
+    return measured(trial_on(base, tiny_config(**settings), steps=BRIEF).run()).peak_allocated_bytes
 
 
 def test_peaks_repeat_to_the_byte_and_follow_micro_batch_and_checkpointing() -> None:
@@ -136,7 +136,7 @@ def test_what_a_step_raises_is_a_result_or_goes_on_and_the_base_serves_the_next_
                 assert outcome.requested_bytes == (64 if NO_ROOM in str(error) else None)
             else:
                 assert isinstance(outcome, Ineffective)
-                assert outcome.knob == expected
+                assert outcome.setting == expected
         assert isinstance(trial_on(base, CONFIG, steps=BRIEF).run(), Measured)
 
 
@@ -173,17 +173,17 @@ def test_a_peak_above_the_budget_does_not_fit_and_one_at_the_budget_does() -> No
 
 
 @pytest.mark.parametrize(
-    ("knobs", "stage"),
+    ("settings", "stage"),
     [
         ({"micro_batch_size": 8, "checkpoint_fraction": 0.0}, "backward"),
         ({"micro_batch_size": 1, "seq_len": 8, "lora_rank": 128}, "optimizer"),
     ],
 )
-def test_the_stage_of_the_peak_is_where_it_was(knobs: dict[str, object], stage: str) -> None:
+def test_the_stage_of_the_peak_is_where_it_was(settings: dict[str, object], stage: str) -> None:
     from qlora_sweep.sweep.training.device import CpuDevice
 
     device = CpuDevice()
-    outcome_of(tiny_config(**knobs), device=device, steps=BRIEF)
+    outcome_of(tiny_config(**settings), device=device, steps=BRIEF)
     assert device.memory().peak_stage == stage
 
 

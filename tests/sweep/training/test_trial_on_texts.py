@@ -16,9 +16,9 @@ from tests.sweep.training.tiny import (
     BRIEF,
     TINY,
     UNIFORM_LOSS,
+    dataset_in,
     measured,
     outcome_of,
-    texts_in,
     tiny_base,
     tiny_config,
     tiny_loop,
@@ -34,10 +34,10 @@ LENGTHS = np.random.default_rng(1).integers(3, 29, 60)
 
 @pytest.fixture(scope="module")
 def texts(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    return texts_in(tmp_path_factory.mktemp("texts"), LENGTHS, eval_fraction=0.1)
+    return dataset_in(tmp_path_factory.mktemp("texts"), LENGTHS, eval_fraction=0.1)
 
 
-def on_texts(texts: Any, config: TrialConfig, **changes: Any) -> Measurement:
+def on_dataset(texts: Any, config: TrialConfig, **changes: Any) -> Measurement:
     return measured(outcome_of(config, texts=texts, **{"steps": BRIEF, **changes}))
 
 
@@ -52,7 +52,7 @@ def shapes_of(made: Any) -> list[tuple[int, ...]]:
 
 
 @pytest.mark.parametrize(
-    "knobs",
+    "settings",
     [
         {},
         {"packing": "grouped"},
@@ -61,9 +61,9 @@ def shapes_of(made: Any) -> list[tuple[int, ...]]:
     ],
     ids=str,
 )
-def test_the_speed_is_of_the_tokens_that_carry_loss(texts: Any, knobs: dict[str, Any]) -> None:
-    config = tiny_config(**knobs, learning_rate=2e-4)
-    found = on_texts(texts, config)
+def test_the_speed_is_of_the_tokens_that_carry_loss(texts: Any, settings: dict[str, Any]) -> None:
+    config = tiny_config(**settings, learning_rate=2e-4)
+    found = on_dataset(texts, config)
     made = round_of(texts, config)
     tokens = made.loss_tokens * config.accumulation_steps / len(made.round)
     assert found.loss_tokens_per_step == pytest.approx(tokens)
@@ -81,14 +81,14 @@ def test_the_speed_is_of_the_tokens_that_carry_loss(texts: Any, knobs: dict[str,
 
 def test_of_a_few_very_long_rows_the_speed_is_still_that_of_the_epoch(tmp_path: Path) -> None:
     """One of eighty rows is eight times as long: no four micro-batches have a part of it."""
-    outlier, config = texts_in(tmp_path, [4] * 79 + [32]), tiny_config()
+    outlier, config = dataset_in(tmp_path, [4] * 79 + [32]), tiny_config()
     made = round_of(outlier, config)
     assert not made.is_as_its_epoch
     assert made.loss_tokens_per_step == pytest.approx((79 * 3 + 31) / 40)
     # A device that computes so many tokens a second takes as long for the epoch as is said.
     step = made.padded_tokens / 100 / len(made.round) * made.pace
     assert step * made.epoch.optimizer_steps == pytest.approx(made.epoch.padded_tokens / 100)
-    found = on_texts(outlier, config)
+    found = on_dataset(outlier, config)
     assert "round_extrapolated" in found.flags
     tokens = found.tokens_per_second * found.step_seconds
     assert tokens == pytest.approx(made.loss_tokens_per_step)
@@ -118,7 +118,7 @@ def test_the_longest_rows_come_first_then_one_round_after_another_and_none_is_ne
 
     monkeypatch.setattr(TrainingLoop, "_micro_step", noting)
     steps = BRIEF.model_copy(update={"warmup_max": 1})
-    assert on_texts(texts, config, steps=steps, report=watch).steps_warmup == 1
+    assert on_dataset(texts, config, steps=steps, report=watch).steps_warmup == 1
     made = round_of(texts, config)
     largest, shapes = made.epoch.largest, shapes_of(made)
     assert seen[:4] == [(largest.rows, largest.width)] * 4
@@ -149,7 +149,7 @@ def test_the_peak_is_that_of_the_longest_rows_and_not_of_the_round(texts: Any) -
 
 
 def test_a_long_accumulation_is_derived_from_the_steps_that_were_run(texts: Any) -> None:
-    short, long = (on_texts(texts, tiny_config(effective_batch_size=size)) for size in (4, 32))
+    short, long = (on_dataset(texts, tiny_config(effective_batch_size=size)) for size in (4, 32))
     flag = "accumulation_extrapolated"
     assert (flag in short.flags, flag in long.flags) == (False, True)
     assert short.loss_tokens_per_step is not None
@@ -158,7 +158,7 @@ def test_a_long_accumulation_is_derived_from_the_steps_that_were_run(texts: Any)
 
 
 @pytest.mark.parametrize(
-    ("lengths", "knobs", "found", "words"),
+    ("lengths", "settings", "found", "words"),
     [
         ([5, 6, 7], {"micro_batch_size": 4}, "rows", "the texts make 3 rows"),
         ([32] * 12, {"packing": "packed"}, "packing", "no row holds more than one text"),
@@ -166,12 +166,12 @@ def test_a_long_accumulation_is_derived_from_the_steps_that_were_run(texts: Any)
     ],
 )
 def test_texts_that_make_no_micro_batch_or_no_packing_are_said(
-    tmp_path: Path, lengths: list[int], knobs: dict[str, Any], found: str, words: str
+    tmp_path: Path, lengths: list[int], settings: dict[str, Any], found: str, words: str
 ) -> None:
-    outcome = outcome_of(tiny_config(**knobs), texts=texts_in(tmp_path, lengths), steps=BRIEF)
+    outcome = outcome_of(tiny_config(**settings), texts=dataset_in(tmp_path, lengths), steps=BRIEF)
     if found == "packing":
         assert isinstance(outcome, Ineffective)
-        assert outcome.knob == found
+        assert outcome.setting == found
     else:
         assert isinstance(outcome, Invalid)
         assert outcome.rule == trial.ROWS_OF_TEXTS
@@ -223,7 +223,7 @@ def test_work_is_counted_of_what_is_computed(texts: Any) -> None:
     from qlora_sweep.sweep.training.meter import flops_per_token
 
     config, most = tiny_config(), 1e12
-    found = on_texts(texts, config, peak_flops={config.compute_dtype: most})
+    found = on_dataset(texts, config, peak_flops={config.compute_dtype: most})
     shapes = shapes_of(round_of(texts, config))
     with tiny_loop(config) as loop:
         model = loop.attached.model.config
@@ -258,4 +258,4 @@ def test_a_model_that_is_told_no_positions_packs_nothing(
         monkeypatch.setattr(base.model, "forward", forward)
         outcome = trial_on(base, config, texts=texts, steps=BRIEF).run()
     assert isinstance(outcome, Ineffective)
-    assert (outcome.knob, "no positions" in outcome.detail) == ("packing", True)
+    assert (outcome.setting, "no positions" in outcome.detail) == ("packing", True)

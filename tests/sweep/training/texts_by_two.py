@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from qlora_sweep.search_spaces.config import TrialConfig
-from qlora_sweep.sweep.data.batches import Lesson, Texts, trial_batches
+from qlora_sweep.sweep.data.batches import Lesson, TokenizedDataset, trial_batches
 from qlora_sweep.sweep.training.adapters import attached
 from qlora_sweep.sweep.training.model import build_base
 from qlora_sweep.sweep.training.step import TrainingLoop
@@ -47,7 +47,9 @@ def config_of(kind: str, ranks: int) -> TrialConfig:
 def told_by(kind: str, directory: Path, device: torch.device, *, is_lesson: bool) -> list[float]:
     """Return the mean loss of each step over all ranks, and the mean size of the adapters' own."""
     config = config_of(kind, world_size())
-    texts = Texts(directory / ("pairs" if kind == "dpo" else "texts"), eval_fraction=0.0, seed=0)
+    texts = TokenizedDataset(
+        directory / ("pairs" if kind == "dpo" else "texts"), eval_fraction=0.0, seed=0
+    )
     base = build_base(config, spec=TINY, weights="random", device=device, seed=0)
     torch.manual_seed(0)
     with attached(base, config) as attachment:

@@ -46,8 +46,8 @@ BRIEF = StepBudget(warmup_min=1, warmup_max=2, measured_min=2, measured_max=2)
 """For what the first step shows, as the peak: on a CPU the warm-up alone is watched for it."""
 
 
-def tiny_config(**knobs: Any) -> TrialConfig:
-    return TrialConfig(**{"micro_batch_size": 2, "seq_len": 32, **knobs})
+def tiny_config(**settings: Any) -> TrialConfig:
+    return TrialConfig(**{"micro_batch_size": 2, "seq_len": 32, **settings})
 
 
 UNSUITED = "base_model.model.model.layers.1.mlp.down_proj"
@@ -108,10 +108,10 @@ def tiny_loop(config: TrialConfig, *, spec: ModelSpec = TINY) -> Iterator[Traini
 
 def trial_on(base: BaseModel, config: TrialConfig, **changes: Any) -> Trial:
     from qlora_sweep.sweep.training.device import CpuDevice
-    from qlora_sweep.sweep.training.meter import CardReader
+    from qlora_sweep.sweep.training.meter import GpuReader
     from qlora_sweep.sweep.training.trial import Trial, TrialDevice, TrialTask
 
-    of_device: dict[str, Any] = {"device": CpuDevice(), "card": CardReader(None)}
+    of_device: dict[str, Any] = {"device": CpuDevice(), "card": GpuReader(None)}
     of_trial: dict[str, Any] = {}
     of_task: dict[str, Any] = {"steps": QUICK}
     for name, value in changes.items():
@@ -124,13 +124,13 @@ def trial_on(base: BaseModel, config: TrialConfig, **changes: Any) -> Trial:
     return Trial(base, TrialDevice(**of_device), TrialTask(config, **of_task), **of_trial)
 
 
-def texts_in(directory: Path, lengths: Any, *, eval_fraction: float = 0.0) -> Any:
+def dataset_in(directory: Path, lengths: Any, *, eval_fraction: float = 0.0) -> Any:
     """Prepare texts of so many tokens each."""
-    from qlora_sweep.sweep.data.batches import Texts
+    from qlora_sweep.sweep.data.batches import TokenizedDataset
     from tests.sweep.data.prepared import prepared
 
     prepared(directory, lengths)
-    return Texts(directory, eval_fraction=eval_fraction, seed=0)
+    return TokenizedDataset(directory, eval_fraction=eval_fraction, seed=0)
 
 
 def outcome_of(config: TrialConfig, *, spec: ModelSpec = TINY, **changes: Any) -> Outcome:

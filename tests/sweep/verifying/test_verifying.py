@@ -17,11 +17,11 @@ from qlora_sweep.search_spaces.presets import preset_texts
 from qlora_sweep.sweep.cli import main
 from qlora_sweep.sweep.data.marking import marked
 from qlora_sweep.sweep.export.formats import exported
-from qlora_sweep.sweep.export.record import Record, RecordedTexts, record_of
+from qlora_sweep.sweep.export.record import Record, RecordedDataset, record_of
 from qlora_sweep.sweep.verifying import runs
 from qlora_sweep.sweep.verifying.runs import verify
-from tests.sweep.export.studies import a_study, some_texts
-from tests.sweep.export.weights import written_texts
+from tests.sweep.export.studies import a_study, some_dataset
+from tests.sweep.export.weights import written_dataset
 
 DEMO = load_model_spec("demo")
 
@@ -147,10 +147,10 @@ def test_trls_file_of_a_study_on_a_dataset_counts_supervised_tokens(
         said["columns"] = ("prompt", "chosen", "rejected")
         config = config.model_copy(update={"method": "dpo"})
     else:
-        written_texts(tmp_path / "data.jsonl", kind)
+        written_dataset(tmp_path / "data.jsonl", kind)
     if template is not None:
         said["marked_template"] = marked(template)
-    texts = some_texts(kind, **said)
+    texts = some_dataset(kind, **said)
     path = exported_to(tmp_path / "trl.yaml", config, format="trl", texts=texts)
     speed = verified(path, capsys)["tokens_per_second"]
     assert 0 < speed["reached"] < 16_800
@@ -224,8 +224,8 @@ def test_what_cannot_be_run_here_is_refused_before_weights_are_made(
     monkeypatch.setattr(runs, "_weights", pytest.fail)
     record = record_of(a_study(model=DEMO)) if format is None else on_cpu(format)
     if texts is not None:
-        recorded = RecordedTexts(
-            summary=some_texts(source=texts), source=texts, eval_fraction=0.0, seed=0
+        recorded = RecordedDataset(
+            summary=some_dataset(source=texts), source=texts, eval_fraction=0.0, seed=0
         )
         record = record.model_copy(update={"texts": recorded})
     with pytest.raises(error, match=words):

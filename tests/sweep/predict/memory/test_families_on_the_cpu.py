@@ -40,7 +40,7 @@ def growths(
     and what would be of full rows."""
     import torch
 
-    from qlora_sweep.sweep.data.batches import Texts
+    from qlora_sweep.sweep.data.batches import TokenizedDataset
     from qlora_sweep.sweep.training.model import build_base
     from tests.families import config_of, spec_of
     from tests.sweep.data.prepared import prepared
@@ -49,7 +49,9 @@ def growths(
     tiny, texts = spec_of(family), None
     spec = ModelSpec(tiny.name, tiny.source, {**tiny.config, **WINDOWED.get(family, {})})
     if packing == "packed":
-        texts = Texts(prepared(home / "texts", [100, 151] * 9), eval_fraction=0.0, seed=0)
+        texts = TokenizedDataset(
+            prepared(home / "texts", [100, 151] * 9), eval_fraction=0.0, seed=0
+        )
     changes = {"packing": packing, "checkpoint_fraction": FRACTION.get(family, 0.5)}
     small, large = (
         config_of(family, "attention", "none").model_copy(

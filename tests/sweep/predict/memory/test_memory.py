@@ -237,8 +237,8 @@ class DeadTracer(ImaginedTracer):
 
 def _structures(count: int) -> Iterator[TrialConfig]:
     """So many configurations of a structure each."""
-    knobs = itertools.product((True, False), ("hf", "fused-loss", "liger"), ("qv", "attention"))
-    for upcast, kernels, targets in itertools.islice(knobs, count):
+    settings = itertools.product((True, False), ("hf", "fused-loss", "liger"), ("qv", "attention"))
+    for upcast, kernels, targets in itertools.islice(settings, count):
         yield TrialConfig(upcast_fp32=upcast, kernels=kernels, target_modules=targets)
 
 

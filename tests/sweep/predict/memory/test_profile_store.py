@@ -48,7 +48,7 @@ def test_a_whole_space_is_traced_ahead_and_then_predicted_without_tracing(tmp_pa
 
 
 @pytest.mark.parametrize(
-    ("knob", "values", "structures"),
+    ("setting", "values", "structures"),
     [
         # Recomputed layers and others are of two kinds, and so are those of a mixed base.
         ("checkpoint_fraction", [1.0], 1),
@@ -58,11 +58,11 @@ def test_a_whole_space_is_traced_ahead_and_then_predicted_without_tracing(tmp_pa
     ],
 )
 def test_kinds_of_layers_are_traced_where_a_configuration_has_them(
-    tmp_path: Path, knob: str, values: list[float], structures: int
+    tmp_path: Path, setting: str, values: list[float], structures: int
 ) -> None:
     tracer = ImaginedTracer()
     predictor = TracingPredictor(MODEL, cache_dir=tmp_path, tracer=tracer)
-    configs = [TrialConfig(**{knob: value}) for value in values]
+    configs = [TrialConfig(**{setting: value}) for value in values]
     predictor.predict_all(configs)
     for config in configs:
         predictor.predict(config)

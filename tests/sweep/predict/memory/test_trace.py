@@ -207,7 +207,7 @@ print(json.dumps(list(ran)))
 
 def test_a_profile_is_of_no_use_once_any_code_that_traced_it_changes() -> None:
     """Every module of ours of which anything runs when the child answers is in the fingerprint."""
-    knobs: list[dict[str, Any]] = [
+    settings: list[dict[str, Any]] = [
         *({"kernels": kernels} for kernels in ("hf", "fused-loss", "liger")),
         {"compute_dtype": "int8", "quantization": "int8", "compile": True, "lora_dropout": 0.1},
         {"compute_dtype": "fp8", "quantization": "nf4", "adapter_dtype": "bf16"},
@@ -215,7 +215,7 @@ def test_a_profile_is_of_no_use_once_any_code_that_traced_it_changes() -> None:
     ]
     asked = [
         {"model": model("llama").to_json(), "structure": structure.to_json()}
-        for one in knobs
+        for one in settings
         for structure in [Structure.of(TrialConfig(**one), is_checkpointed=True)]
     ]
     command = (sys.executable, "-P", "-c", _FILES_THAT_RAN, json.dumps(asked))
@@ -237,7 +237,7 @@ SHAPES: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize(
-    "knobs",
+    "settings",
     [
         {},
         {"upcast_fp32": False, "checkpoint_fraction": 0.0},
@@ -251,10 +251,10 @@ SHAPES: list[dict[str, Any]] = [
 def test_what_is_put_together_takes_what_is_traced_as_a_whole(
     predictor: Any,
     tracing_child: TracingChildren,
-    knobs: dict[str, Any],
+    settings: dict[str, Any],
     shape: dict[str, Any],
 ) -> None:
-    config = TrialConfig(quantized_fraction=0.5, **knobs, **shape)
+    config = TrialConfig(quantized_fraction=0.5, **settings, **shape)
     put_together = predictor(model("llama")).predict(config)
     is_checkpointed = config.checkpoint_fraction > 0
     whole = model("llama", every_layer_is_its_own=list(range(LAYERS)))
@@ -288,8 +288,8 @@ def tiny(predictor: Any) -> TracingPredictor:
     return predictor(TINYLLAMA)
 
 
-def predict(predictor: TracingPredictor, **knobs: Any) -> MemoryPrediction:
-    return predictor.predict(parse_config({**LEAN, **knobs}))
+def predict(predictor: TracingPredictor, **settings: Any) -> MemoryPrediction:
+    return predictor.predict(parse_config({**LEAN, **settings}))
 
 
 def test_gradients_are_there_once_in_buckets(tiny: TracingPredictor) -> None:
@@ -344,8 +344,8 @@ def test_what_was_never_measured_is_less_sure(tiny: TracingPredictor) -> None:
     [(2, "hf", 1), (2, "fused-loss", 16), (4, "hf", 16), (8, "hf", 1)],
 )
 def test_what_fits_runs(tiny: TracingPredictor, cards: int, kernels: str, batch: int) -> None:
-    knobs = {"data_parallel": cards, "kernels": kernels, "micro_batch_size": batch}
-    shared = predict(tiny, **{**SHARED, **knobs})
+    settings = {"data_parallel": cards, "kernels": kernels, "micro_batch_size": batch}
+    shared = predict(tiny, **{**SHARED, **settings})
     for times in (1.1, 1.2, 1.43, 1.6, 2.0):
         budget = int(times * shared.peak_allocated_bytes)
         if shared.fits(budget) is Fit.YES:

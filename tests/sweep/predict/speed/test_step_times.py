@@ -126,8 +126,8 @@ LEAN = {
 SHARDED = {**LEAN, "sharding": "fsdp"}
 
 
-def step(gpu: GpuSpec, **knobs: Any) -> SpeedPrediction:
-    return predict_step(parse_config({**LEAN, **knobs}), model=MISTRAL, gpu=gpu)
+def step(gpu: GpuSpec, **settings: Any) -> SpeedPrediction:
+    return predict_step(parse_config({**LEAN, **settings}), model=MISTRAL, gpu=gpu)
 
 
 def linked(gpu: GpuSpec, bytes_per_second: float) -> GpuSpec:
@@ -145,7 +145,7 @@ def test_gpus_that_hold_the_model_each_are_nearly_as_fast(name: str, cards: int)
 
 def test_what_gpus_share_takes_time_and_that_and_a_mask_is_stated_less_surely() -> None:
     gpu = linked(find_gpu("h200"), 1e10)
-    whole, shared = (step(gpu, **knobs, data_parallel=2) for knobs in ({}, SHARDED))
+    whole, shared = (step(gpu, **settings, data_parallel=2) for settings in ({}, SHARDED))
     assert shared.step_seconds > whole.step_seconds
     assert shared.log_spread > whole.log_spread + 0.02
     plain, masked = (
@@ -156,10 +156,10 @@ def test_what_gpus_share_takes_time_and_that_and_a_mask_is_stated_less_surely() 
 
 
 def test_a_slower_link_never_makes_a_step_shorter() -> None:
-    for knobs in ({}, SHARDED):
+    for settings in ({}, SHARDED):
         rates = (1e8, 1e9, 1e10, 1e11)
         times = [
-            step(linked(find_gpu("a10"), rate), **knobs, data_parallel=2).step_seconds
+            step(linked(find_gpu("a10"), rate), **settings, data_parallel=2).step_seconds
             for rate in rates
         ]
         assert times == sorted(times, reverse=True)

@@ -8,11 +8,11 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from qlora_sweep.search_spaces.documents import Strict
 
-TextsKind = Literal[
+DatasetKind = Literal[
     "text", "instruction", "prompt-completion", "messages", "conversations", "preference"
 ]
-TextsFormat = Literal["auto", TextsKind]
-FORMATS: tuple[str, ...] = ("auto", *get_args(TextsKind))
+DatasetFormat = Literal["auto", DatasetKind]
+FORMATS: tuple[str, ...] = ("auto", *get_args(DatasetKind))
 """What an example may be: one text, Alpaca's fields, a prompt with what completes it, a chat as
 the hub's ``messages``, a chat as ShareGPT's ``conversations``, a pair of a chosen and a rejected
 completion, as texts or as turns."""
@@ -28,7 +28,7 @@ Share = Annotated[float, Field(ge=0.0, lt=1.0)]
 Count = Annotated[int, Field(ge=0)]
 
 
-class TextsChoice(Strict):
+class DatasetChoice(Strict):
     """Which dataset a space or a command names, and how it is to be read."""
 
     model_config = ConfigDict(strict=True, use_attribute_docstrings=True)
@@ -41,7 +41,7 @@ class TextsChoice(Strict):
     """The column with what is asked; None recognises it."""
     completion_column: Annotated[str, Field(min_length=1)] | None = None
     """The column with what is answered; named together with the prompt's."""
-    format: TextsFormat = "auto"
+    format: DatasetFormat = "auto"
     """What an example is; auto recognises it."""
     completions_only: bool | None = None
     """Whether only what the model is to answer carries loss; None as TRL has it: of a prompt and
@@ -64,16 +64,16 @@ class LengthQuantiles(Strict):
     max: Count
 
 
-class TextsSummary(BaseModel):
+class DatasetSummary(BaseModel):
     """What a dataset holds once a tokenizer has read it, as a study's definition keeps it."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
     source: str
     """As the person named it."""
-    kind: TextsKind
+    kind: DatasetKind
     """As it was recognised, or given."""
-    format: TextsFormat
+    format: DatasetFormat
     """As it was asked for."""
     text_column: str | None = None
     prompt_column: str | None = None

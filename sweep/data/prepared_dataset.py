@@ -20,11 +20,11 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import ValidationError
 
+from qlora_sweep.search_spaces.dataset_choice import DatasetChoice, DatasetSummary
 from qlora_sweep.search_spaces.documents import home_expanded
 from qlora_sweep.search_spaces.errors import EnvironmentFault, InputError, words_of
 from qlora_sweep.search_spaces.models import ModelSpec
 from qlora_sweep.search_spaces.redaction import redact
-from qlora_sweep.search_spaces.texts import TextsChoice, TextsSummary
 from qlora_sweep.sweep.child_environment import child_environment
 from qlora_sweep.sweep.data.files import (
     RowsError,
@@ -58,7 +58,7 @@ Progress = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True)
-class TextsRequest:
+class DatasetRequest:
     """A dataset as a person names it, with the model that is to read it."""
 
     source: str
@@ -76,7 +76,7 @@ class TextsRequest:
     """A directory or hub id; None for the model's own."""
 
     @classmethod
-    def of(cls, choice: TextsChoice, model: ModelSpec | None) -> TextsRequest:
+    def of(cls, choice: DatasetChoice, model: ModelSpec | None) -> DatasetRequest:
         """Return the request for the dataset that a space or a command names."""
         options = choice.model_dump(exclude={"texts", "eval_fraction", "quality_tokens"})
         return cls(choice.texts, model, **options)
@@ -135,11 +135,11 @@ class BrokenRow:
 
 
 @dataclass(frozen=True)
-class PreparedTexts:
+class PreparedDataset:
     """A dataset as tokens on the disk."""
 
     directory: Path
-    summary: TextsSummary
+    summary: DatasetSummary
     """With the source as it was named now; it may have been another when it was prepared."""
     prepared_as: str
     """The source as it was named then."""
@@ -250,7 +250,7 @@ def text_files(name: str) -> list[tuple[str, Path]]:
         return dataset_files(name)
 
 
-def look_at(request: TextsRequest) -> None:
+def look_at(request: DatasetRequest) -> None:
     """Refuse a dataset in one file here whose first rows show that nothing can be trained on it.
 
     Takes milliseconds; whoever prepares it imports for seconds first.
@@ -263,12 +263,14 @@ def look_at(request: TextsRequest) -> None:
         on_completions(layout.kind, request.completions_only)
 
 
-def texts_directory() -> Path:
+def dataset_directory() -> Path:
     """Return where prepared datasets are kept, each under its fingerprint."""
     return runs_directory() / ".texts"
 
 
-def prepare_texts(request: TextsRequest, *, on_progress: Progress | None = None) -> PreparedTexts:
+def prepare_dataset(
+    request: DatasetRequest, *, on_progress: Progress | None = None
+) -> PreparedDataset:
     """Return a dataset as tokens, prepared now or before.
 
     Args:
@@ -300,7 +302,7 @@ def prepare_texts(request: TextsRequest, *, on_progress: Progress | None = None)
         tokenizer=tokenizer.name,
         tokenizer_directory=str(tokenizer.directory),
         tokenizer_digest=tokenizer.digest,
-        home=str(texts_directory().absolute()),
+        home=str(dataset_directory().absolute()),
         content=content,
         seen=seen_before,
     )
@@ -321,14 +323,14 @@ def prepare_texts(request: TextsRequest, *, on_progress: Progress | None = None)
     return replace(found, summary=summary)
 
 
-def open_prepared(directory: Path) -> PreparedTexts:
+def open_prepared(directory: Path) -> PreparedDataset:
     """Return what was prepared before. Raises EnvironmentFault where it is gone."""
     try:
         text = (directory / SUMMARY).read_text(encoding="utf-8")
-        summary = TextsSummary.model_validate_json(text)
+        summary = DatasetSummary.model_validate_json(text)
     except (OSError, ValueError, ValidationError) as error:
         raise _gone(directory, error) from error
-    return PreparedTexts(directory, summary, summary.source)
+    return PreparedDataset(directory, summary, summary.source)
 
 
 def noted(note: Path) -> Path:
@@ -348,7 +350,7 @@ def is_whole(directory: Path) -> bool:
     return False
 
 
-def require_vocabulary(summary: TextsSummary, model: ModelSpec) -> None:
+def require_vocabulary(summary: DatasetSummary, model: ModelSpec) -> None:
     """Refuse tokens that the model has no embeddings for.
 
     A tokenizer that knows more tokens than the model is fine where those do not occur.

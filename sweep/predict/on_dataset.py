@@ -32,7 +32,7 @@ LONGEST = 2048
 
 
 @dataclass(frozen=True)
-class ShapeOnTexts:
+class ShapeOnDataset:
     """What a dataset makes of one way to batch it."""
 
     largest: dict[str, Any]
@@ -45,7 +45,7 @@ class ShapeOnTexts:
     loss_tokens_per_step: float
 
     @classmethod
-    def of(cls, config: TrialConfig, *, largest: Epoch, mean: Epoch) -> ShapeOnTexts:
+    def of(cls, config: TrialConfig, *, largest: Epoch, mean: Epoch) -> ShapeOnDataset:
         """Return the shape of a configuration's epochs."""
         rows = config.micro_batch_size * config.rows_per_sample
         width = mean.padded_tokens / mean.micro_batches / rows
@@ -85,7 +85,7 @@ def _stand_in(config: TrialConfig, width: int, *, is_masked: bool) -> dict[str, 
     return found
 
 
-class ShapesOnTexts:
+class ShapesOnDataset:
     """What configurations come to on the rows of one study's texts.
 
     Args:
@@ -105,7 +105,7 @@ class ShapesOnTexts:
             few = np.sort(np.random.default_rng(seed).permutation(few)[:ROWS_MAX])
             self._mean = epochs.of_rows(rows_of_samples(few, each))
             self._longest = epochs.of_rows(rows_of_samples(np.union1d(few, longest), each))
-        self._known: dict[Hashable, ShapeOnTexts] = {}
+        self._known: dict[Hashable, ShapeOnDataset] = {}
 
     def for_memory(self, config: TrialConfig) -> TrialConfig:
         """Return the configuration of full rows that needs as much; one that the texts make no
@@ -120,7 +120,7 @@ class ShapesOnTexts:
         """Return the tokens that carry loss in an optimizer step, as a mean of the epoch."""
         return self.of(config).loss_tokens_per_step
 
-    def of(self, config: TrialConfig) -> ShapeOnTexts:
+    def of(self, config: TrialConfig) -> ShapeOnDataset:
         """Return what the texts make of a configuration's way to batch them."""
         key = batch_key(config), config.trainer
         if key not in self._known:
@@ -130,9 +130,9 @@ class ShapesOnTexts:
                 largest = mean
                 if is_sampled:
                     largest = self._longest.fresh(config)
-                self._known[key] = ShapeOnTexts.of(config, largest=largest, mean=mean)
+                self._known[key] = ShapeOnDataset.of(config, largest=largest, mean=mean)
             except InputError:
-                self._known[key] = ShapeOnTexts({}, {}, 1.0, float(config.tokens_per_step))
+                self._known[key] = ShapeOnDataset({}, {}, 1.0, float(config.tokens_per_step))
         return self._known[key]
 
 
@@ -166,7 +166,7 @@ class MemoryInTrainer(MemoryPredictor):
         return WholeMemory(configs, known)
 
 
-class MemoryOnTexts(MemoryPredictor):
+class MemoryOnDataset(MemoryPredictor):
     """Predicts memory for texts: of the largest micro-batch that any order of them can have.
 
     Args:
@@ -174,7 +174,7 @@ class MemoryOnTexts(MemoryPredictor):
         shapes: of the texts.
     """
 
-    def __init__(self, predictor: MemoryPredictor, shapes: ShapesOnTexts) -> None:
+    def __init__(self, predictor: MemoryPredictor, shapes: ShapesOnDataset) -> None:
         self._predictor = predictor
         self._shapes = shapes
 
@@ -182,12 +182,12 @@ class MemoryOnTexts(MemoryPredictor):
         self, configs: Sequence[TrialConfig], *, on_progress: OnProgress = tell_nobody
     ) -> WholeMemory:
         """See `MemoryPredictor.predict_all`."""
-        on_texts = list(map(self._shapes.for_memory, configs))
-        return self._predictor.predict_all(on_texts, on_progress=on_progress)
+        on_dataset = list(map(self._shapes.for_memory, configs))
+        return self._predictor.predict_all(on_dataset, on_progress=on_progress)
 
 
 def full_rows(
-    configs: Sequence[TrialConfig], shapes: ShapesOnTexts | None
+    configs: Sequence[TrialConfig], shapes: ShapesOnDataset | None
 ) -> Sequence[TrialConfig]:
     """Return the configurations of full rows that take as long."""
     if shapes is not None:
@@ -196,7 +196,7 @@ def full_rows(
 
 
 def tokens_per_step(
-    configs: Sequence[TrialConfig], shapes: ShapesOnTexts | None
+    configs: Sequence[TrialConfig], shapes: ShapesOnDataset | None
 ) -> NDArray[np.float64]:
     """Return the tokens that carry loss in a step of each configuration."""
     if shapes is None:

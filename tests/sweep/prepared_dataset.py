@@ -8,14 +8,14 @@ from typing import Any
 
 import numpy as np
 
-from qlora_sweep.search_spaces.texts import LengthQuantiles, TextsSummary
-from qlora_sweep.sweep.data.texts import PreparedTexts, TextsRequest
+from qlora_sweep.search_spaces.dataset_choice import DatasetSummary, LengthQuantiles
+from qlora_sweep.sweep.data.prepared_dataset import DatasetRequest, PreparedDataset
 
 LENGTHS = tuple(range(10, 410, 2))
 """Tokens of two hundred rows, 10 to 408."""
 
 
-def a_summary(lengths: Sequence[int] = LENGTHS, **changes: Any) -> TextsSummary:
+def a_summary(lengths: Sequence[int] = LENGTHS, **changes: Any) -> DatasetSummary:
     rows = np.asarray(lengths)
     quantiles = {
         f"p{share}": int(np.quantile(rows, share / 100, method="inverted_cdf"))
@@ -35,12 +35,12 @@ def a_summary(lengths: Sequence[int] = LENGTHS, **changes: Any) -> TextsSummary:
         "longest": int(rows.max()),
         "quantiles": LengthQuantiles(**quantiles, max=int(rows.max())),
     }
-    return TextsSummary.model_validate(values | changes)
+    return DatasetSummary.model_validate(values | changes)
 
 
-def prepared_texts(
+def prepared_dataset(
     directory: Path, lengths: Sequence[int] = LENGTHS, **changes: Any
-) -> PreparedTexts:
+) -> PreparedDataset:
     """Write the lengths of rows, of which every token but the first carries loss."""
     directory.mkdir(parents=True, exist_ok=True)
     rows = np.asarray(lengths, dtype=np.int32)
@@ -48,16 +48,16 @@ def prepared_texts(
     np.save(directory / "loss_lengths.npy", np.maximum(rows - 1, 0))
     summary = a_summary(lengths, **changes)
     (directory / "texts.json").write_text(summary.model_dump_json())
-    return PreparedTexts(directory, summary, summary.source)
+    return PreparedDataset(directory, summary, summary.source)
 
 
 class Reader:
-    """Reads texts as `prepare_texts` does, from nowhere, and remembers what it was asked."""
+    """Reads texts as `prepare_dataset` does, from nowhere, and remembers what it was asked."""
 
-    def __init__(self, texts: PreparedTexts) -> None:
+    def __init__(self, texts: PreparedDataset) -> None:
         self.texts = texts
-        self.asked: list[TextsRequest] = []
+        self.asked: list[DatasetRequest] = []
 
-    def __call__(self, request: TextsRequest) -> PreparedTexts:
+    def __call__(self, request: DatasetRequest) -> PreparedDataset:
         self.asked.append(request)
         return self.texts
