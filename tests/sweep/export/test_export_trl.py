@@ -56,7 +56,7 @@ PAIRS = [
 
 
 @pytest.mark.parametrize(
-    ("settings", "has_texts"),
+    ("settings", "has_dataset"),
     [
         ({"loss_type": "ipo", "dpo_beta": 0.3, "lora_dropout": 0.1}, True),
         ({"reference": "precomputed", "packing": "grouped"}, True),
