@@ -38,7 +38,7 @@ from qlora_sweep.sweep.predict.memory.profile_store import (
     versions,
 )
 from qlora_sweep.sweep.predict.memory.profiles import Change, Profile, Structure
-from qlora_sweep.sweep.predict.memory.shipped import PROFILES, VERSIONS, ShippedProfiles, read
+from qlora_sweep.sweep.predict.memory.shipped import NOTHING, PROFILES, VERSIONS, ShippedProfiles, read
 from qlora_sweep.sweep.predict.speed.layers import SHIPPED as LAYERS
 from tests.sweep.predict.forecasters import forecaster_on
 
@@ -91,10 +91,10 @@ class Kept:
         self._tracer.close()
 
 
-def kept_of(model: ModelSpec, archive: Path | None) -> dict[Structure, Traced]:
+def kept_of(model: ModelSpec, archive: Path) -> dict[Structure, Traced]:
     """What ships of a model, as it was traced."""
     shipped = ShippedProfiles(model, archive)
-    members = {} if archive is None else read(archive, model.fingerprint) or {}
+    members = read(archive, model.fingerprint) or {}
     found = {one: shipped.get(one) for one in map(structure_of, members.get("profiles", ()))}
     return {
         structure: asdict(known) if isinstance(known, Profile) else known
@@ -156,7 +156,7 @@ def write(archive: Path, members: Iterable[tuple[str, Any]]) -> None:
 
 
 def profiles(
-    tracer: Tracer, kept: Path | None, names: Sequence[str] = ()
+    tracer: Tracer, kept: Path, names: Sequence[str] = ()
 ) -> Iterator[tuple[str, Any]]:
     """All that a study or a plan of a preset asks of a shipped model, what is kept and what is not;
     of models that are not among ``names``, where any are given, what is kept."""
@@ -206,7 +206,7 @@ def surveys() -> Iterator[tuple[str, Any]]:
 
 
 def main() -> None:
-    kept = PROFILES if sys.argv[1] == "surveys" else None
+    kept = PROFILES if sys.argv[1] == "surveys" else NOTHING
     LAYERS.write_text(json.dumps(layers(), indent=1, sort_keys=True) + "\n", encoding="utf-8")
     with closing(TracingChildren(outlive=True)) as children:
         members = sorted(profiles(children, kept, sys.argv[2:]))
