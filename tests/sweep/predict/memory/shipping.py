@@ -38,7 +38,13 @@ from qlora_sweep.sweep.predict.memory.profile_store import (
     versions,
 )
 from qlora_sweep.sweep.predict.memory.profiles import Change, Profile, Structure
-from qlora_sweep.sweep.predict.memory.shipped import NOTHING, PROFILES, VERSIONS, ShippedProfiles, read
+from qlora_sweep.sweep.predict.memory.shipped import (
+    NOTHING,
+    PROFILES,
+    VERSIONS,
+    ShippedProfiles,
+    read,
+)
 from qlora_sweep.sweep.predict.speed.layers import SHIPPED as LAYERS
 from tests.sweep.predict.forecasters import forecaster_on
 
@@ -155,9 +161,7 @@ def write(archive: Path, members: Iterable[tuple[str, Any]]) -> None:
             file.writestr(ZipInfo(name, _DATE), text, ZIP_LZMA)
 
 
-def profiles(
-    tracer: Tracer, kept: Path, names: Sequence[str] = ()
-) -> Iterator[tuple[str, Any]]:
+def profiles(tracer: Tracer, kept: Path, names: Sequence[str] = ()) -> Iterator[tuple[str, Any]]:
     """All that a study or a plan of a preset asks of a shipped model, what is kept and what is not;
     of models that are not among ``names``, where any are given, what is kept."""
     yield VERSIONS, versions()
