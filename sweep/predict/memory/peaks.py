@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from qlora_sweep.sweep.predict.memory.allocator import GRAIN_BYTES, SMALL_BYTES, grains
-from qlora_sweep.sweep.predict.memory.profiles import GRADIENTS, VARYING, Profile
+from qlora_sweep.sweep.predict.memory.profiles import ACTIVATIONS, GRADIENTS, VARYING, Profile
 from qlora_sweep.sweep.predict.memory.replay import Step, base_allocator
 
 PARTS = ("weights", "adapters", "gradients", "optimizer", "activations", "loss")
@@ -204,6 +204,7 @@ def _highest(steps: Sequence[Step], width: Any) -> tuple[NDArray[np.int8], Bytes
         left += np.tensordot(repeated, columns[1:], 2)[walk.segments]
         risen[flag] = np.tensordot(profile.births, columns, 2)  # (births, varying, steps)
     # Gradients that earlier micro-batches have left are there throughout.
+    beside = np.array([step.first_step_bytes for step in steps], width)  # (steps,)
     has_gradients = np.array([step.held_gradients > 0 for step in steps])  # (steps,)
     left[:, GRADIENTS, has_gradients] = 0
     alive = left.cumsum(axis=0) - left  # (visits, varying, steps): before each visit
@@ -220,6 +221,9 @@ def _highest(steps: Sequence[Step], width: Any) -> tuple[NDArray[np.int8], Bytes
             before = np.where(is_own, alive_in_all[visits], _NEVER)
             fullest = before.argmax(axis=0)  # (steps,)
             rise = rises[births_of[name]]  # (births of the segment, varying, steps)
+            if name.startswith("backward"):
+                rise = rise.copy()
+                rise[:, ACTIVATIONS] += beside
             rises_of_births.append(rise)
             totals_of_births.append(before[fullest, step] + rise.sum(axis=1))
             visits_of_births.append(np.broadcast_to(visits[fullest], (len(rise), len(steps))))

@@ -87,6 +87,16 @@ class Step:
     """Of the polynomials' symbols."""
     workspace_bytes: int
     """What the libraries keep for themselves."""
+    benchmark_bytes: int = 0
+    """What the compiler clears between the runs of a kernel that it tries out."""
+
+    @property
+    def first_step_bytes(self) -> int:
+        """How much more there is when the first backward pass tries out its kernels than in later
+        steps, which have the optimizer's states."""
+        if not self.config.compile:
+            return 0
+        return max(0, self.benchmark_bytes - sum(self.states))
 
     @property
     def profile(self) -> Profile:

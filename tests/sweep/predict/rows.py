@@ -31,6 +31,8 @@ TABLE = read_rows("measurements_h200.jsonl")
 HELD_OUT = read_rows("held_out_h200.jsonl")
 COMPILED = read_rows("compiled_h200.jsonl")
 EIGHT_BIT = read_rows("eight_bit_h200.jsonl")
+GATED = read_rows("gated_h200.jsonl")
+"""Compiled layers whose peak is in the gated MLP's way back, in 16 and in 8 bits."""
 PACKED = read_rows("packed_h200.jsonl")
 """Rows that texts fill to the last token; ``full`` is the same configuration on one text a row."""
 PAIRS = read_rows("pairs_h100.jsonl")

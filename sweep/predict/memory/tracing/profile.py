@@ -122,7 +122,13 @@ def _traced(spec: ModelSpec, structure: Structure) -> dict[str, Any]:
         # Casts are recomputed, as under ``torch.compile``.
         for module in filter(lambda m: isinstance(m, Linear4bit), base.model.modules()):
             module.is_compiled = True
-    with fused.patched(base.model, loss=fuses_loss, layers=fuses_layers, chunk_tokens=symbols.c):
+    with fused.patched(
+        base.model,
+        loss=fuses_loss,
+        layers=fuses_layers,
+        is_compiled=config.compile,
+        chunk_tokens=symbols.c,
+    ):
         target = _attach(base, config, symbols)
         if config.compile:
             _share_input_copies(target.base)

@@ -31,6 +31,7 @@ from tests.sweep.predict.rows import (
     COMPILED,
     EDGES,
     EIGHT_BIT,
+    GATED,
     GRPO,
     HELD_OUT,
     NEW_MODELS,
@@ -90,7 +91,7 @@ def _rows(
 ) -> list[Row]:
     return [
         row
-        for row in (*TABLE, *HELD_OUT, *COMPILED, *EIGHT_BIT, *PACKED, *PAIRS)
+        for row in (*TABLE, *HELD_OUT, *COMPILED, *EIGHT_BIT, *GATED, *PACKED, *PAIRS)
         if is_compiled(row) is compiled
         and (not compiled or config_of(row).is_8bit_compute is eight_bit)
         and recomputed in (None, is_recomputed(row))
@@ -188,6 +189,14 @@ def test_pairs_are_predicted_to_a_percent(predict_row: Predict) -> None:
     assert len(PAIRS) >= 20
     assert max(map(abs, _allocated(predict_row, PAIRS))) < 0.01
     assert max(map(abs, _reserved(predict_row, PAIRS))) < 0.04
+
+
+def test_where_all_linear_layers_are_adapted_compiled_ones_are_predicted_to_a_tenth_of_a_percent(
+    predict_row: Predict,
+) -> None:
+    rows = [row for row in (*COMPILED, *GATED) if row["config"]["target_modules"] == "all-linear"]
+    assert len(rows) == 9
+    assert max(map(abs, _allocated(predict_row, rows))) < 0.001
 
 
 def test_a_prediction_states_what_is_derived(predict_row: Predict) -> None:
