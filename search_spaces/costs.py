@@ -316,7 +316,7 @@ class Bill:
             "usd_per_million_tokens": self.usd_per_million_tokens,
             "usd_per_sample": self.usd_per_sample,
             "usd_per_epoch": self.usd_per_epoch,
-            "cards": self.gpus,
+            "gpus": self.gpus,
             "usd": self.usd,
             "date": self.offer.date.isoformat(),
             "steps": self.workload.steps,

@@ -145,7 +145,7 @@ def parse_contribution(text: str, label: str) -> Contribution:
     """
     surface = parse_surface(text, label, header_type=ContributionHeader, row_type=ContributedRow)
     model = _shipped(surface.model, f"{label}: line 1")
-    if surface.card.name != surface.gpu:
+    if surface.measured_on.name != surface.gpu:
         raise InputError(f"{label}: line 1: gpu and measured_on are two GPUs")
     for row in surface.rows:
         if not _has_known_targets(row.config, model):

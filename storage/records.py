@@ -218,7 +218,7 @@ class Measurement(_Frozen):
 
     tokens_per_second: Positive
     """Tokens that carry loss per second, at the median step; of all GPUs together."""
-    cards: Annotated[Count, Field(ge=1)] = 1
+    gpus: Annotated[Count, Field(ge=1)] = 1
     """GPUs that trained it together. Peaks are of the GPU that needed most."""
     samples_per_second: Positive
     step_seconds: Positive

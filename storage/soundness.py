@@ -120,8 +120,8 @@ class Soundness:
         )
         if contradiction is not None:
             return contradiction
-        if measured.cards > config.data_parallel:
-            return f"cards {measured.cards:,} is more than data_parallel {config.data_parallel}"
+        if measured.gpus > config.data_parallel:
+            return f"GPUs {measured.gpus:,} is more than data_parallel {config.data_parallel}"
         # The least: each frozen weight forward once, each trained one as well.
         weights = self.weights + measured.trainable_parameters
         computed = loss_tokens or tokens

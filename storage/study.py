@@ -261,7 +261,7 @@ class OpenStudy(AbstractContextManager["OpenStudy"]):
     """What was asked for and not told, by number: once it began as lost, until it is."""
     _is_stale: bool = field(default=False, init=False)
     """Whether Optuna may hold trials of a transaction that failed."""
-    cards: int = field(default=1, init=False)
+    gpus: int = field(default=1, init=False)
     """That trials run on at a time, in this run."""
 
     def __exit__(self, *_: object) -> None:
@@ -322,7 +322,7 @@ class OpenStudy(AbstractContextManager["OpenStudy"]):
             known = ended.get(record.attempt_id, record)
             record = known if known.config == record.config else record
             # The time of a lost trial was paid for, too.
-            if self._has_stored(record, spent_seconds=record.wall_seconds, cards=_gpus_of(record)):
+            if self._has_stored(record, spent_seconds=record.wall_seconds, gpus=_gpus_of(record)):
                 self.ledger.add(record)
         for words in spooled.problems:
             self._warn(words)
@@ -484,7 +484,7 @@ class OpenStudy(AbstractContextManager["OpenStudy"]):
             # A healthy database outweighs what is in the way of that.
             unspooled = str(fault)
         try:
-            is_told = self._has_stored(record, spent_seconds=spent_seconds, cards=self.cards)
+            is_told = self._has_stored(record, spent_seconds=spent_seconds, gpus=self.gpus)
             if not is_told:
                 self.add_wall_seconds(spent_seconds)
             if unspooled and not is_told:
@@ -538,13 +538,13 @@ class OpenStudy(AbstractContextManager["OpenStudy"]):
 
     def add_wall_seconds(self, seconds: float) -> None:
         """Add to the driver's time over all runs of the study, and to what is paid for."""
-        self.note(**self._with_seconds(seconds, cards=self.cards))
+        self.note(**self._with_seconds(seconds, gpus=self.gpus))
 
-    def _with_seconds(self, seconds: float, *, cards: int) -> dict[str, float]:
+    def _with_seconds(self, seconds: float, *, gpus: int) -> dict[str, float]:
         """Return the study's times with so many more seconds on so many GPUs."""
         return {
             "wall_seconds": self.known.wall_seconds + seconds,
-            "gpu_seconds": self.known.gpu_seconds + seconds * cards,
+            "gpu_seconds": self.known.gpu_seconds + seconds * gpus,
         }
 
     def note(self, **attributes: Any) -> None:
@@ -616,9 +616,9 @@ class OpenStudy(AbstractContextManager["OpenStudy"]):
             self._storage.set_study_user_attr(number, "mark", mark)
         self._is_stale = False
 
-    def _has_stored(self, record: TrialRecord, *, spent_seconds: float, cards: int) -> bool:
+    def _has_stored(self, record: TrialRecord, *, spent_seconds: float, gpus: int) -> bool:
         """Write a result, and the seconds that it took; return whether the database has it."""
-        spent = self._with_seconds(spent_seconds, cards=cards)
+        spent = self._with_seconds(spent_seconds, gpus=gpus)
 
         def store() -> bool:
             is_stored = self._store(record, attempt=record.attempt_id)

@@ -108,7 +108,7 @@ class Surface:
     model: ModelSpec
     gpu: str
     """Catalogue name of the GPU that the trials were for."""
-    card: GpuSpec
+    measured_on: GpuSpec
     """The GPU that they ran on."""
     rows: tuple[SurfaceRow, ...]
     header: Header
@@ -184,7 +184,7 @@ def parse_surface(
         # Its config stands here, so nothing is looked for anywhere.
         model=ModelSpec(header.model, "directory", config),
         gpu=_gpu(header.gpu, f"{where}: gpu").name,
-        card=_gpu(header.measured_on, f"{where}: measured_on"),
+        measured_on=_gpu(header.measured_on, f"{where}: measured_on"),
         rows=tuple(row for _, row in known.values()),
         repeated=len(others) - len(known),
         header=header,

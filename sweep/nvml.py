@@ -53,7 +53,7 @@ def visible_gpus(nvml: Any = NVML, *, most: int | None = None) -> Iterator[list[
     else:
         names = [name.strip() for name in named.split(",")]
         names[0] = names[0] or "0"
-    cards: list[NvmlDevice] = []
+    gpus: list[NvmlDevice] = []
     for name in names[:most]:
         handle = None
         if name.isdigit():
@@ -63,9 +63,9 @@ def visible_gpus(nvml: Any = NVML, *, most: int | None = None) -> Iterator[list[
         if handle is None:
             # CUDA shows none of what comes after one that is not there.
             break
-        cards.append(NvmlDevice(handle, nvml))
+        gpus.append(NvmlDevice(handle, nvml))
     try:
-        yield cards
+        yield gpus
     finally:
         _ask(nvml.nvmlShutdown)
 

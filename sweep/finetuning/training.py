@@ -104,7 +104,7 @@ class PreparedTraining:
     texts: PreparedDataset
     tokenizer: TokenizerFiles
     forecaster: Forecaster
-    card: GpuInfo | None
+    gpu: GpuInfo | None
     notes: tuple[str, ...]
     """What a person should know beforehand."""
     prediction: Prediction | None = None
@@ -201,7 +201,7 @@ def prepare_training(
     *,
     read_study: ReadStudy,
     read_dataset: ReadDataset,
-    cards: Callable[[], Sequence[GpuInfo]],
+    read_gpus: Callable[[], Sequence[GpuInfo]],
     warn: Callable[[str], None],
 ) -> PreparedTraining:
     """Resolve what is to be trained, and refuse what cannot be.
@@ -210,7 +210,7 @@ def prepare_training(
         request: what was typed.
         read_study: reads a study by its name.
         read_dataset: prepares a dataset.
-        cards: reads the GPUs that are here, the first of them those that train.
+        gpus: reads the GPUs that are here, the first of them those that train.
         warn: told what a person should know of predictions.
 
     Raises:
@@ -232,7 +232,7 @@ def prepare_training(
     weights = _weights(request.weights, model)
     if not request.is_resumed:
         output.refuse_taken(request.output)
-    present = cards()
+    present = read_gpus()
     resolved = _resolved(subject, next(iter(present), None))
     if not resolved.target.is_on_gpu:
         present = ()
@@ -261,7 +261,7 @@ def prepare_training(
         max_steps=request.max_steps,
         seed=seed,
         device=resolved.target.device,
-        cards=_shown(present, count=config.data_parallel),
+        gpus=_shown(present, count=config.data_parallel),
         budget_bytes=resolved.target.budget_bytes,
         output=str(request.output.absolute()),
         checkpoint_steps=request.checkpoint_every,
@@ -283,7 +283,7 @@ def prepare_training(
             product=None if here is None else here.product,
             warn=warn,
         ),
-        card=here,
+        gpu=here,
         notes=_notes(subject, measured, resolved.target, weights, is_without_gpu=is_without_budget),
     )
     broken = prepared.forecaster.violation(config)
@@ -377,7 +377,7 @@ def _shown(present: Sequence[GpuInfo], *, count: int) -> tuple[str, ...]:
     """Return the GPUs that a training is to see, as Trainer takes all; none where one is here."""
     if len(present) <= 1:
         return ()
-    return tuple(ChosenGpu(at, card).cuda_name for at, card in enumerate(present[:count]))
+    return tuple(ChosenGpu(at, gpu).cuda_name for at, gpu in enumerate(present[:count]))
 
 
 def _refuse_untrainable(subject: Subject, broken: Violation | None) -> None:
@@ -432,7 +432,7 @@ def _weights(typed: Weights | None, model: ModelSpec) -> Weights:
     return weights
 
 
-def _resolved(subject: Subject, card: GpuInfo | None) -> ResolvedTarget:
+def _resolved(subject: Subject, gpu: GpuInfo | None) -> ResolvedTarget:
     """Return the device: the study's, else the GPU that is here, else the CPU.
 
     Raises:
@@ -440,15 +440,15 @@ def _resolved(subject: Subject, card: GpuInfo | None) -> ResolvedTarget:
         InputError: a budget that the GPU has not.
     """
     if subject.definition is not None:
-        return resolve_target(subject.definition.space, card)
+        return resolve_target(subject.definition.space, gpu)
     values: dict[str, Any] = {
         "name": "train",
         "gpu": "auto",
         "dimensions": {"lora_rank": {"choices": [subject.config.lora_rank]}},
     }
-    if card is None:
+    if gpu is None:
         values |= {"gpu": "cpu", "budget_gib": _CPU_GIB}
-    return resolve_target(SearchSpace.model_validate(values), card)
+    return resolve_target(SearchSpace.model_validate(values), gpu)
 
 
 def train(

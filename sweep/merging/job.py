@@ -94,7 +94,7 @@ def merge(
         tokenizer = _copy_beside(source, base, directory)
         order = {"task": "merge", "dtype": dtype, "directory": str(directory), **models}
         merged = _run(order, on_news)
-        text = _card(label, source.name, merged["dtype"])
+        text = _gpu(label, source.name, merged["dtype"])
         (directory / "README.md").write_text(text, encoding="utf-8")
         merged["notes"] += _tokens_without_rows(directory)
     # From here on the merged model is there, whatever becomes of the comparison.
@@ -306,7 +306,7 @@ def _copy(path: Path, *, source: Path, directory: Path) -> None:
     shutil.copyfile(path, target)
 
 
-def _card(base: str, adapter: str, dtype: str) -> str:
+def _gpu(base: str, adapter: str, dtype: str) -> str:
     """Return a model card of what was merged."""
     of_base = ""
     if is_hub_id(base):

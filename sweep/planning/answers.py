@@ -157,7 +157,7 @@ def answer(
     read_study: StudyReader = stored_study,
     progress: Progress = silent,
     predictor: Predictor | None = None,
-    card: Callable[[], GpuInfo | None] = _read_gpu,
+    read_gpu: Callable[[], GpuInfo | None] = _read_gpu,
 ) -> Answer:
     """Return the answer to what was asked.
 
@@ -169,7 +169,7 @@ def answer(
         progress: is told how far it is.
         predictor: makes what predicts memory; by default it traces the model's own code, in
             children that serve all questions of this plan.
-        card: reads the GPU in this machine, for where none is named.
+        gpu: reads the GPU in this machine, for where none is named.
 
     Raises:
         InputError: something that was typed, written or named is not right.
@@ -179,7 +179,7 @@ def answer(
         question = resolve_request(
             request,
             predictor=predictor or tracing(children),
-            card=card,
+            read_gpu=read_gpu,
             read_study=read_study,
             read_dataset=read_dataset,
         )
@@ -320,12 +320,12 @@ def _cheapest(question: Question, progress: Progress) -> Cheapest:
     """Return what a job costs on each GPU."""
     request = question.request
     tell = progress("GPUs looked at")
-    cards: list[GpuForJob] = []
+    gpus: list[GpuForJob] = []
     bills: list[Bill] = []
     faults: list[InputError] = []
     for done, gpu in enumerate(question.gpus):
         tell(done, len(question.gpus))
-        card = on_gpu(
+        for_job = on_gpu(
             question.about(gpu),
             question.forecaster(gpu),
             work=request.work,
@@ -333,18 +333,18 @@ def _cheapest(question: Question, progress: Progress) -> Cheapest:
             deadline_seconds=request.within_seconds,
             progress=progress,
         )
-        cards.append(card)
-        bills += card.bills
-        if card.fault is not None:
-            faults.append(card.fault)
-    if len(faults) == len(cards):
+        gpus.append(for_job)
+        bills += for_job.bills
+        if for_job.fault is not None:
+            faults.append(for_job.fault)
+    if len(faults) == len(gpus):
         raise faults[0]
     return Cheapest(
         model=question.model,
         workload=bills[0].workload if bills else None,
         held=question.held,
         deadline_seconds=request.within_seconds,
-        cards=ranked(cards),
+        gpus=ranked(gpus),
     )
 
 

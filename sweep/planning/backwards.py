@@ -148,7 +148,7 @@ class Cheapest:
     """None where no GPU can do it."""
     held: Mapping[str, Any]
     deadline_seconds: float | None
-    cards: tuple[GpuForJob, ...]
+    gpus: tuple[GpuForJob, ...]
     """Those that do the job, the cheapest first, then the others by name."""
 
     @property
@@ -174,11 +174,11 @@ class Cheapest:
     @property
     def smallest(self) -> GpuForJob | None:
         """Of the able GPUs the one with least memory; of several the cheapest."""
-        return min(self.able, key=lambda card: card.gpu.memory_bytes, default=None)
+        return min(self.able, key=lambda gpu: gpu.gpu.memory_bytes, default=None)
 
     def that(self, *outcomes: Outcome) -> tuple[GpuForJob, ...]:
         """Return the GPUs with one of these outcomes."""
-        return tuple(card for card in self.cards if card.outcome in outcomes)
+        return tuple(gpu for gpu in self.gpus if gpu.outcome in outcomes)
 
 
 def on_gpu(
@@ -276,17 +276,17 @@ def _outcome(bill: Bill, hours: float) -> Outcome:
     return Outcome.TOO_SLOW if soonest.wall_hours > hours else Outcome.PERHAPS_IN_TIME
 
 
-def ranked(cards: Sequence[GpuForJob]) -> tuple[GpuForJob, ...]:
+def ranked(gpus: Sequence[GpuForJob]) -> tuple[GpuForJob, ...]:
     """Return the GPUs that do the job, the cheapest first, then the others by name."""
     able: list[GpuForJob] = []
     others: list[GpuForJob] = []
-    for card in cards:
-        if card.is_able:
-            able.append(card)
+    for gpu in gpus:
+        if gpu.is_able:
+            able.append(gpu)
         else:
-            others.append(card)
-    able.sort(key=lambda card: card.bill.usd)
-    others.sort(key=lambda card: card.gpu.name)
+            others.append(gpu)
+    able.sort(key=lambda gpu: gpu.bill.usd)
+    others.sort(key=lambda gpu: gpu.gpu.name)
     return tuple(able + others)
 
 

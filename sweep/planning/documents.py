@@ -441,8 +441,8 @@ def cheapest_document(answer: Cheapest) -> dict[str, Any]:
     Ties are as in `comparison_document`.
     """
 
-    def names(cards: Iterable[GpuForJob]) -> list[str]:
-        return [card.gpu.name for card in cards]
+    def names(gpus: Iterable[GpuForJob]) -> list[str]:
+        return [gpu.gpu.name for gpu in gpus]
 
     best = answer.cheapest
     smallest = answer.smallest
@@ -460,15 +460,15 @@ def cheapest_document(answer: Cheapest) -> dict[str, Any]:
         "perhaps_in_time": names(answer.that(Outcome.PERHAPS_IN_TIME)),
         "gpus": [
             {
-                "gpu": card.gpu.name,
-                **_of(card.gpu, "memory_bytes", "budget_bytes"),
-                "outcome": card.outcome.name.lower(),
-                "reason": card.reason or None,
-                "least_bytes": card.least_bytes,
-                "answer": card.forecast and forecast_document(card.forecast, bills=card.bills),
-                "bills": _bills(card.bills),
+                "gpu": gpu.gpu.name,
+                **_of(gpu.gpu, "memory_bytes", "budget_bytes"),
+                "outcome": gpu.outcome.name.lower(),
+                "reason": gpu.reason or None,
+                "least_bytes": gpu.least_bytes,
+                "answer": gpu.forecast and forecast_document(gpu.forecast, bills=gpu.bills),
+                "bills": _bills(gpu.bills),
             }
-            for card in answer.cards
+            for gpu in answer.gpus
         ],
     }
 

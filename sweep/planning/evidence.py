@@ -63,7 +63,7 @@ def evidence_from(
     if not target.is_on_gpu:
         raise InputError(f"study '{snapshot.name}' ran on a CPU and says nothing of a GPU")
     ran_on = target.emulated_on or target.gpu
-    is_same_card = match_product(ran_on) == gpu
+    is_same_gpu = match_product(ran_on) == gpu
     # As everywhere, the last trial of a configuration that came to a conclusion decides.
     measured = {canonical(record.config): record for record in fitting(snapshot.records)}
     steady: list[TrialRecord] = []
@@ -83,7 +83,7 @@ def evidence_from(
             ran_out.add(canonical(record.config))
     calibration = None
     notes: tuple[str, ...] = ()
-    if is_same_card:
+    if is_same_gpu:
         calibration = calibrated(steady, model=model, gpu=gpu, shapes=shapes)
     else:
         ran = f"study '{snapshot.name}' ran on {ran_on}"
@@ -94,7 +94,7 @@ def evidence_from(
         calibration=calibration,
         trials=measured,
         ran_out=frozenset(ran_out.difference(measured)),
-        is_same_card=is_same_card,
+        is_same_gpu=is_same_gpu,
         memory_errors=tuple(memory_errors),
         records=snapshot.records,
         notes=notes,

@@ -358,7 +358,7 @@ def resolve_request(
     request: PlanRequest,
     *,
     predictor: Predictor,
-    card: Callable[[], GpuInfo | None],
+    read_gpu: Callable[[], GpuInfo | None],
     read_study: StudyReader,
     read_dataset: ReadDataset = prepare_dataset,
 ) -> Question:
@@ -367,7 +367,7 @@ def resolve_request(
     Args:
         request: what was typed.
         predictor: makes what predicts memory.
-        card: reads the GPU in this machine, for where none is named.
+        gpu: reads the GPU in this machine, for where none is named.
         read_study: reads the study whose trials calibrate, for where one is named.
         read_dataset: reads and tokenizes texts, or finds what did so before.
 
@@ -377,7 +377,7 @@ def resolve_request(
     """
     _check(request)
     kind, space, named = _space(request.space, request.model)
-    gpus = _cards(request, space, named, card)
+    gpus = _gpus(request, space, named, read_gpu)
     if request.from_file is not None and len(gpus) > 1:
         raise InputError(f"--from-file answers for one GPU, got {len(gpus)}: name one --gpu")
     if request.devices and len(gpus) > 1:
@@ -435,11 +435,11 @@ def _check_grpo(question: Question) -> None:
         )
 
 
-def _cards(
+def _gpus(
     request: PlanRequest,
     space: SearchSpace | None,
     named: GpuSpec | None,
-    card: Callable[[], GpuInfo | None],
+    read_gpu: Callable[[], GpuInfo | None],
 ) -> tuple[GpuSpec, ...]:
     """Return the GPUs that are asked about: every one that was named, the positional one first.
 
@@ -450,12 +450,12 @@ def _cards(
     if named is not None:
         gpus[named.name] = named
     for name in request.gpus:
-        gpu = _gpu(name, card)
+        gpu = _gpu(name, read_gpu)
         gpus[gpu.name] = gpu
     if not gpus and request.is_cheapest:
         return tuple(gpu_catalogue().values())
     if not gpus:
-        return (_gpu("auto" if space is None else space.gpu, card),)
+        return (_gpu("auto" if space is None else space.gpu, read_gpu),)
     return tuple(gpus.values())
 
 
@@ -502,14 +502,14 @@ def _space(
     """
     if name is None:
         return "standard", None, None
-    card = match_product(name)
+    gpu = match_product(name)
     preset = preset_name(name)
-    if preset is None and card is not None:
-        preset = preset_name(card.name)
+    if preset is None and gpu is not None:
+        preset = preset_name(gpu.name)
     if preset is not None:
         return "preset", preset_space(preset, model=model), match_product(preset)
-    if card is not None and not Path(name).exists():
-        return "standard", None, card
+    if gpu is not None and not Path(name).exists():
+        return "standard", None, gpu
     try:
         return "file", load_space(name), None
     except InputError:
@@ -521,7 +521,7 @@ def _space(
         raise InputError(f"'{name}' is no preset, no YAML file and no GPU{near}") from None
 
 
-def _gpu(name: str, card: Callable[[], GpuInfo | None]) -> GpuSpec:
+def _gpu(name: str, read_gpu: Callable[[], GpuInfo | None]) -> GpuSpec:
     """Return the GPU of that name; ``auto`` is the one in this machine."""
     if name == "cpu":
         raise InputError(
@@ -530,7 +530,7 @@ def _gpu(name: str, card: Callable[[], GpuInfo | None]) -> GpuSpec:
         )
     if name != "auto":
         return find_gpu(name)
-    here = card()
+    here = read_gpu()
     if here is None:
         raise InputError("no GPU is named and none is here: name one with --gpu (`sweep gpus`)")
     if (spec := here.known) is None:

@@ -58,7 +58,7 @@ class Session:
         """Return some trials of a file."""
         surface = contribution.surface
         configs = list(map(attrgetter("config"), rows))
-        times = StepTimes(configs, model=surface.model, gpu=surface.card, evidence=None)
+        times = StepTimes(configs, model=surface.model, gpu=surface.measured_on, evidence=None)
         ends = np.array([row.step_seconds_ci95 or (1.0, 1.0) for row in rows])  # (trials, 2)
         widths = np.log(ends[:, 1] / ends[:, 0]) / CI95_WIDTH
         log_seconds = np.log([row.step_seconds or np.nan for row in rows])  # (trials,)
@@ -184,7 +184,7 @@ def check(contribution: Contribution) -> float:
 def _impossible(row: SurfaceRow, contribution: Contribution) -> str | None:
     """Return why one GPU cannot have measured a trial; None where it may have."""
     config = row.config
-    gpu = contribution.surface.card
+    gpu = contribution.surface.measured_on
     seconds = row.step_seconds or 0.0
     contradiction = contradicted_tokens(
         config,
@@ -219,8 +219,8 @@ def _least_seconds(row: SurfaceRow, contribution: Contribution) -> float:
     """Return the seconds of a step at the data sheet's peak, with the frozen weights read twice."""
     surface = contribution.surface
     config = row.config
-    phases = StepTimes([config], model=surface.model, gpu=surface.card, evidence=None).phases
+    phases = StepTimes([config], model=surface.model, gpu=surface.measured_on, evidence=None).phases
     computing = float(np.nan_to_num(phases.model_flops[0] / phases.peak_flops[0]))
     weights = frozen_linear_weights(surface.model)
     read_bytes = 2 * config.accumulation_steps * weights * config.weight_bits / 8
-    return max(computing, read_bytes / surface.card.bandwidth_bytes_per_second)
+    return max(computing, read_bytes / surface.measured_on.bandwidth_bytes_per_second)

@@ -111,7 +111,7 @@ class Evidence:
     """Trials measured to the end, on any GPU, by canonical configuration."""
     ran_out: frozenset[TrialConfig] = frozenset()
     """Configurations that really ran out of memory."""
-    is_same_card: bool = False
+    is_same_gpu: bool = False
     """Whether its trials ran on the GPU that is asked about."""
     memory_errors: tuple[float, ...] = ()
     """Predicted peak over the measured one, less 1, where a trial has both."""
@@ -140,7 +140,7 @@ class Evidence:
 
     def trial(self, config: TrialConfig) -> TrialRecord | None:
         """Return the trial that measured ``config`` on the GPU that is asked about."""
-        if not self.is_same_card:
+        if not self.is_same_gpu:
             return None
         return self.trials.get(canonical(config))
 
@@ -371,7 +371,7 @@ class Forecasts:
     def tokens_per_second(self) -> Array:
         """Measured where a trial was, else predicted; 0 where nothing is known."""
         speeds = np.nan_to_num(self.times.tokens_per_second)  # (rows,)
-        if not self.forecaster.evidence.is_same_card:
+        if not self.forecaster.evidence.is_same_gpu:
             return speeds
         for row, config in enumerate(self.configs):
             trial = self.forecaster.evidence.trial(config)

@@ -332,7 +332,7 @@ class WorkerProcess:
             environment = worker_environment(
                 settings.device,
                 weights=settings.weights,
-                cards=settings.cards,
+                gpus=settings.gpus,
                 neighbours=settings.neighbours,
             )
             # By this process, as the compiler would leave the rights to the umask.

@@ -67,17 +67,17 @@ class GpuInfo:
         return f"{self.product} with {units.gib(self.memory_bytes)}"
 
 
-def environment_with(card: GpuInfo | None) -> dict[str, Any]:
+def environment_with(gpu: GpuInfo | None) -> dict[str, Any]:
     """Return the fingerprint of this machine as the GPU's host; None: its CPU trains."""
-    if card is None:
+    if gpu is None:
         return fingerprint(device="cpu")
     return fingerprint(
         device="cuda",
-        gpu=card.product,
-        driver=card.driver,
-        cuda_driver=card.cuda,
-        gpu_memory_bytes=card.memory_bytes,
-        power_limit_watts=card.power_limit_watts,
+        gpu=gpu.product,
+        driver=gpu.driver,
+        cuda_driver=gpu.cuda,
+        gpu_memory_bytes=gpu.memory_bytes,
+        power_limit_watts=gpu.power_limit_watts,
     )
 
 
@@ -145,8 +145,8 @@ def read_gpus(
     """
     if os.environ.get("CUDA_VISIBLE_DEVICES", "0").strip() in ("", "-1"):
         return ()
-    with visible_gpus(nvml, most=most) as cards:
-        first, *others = list(map(_as_nvml_says, cards)) or [_UNKNOWN]
+    with visible_gpus(nvml, most=most) as gpus:
+        first, *others = list(map(_as_nvml_says, gpus)) or [_UNKNOWN]
     if not (first.product and first.memory_bytes and first.compute_capability):
         cuda = ask_cuda() or _UNKNOWN
         first = replace(
@@ -157,24 +157,24 @@ def read_gpus(
             shares_host_memory=cuda.shares_host_memory,
         )
     # One of which nothing is known would shift the numbers of those behind it.
-    return tuple(takewhile(lambda card: card.memory_bytes > 0, (first, *others)))
+    return tuple(takewhile(lambda gpu: gpu.memory_bytes > 0, (first, *others)))
 
 
-def _as_nvml_says(card: NvmlDevice) -> GpuInfo:
-    driver, cuda = card.versions()
-    capability = card.ask("nvmlDeviceGetCudaComputeCapability")
-    milliwatts = card.ask("nvmlDeviceGetEnforcedPowerLimit")
+def _as_nvml_says(device: NvmlDevice) -> GpuInfo:
+    driver, cuda = device.versions()
+    capability = device.ask("nvmlDeviceGetCudaComputeCapability")
+    milliwatts = device.ask("nvmlDeviceGetEnforcedPowerLimit")
     gpu = replace(
         _UNKNOWN,
-        product=card.ask("nvmlDeviceGetName") or "",
+        product=device.ask("nvmlDeviceGetName") or "",
         compute_capability=capability and tuple(capability),
         driver=driver,
         cuda=cuda,
-        processes=card.processes(),
-        uuid=card.ask("nvmlDeviceGetUUID"),
+        processes=device.processes(),
+        uuid=device.ask("nvmlDeviceGetUUID"),
         power_limit_watts=milliwatts and milliwatts / 1000.0,
     )
-    memory = card.memory()
+    memory = device.memory()
     if memory is None or not memory.total:
         return gpu
     return replace(gpu, memory_bytes=memory.total, free_bytes=memory.free)
@@ -186,7 +186,7 @@ class ChosenGpu:
 
     index: int
     """Among those that CUDA would see."""
-    card: GpuInfo
+    gpu: GpuInfo
 
     @property
     def name(self) -> str:
@@ -196,29 +196,29 @@ class ChosenGpu:
     @property
     def cuda_name(self) -> str:
         """What ``CUDA_VISIBLE_DEVICES`` calls it, whatever that is now."""
-        return self.card.uuid or str(self.index)
+        return self.gpu.uuid or str(self.index)
 
 
-def gpus_for(size: int, cards: Sequence[GpuInfo]) -> tuple[ChosenGpu, ...]:
+def gpus_for(size: int, gpus: Sequence[GpuInfo]) -> tuple[ChosenGpu, ...]:
     """Return the first GPUs of a machine, as many as one trial trains on together.
 
     Raises as `choose_gpus` does.
     """
     try:
-        return choose_gpus(str(size), cards)
+        return choose_gpus(str(size), gpus)
     except (InputError, EnvironmentFault) as error:
         raise type(error)(f"data_parallel {size} needs {size} GPUs for a trial: {error}") from None
 
 
-def teams_of(cards: Sequence[ChosenGpu], *, size: int) -> list[tuple[ChosenGpu, ...]]:
+def teams_of(gpus: Sequence[ChosenGpu], *, size: int) -> list[tuple[ChosenGpu, ...]]:
     """Return GPUs in groups of so many, which train one configuration at a time; what is left over
     trains none.
     """
-    whole = len(cards) - len(cards) % size
-    return [tuple(cards[first : first + size]) for first in range(0, whole, size)]
+    whole = len(gpus) - len(gpus) % size
+    return [tuple(gpus[first : first + size]) for first in range(0, whole, size)]
 
 
-def choose_gpus(typed: str, cards: Sequence[GpuInfo]) -> tuple[ChosenGpu, ...]:
+def choose_gpus(typed: str, gpus: Sequence[GpuInfo]) -> tuple[ChosenGpu, ...]:
     """Return the GPUs that ``--devices`` names: ``all``, how many, or which (``0,2``, or ``2,``).
 
     Args:
@@ -230,33 +230,33 @@ def choose_gpus(typed: str, cards: Sequence[GpuInfo]) -> tuple[ChosenGpu, ...]:
             are not one study's.
         EnvironmentFault: there is no GPU, or another process has memory on one of them.
     """
-    wanted = _indices(typed, len(cards))
-    if not cards:
+    wanted = _indices(typed, len(gpus))
+    if not gpus:
         raise EnvironmentFault(
             f"--devices {typed}: this machine shows no NVIDIA GPU; `sweep doctor` says why"
         )
-    chosen = tuple(ChosenGpu(index, cards[index]) for index in wanted)
+    chosen = tuple(ChosenGpu(index, gpus[index]) for index in wanted)
     first = chosen[0]
     named: dict[str, ChosenGpu] = {}
-    for card in chosen:
-        other = named.setdefault(card.cuda_name, card)
-        if other is not card:
+    for gpu in chosen:
+        other = named.setdefault(gpu.cuda_name, gpu)
+        if other is not gpu:
             raise InputError(
-                f"--devices {typed}: {other.name} and {card.name} are one and the same: "
+                f"--devices {typed}: {other.name} and {gpu.name} are one and the same: "
                 "CUDA_VISIBLE_DEVICES names it twice"
             )
-        if not card.card.is_like(first.card):
-            alike = [at for at, c in enumerate(cards) if c.is_like(first.card)]
+        if not gpu.gpu.is_like(first.gpu):
+            alike = [at for at, c in enumerate(gpus) if c.is_like(first.gpu)]
             raise InputError(
-                f"--devices {typed}: {first.name} is a {first.card.size_and_product} and "
-                f"{card.name} a {card.card.size_and_product}, which do not compare in one study: "
+                f"--devices {typed}: {first.name} is a {first.gpu.size_and_product} and "
+                f"{gpu.name} a {gpu.gpu.size_and_product}, which do not compare in one study: "
                 f"choose GPUs of one product, as --devices {_listed(alike)} does"
             )
-    free = [card.index for card in chosen if _in_use(card.card) is None]
-    for card in chosen:
-        words = _in_use(card.card)
+    free = [gpu.index for gpu in chosen if _in_use(gpu.gpu) is None]
+    for gpu in chosen:
+        words = _in_use(gpu.gpu)
         if words is not None:
-            message = f"--devices {typed}: {card.name} is in use: {words}: wait until it is free"
+            message = f"--devices {typed}: {gpu.name} is in use: {words}: wait until it is free"
             if free:
                 message += f", or leave it out with --devices {_listed(free)}"
             raise EnvironmentFault(message)
@@ -304,16 +304,16 @@ def _listed(indices: Sequence[int]) -> str:
     return listed
 
 
-def _in_use(card: GpuInfo) -> str | None:
+def _in_use(gpu: GpuInfo) -> str | None:
     """Return which process has memory on a GPU; None where none has."""
-    if card.processes:
-        first = card.processes[0]
+    if gpu.processes:
+        first = gpu.processes[0]
         if first.used_bytes is None:
             return f"process {first.pid}"
         return f"process {first.pid} has {units.gib(first.used_bytes)} of it"
-    if card.free_bytes is None or card.shares_host_memory:
+    if gpu.free_bytes is None or gpu.shares_host_memory:
         return None
-    used = card.memory_bytes - card.free_bytes
-    if used <= _FREE_BYTES_MISSING + _FREE_SHARE_MISSING * card.memory_bytes:
+    used = gpu.memory_bytes - gpu.free_bytes
+    if used <= _FREE_BYTES_MISSING + _FREE_SHARE_MISSING * gpu.memory_bytes:
         return None
     return f"another process has {units.gib(used)} of it"

@@ -202,9 +202,9 @@ class Node:
     address: str
     processors: int
     """That Ray hands out; none on a head that is to run nothing."""
-    gpus: int
+    num_gpus: int
     """That Ray hands out."""
-    cards: tuple[GpuInfo, ...]
+    gpus: tuple[GpuInfo, ...]
     """Those of them that the driver there tells of, in Ray's order; all of a chosen node's are
     alike."""
     versions: Mapping[str, str | None]
@@ -213,7 +213,7 @@ class Node:
     @property
     def products(self) -> tuple[str, ...]:
         """Each of its GPUs' products once."""
-        return tuple(dict.fromkeys(card.product for card in self.cards))
+        return tuple(dict.fromkeys(gpu.product for gpu in self.gpus))
 
 
 def versions() -> dict[str, str | None]:
@@ -232,10 +232,10 @@ def look(gpus: int) -> dict[str, Any]:
     """
     # Ray hides them from a process that asks for none.
     as_ray_was_started(_VISIBLE)
-    cards: tuple[GpuInfo, ...] = ()
+    gpus_here: tuple[GpuInfo, ...] = ()
     if gpus:
-        cards = read_gpus()[:gpus]
-    return {"cards": cards, "versions": versions()}
+        gpus_here = read_gpus()[:gpus]
+    return {"gpus": gpus_here, "versions": versions()}
 
 
 def chosen(nodes: Sequence[Node], *, gpu: str) -> tuple[Node, ...]:
@@ -258,7 +258,7 @@ def chosen(nodes: Sequence[Node], *, gpu: str) -> tuple[Node, ...]:
                 "the Ray cluster has no processor to run trials on: see `ray status`"
             )
         return able
-    with_gpus = tuple(node for node in nodes if node.gpus)
+    with_gpus = tuple(node for node in nodes if node.num_gpus)
     if not with_gpus:
         raise EnvironmentFault(
             f"the Ray cluster has no GPU among its {units.plural(len(nodes), 'node')}: "
@@ -269,15 +269,15 @@ def chosen(nodes: Sequence[Node], *, gpu: str) -> tuple[Node, ...]:
     specs: dict[str, GpuSpec | None] = {}
     addresses: dict[str, str] = {}
     for node in with_gpus:
-        if len(node.cards) < node.gpus:
+        if len(node.gpus) < node.num_gpus:
             raise EnvironmentFault(
-                f"node {node.address}: Ray hands out {node.gpus} GPUs, and the "
+                f"node {node.address}: Ray hands out {node.num_gpus} GPUs, and the "
                 "driver there does not tell of each: see `sweep doctor` on it"
             )
-        for card in node.cards:
-            counts[card.product] += 1
-            specs[card.product] = card.known
-            addresses.setdefault(card.product, node.address)
+        for visible in node.gpus:
+            counts[visible.product] += 1
+            specs[visible.product] = visible.known
+            addresses.setdefault(visible.product, node.address)
     if len(counts) == 1:
         return with_gpus
     if gpu != AUTO:
@@ -384,14 +384,14 @@ class Cluster:
             ) from error
         return said
 
-    def card(self, gpu: str) -> GpuInfo | None:
-        """Return the GPU that a study of ``gpu`` runs on; None for ``cpu``.
+    def gpu_info(self, name: str) -> GpuInfo | None:
+        """Return the GPU that a study of the GPU ``name`` runs on; None for ``cpu``.
 
         Raises:
             InputError: the cluster has GPUs of several products, and it is none of them.
             EnvironmentFault: the cluster has no GPU, or not the libraries that are here.
         """
-        return next(iter(self._chosen(gpu)[0].cards), None)
+        return next(iter(self._chosen(name)[0].gpus), None)
 
     def _chosen(self, gpu: str) -> tuple[Node, ...]:
         nodes = chosen(self.nodes, gpu=gpu)
@@ -413,16 +413,16 @@ class Cluster:
 
         Args:
             new_runner: starts what runs the trials on a node, given the path of its log, its
-                ``cards``, and how many ``neighbours`` share the node's cores.
+                ``gpus``, and how many ``neighbours`` share the node's cores.
             study: its name, in that of the directory of its logs on each node.
             device: what its trials run on.
-            gpu: as for `card`.
+            gpu: as for `gpu_info`.
             paths: what each node must have.
             keep: told what the workers of earlier drivers left there.
             warn: told of GPUs that another job of the cluster holds.
 
         Raises:
-            InputError, EnvironmentFault: as for `card`; nothing is left begun.
+            InputError, EnvironmentFault: as for `gpu_info`; nothing is left begun.
             EnvironmentFault: a path is not on each node, or every GPU is held by others.
         """
         # A node may have been lost since it was asked.
@@ -439,7 +439,7 @@ class Cluster:
                     continue
                 count = 1
                 if DEVICES[device].is_gpu:
-                    count = len(node.cards)
+                    count = len(node.gpus)
                 for number in range(count):
                     name = re.sub(r"[^\w.-]", "-", f"{node.address}-{node.id[:8]}-{number}")
                     runner = RayRunner(

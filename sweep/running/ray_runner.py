@@ -80,15 +80,15 @@ class Host:
     ) -> None:
         # What Ray sets for its workers: a trial has the threads that it has without Ray.
         as_ray_was_started(_THREADS)
-        card = None
-        cards: tuple[str, ...] = ()
+        gpu = None
+        gpus: tuple[str, ...] = ()
         if DEVICES[device].is_gpu:
-            card = read_gpu()
-        if card is not None and card.uuid is not None:
-            cards = (card.uuid,)
+            gpu = read_gpu()
+        if gpu is not None and gpu.uuid is not None:
+            gpus = (gpu.uuid,)
         log_path = cache_directory() / "ray" / home / "worker.log"
         self._outcomes = beside_log(log_path)
-        self._runner = new_runner(log_path=log_path, cards=cards)
+        self._runner = new_runner(log_path=log_path, gpus=gpus)
         self._trials = ThreadPoolExecutor(max_workers=1, thread_name_prefix="sweep-trials")
         self._stopped = threading.Event()
 

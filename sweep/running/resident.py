@@ -53,15 +53,15 @@ class Resident:
         """What was allocated before there was a base."""
         self.device: Device = open_device(settings.device)
         bus_id = self.device.pci_bus_id()
-        self.card = GpuReader(None if bus_id is None else device_at(bus_id))
+        self.gpu = GpuReader(None if bus_id is None else device_at(bus_id))
         self.trial_device = TrialDevice(
             self.device,
-            self.card,
+            self.gpu,
             peak_flops=settings.peak_flops,
             budget_bytes=settings.budget_bytes,
             is_emulated=settings.is_emulated,
         )
-        self._neighbours = NeighbourWatch(self.device, self.card, settings.budget_bytes)
+        self._neighbours = NeighbourWatch(self.device, self.gpu, settings.budget_bytes)
 
     def prepare(self) -> None:
         """Take what libraries take once, then put the budget in force."""
@@ -73,7 +73,7 @@ class Resident:
         # visit them.
         gc.freeze()
         # This process has its context by now, so a process that comes later is a neighbour.
-        self.card.remember()
+        self.gpu.remember()
         self.device.cap(self._settings.budget_bytes)
         self._neighbours.start()
 

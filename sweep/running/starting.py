@@ -183,14 +183,14 @@ def take(environment: dict[str, str], module: str = MODULE) -> Starting | None:
 
 
 def worker_environment(
-    device: str, *, weights: str = "random", cards: Sequence[str] = (), neighbours: int = 0
+    device: str, *, weights: str = "random", gpus: Sequence[str] = (), neighbours: int = 0
 ) -> dict[str, str]:
     """Return the variables that a worker starts with.
 
     Args:
         device: ``cuda`` or ``cpu``.
         weights: ``pretrained`` ones may need the hub's token.
-        cards: those that it sees, as CUDA names them; none for those of this process.
+        gpus: those that it sees, as CUDA names them; none for those of this process.
         neighbours: others that share the machine's cores with it.
     """
     inherited = child_environment(with_hub_token=weights == "pretrained")
@@ -205,8 +205,8 @@ def worker_environment(
         share = max(1, (len(os.sched_getaffinity(0)) - workers) // workers)
         kept["TORCHINDUCTOR_COMPILE_THREADS"] = str(share)
     of_device = {}
-    if cards:
-        of_device["CUDA_VISIBLE_DEVICES"] = ",".join(cards)
+    if gpus:
+        of_device["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
     if not DEVICES[device].is_gpu:
         of_device = _CPU_ENVIRONMENT
         kept["OMP_NUM_THREADS"] = "1"

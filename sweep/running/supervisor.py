@@ -201,7 +201,7 @@ class SupervisedRunner(Runner):
             peak_flops=peak_flops,
             **settings,
         )
-        watches = [FaultWatch(card) for card in self._settings.cards]
+        watches = [FaultWatch(gpu) for gpu in self._settings.gpus]
         self._fault = fault or (lambda: next(filter(None, (watch() for watch in watches)), None))
         self._log_path = log_path
         self._deadlines = deadlines or Deadlines()
@@ -246,7 +246,7 @@ class SupervisedRunner(Runner):
         if isinstance(outcome, Crashed | TimedOut):
             fault_of_gpu = self._fault()
             if fault_of_gpu is not None:
-                names = " and ".join(self._settings.cards) or "the card"
+                names = " and ".join(self._settings.gpus) or "the GPU"
                 raise GpuLost(f"{names}: {fault_of_gpu}")
         return storable(outcome)
 

@@ -30,7 +30,7 @@ class ChildSettings(Message):
     """A child for the CPU never sees a GPU."""
     weights: Weights = "random"
     """Random, or loaded with transformers, who may need the hub's token."""
-    cards: tuple[str, ...] = ()
+    gpus: tuple[str, ...] = ()
     """Those that it sees, as CUDA names them; none for those of the process that starts it."""
     neighbours: int = 0
     """Others that share the machine's cores with it."""

@@ -271,7 +271,7 @@ class Worker:
             device = self._resident.device.torch_device
             team.join(self._rank, ranks, meeting=Path(command.meeting), device=device)
             # Another rank that reaches this GPU is no neighbour.
-            self._resident.card.remember()
+            self._resident.gpu.remember()
         before = self._resident.device.allocated_bytes()
         ended = self._measured(command, started=started)
         if ended.is_apart:
@@ -285,7 +285,7 @@ class Worker:
         if visible is None or ranks <= visible:
             return None
         detail = f"data_parallel {ranks}, and {visible} can be seen here"
-        return Invalid(rule="data-parallel-needs-cards", detail=detail)
+        return Invalid(rule="data-parallel-needs-gpus", detail=detail)
 
     def _measured(self, command: RunCommand, *, started: float) -> TrialEnd:
         """Train on the base that is there, once for speed and memory and once for what it learns.

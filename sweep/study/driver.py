@@ -191,7 +191,7 @@ class Driver:
         if dollars is None or price is None:
             return math.inf
         seconds = dollars / price * 3600.0 - self.study.known.gpu_seconds
-        return seconds / self.study.cards
+        return seconds / self.study.gpus
 
     @contextmanager
     def within_time(self) -> Iterator[None]:

@@ -63,9 +63,9 @@ class Prepared:
     definition: StudyDefinition
     model: ModelSpec
     resolved: ResolvedTarget
-    card: GpuInfo | None
+    gpu: GpuInfo | None
     """The GPU in this machine; None on a CPU."""
-    cards: tuple[ChosenGpu, ...] = ()
+    gpus: tuple[ChosenGpu, ...] = ()
     """Those that trials run on at a time, all of one product; none where none were chosen."""
     texts: PreparedDataset | None = None
     """What its trials train on; None for random rows."""
@@ -131,7 +131,7 @@ class Prepared:
 def prepare(
     request: RunRequest,
     *,
-    card: Callable[[], GpuInfo | None],
+    read_gpu: Callable[[], GpuInfo | None],
     read_dataset: ReadDataset = prepare_dataset,
     stored: Callable[[str], StudyDefinition | None] = lambda _: None,
     narrowed: Callable[[SearchSpace], SearchSpace] = lambda space: space,
@@ -140,7 +140,7 @@ def prepare(
 
     Args:
         request: what was typed; without a study's name one is derived from the rest.
-        card: reads the GPU in this machine.
+        gpu: reads the GPU in this machine.
         read_dataset: reads and tokenizes texts, or finds what did so before.
         stored: reads the definition of the study of that name; None where there is none. A study
             of texts is resumed with them where none are named.
@@ -162,7 +162,7 @@ def prepare(
     refuse_unmeasured(able.space)
     _, changed_as_typed = held_in(typed_space, held, changed, typed=request.space)
     _refuse_without_texts(able.space, held)
-    here = card() if able.space.gpu != "cpu" else None
+    here = read_gpu() if able.space.gpu != "cpu" else None
     # Texts may take a minute to read: what can be refused without them is refused before.
     resolved = resolve_target(able.space, here)
     if able.space.weights == "pretrained":
@@ -240,7 +240,7 @@ def prepare_again(
     *,
     confirm: Mapping[str, Any],
     max_dollars: float | None = None,
-    card: Callable[[], GpuInfo | None],
+    read_gpu: Callable[[], GpuInfo | None],
     read_dataset: ReadDataset = prepare_dataset,
 ) -> Prepared:
     """Resolve what measuring a stored study's winner again is about.
@@ -250,7 +250,7 @@ def prepare_again(
         stored: its definition.
         confirm: keys of the space's section with what was typed instead.
         max_dollars: what it may cost in all; None leaves the space's limit.
-        card: reads the GPU in this machine.
+        gpu: reads the GPU in this machine.
         read_dataset: as for `prepare`.
 
     Raises:
@@ -268,7 +268,7 @@ def prepare_again(
     document = Document(f"study '{name}'", names={"max_dollars": "--max-dollars"})
     space = validate(SearchSpace, values, document)
     model = ModelSpec.from_json(stored.model)
-    here = card() if space.gpu != "cpu" else None
+    here = read_gpu() if space.gpu != "cpu" else None
     texts = dataset_of_study(stored, model=model, read=read_dataset)
     return _checked(name, space, model, here, texts)
 
@@ -322,7 +322,7 @@ def _checked(
         definition=definition,
         model=model,
         resolved=resolved,
-        card=here,
+        gpu=here,
         texts=texts,
         epochs=epochs,
         notes=notes,

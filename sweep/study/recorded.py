@@ -76,7 +76,7 @@ def are_numbers(values: Iterable[Any]) -> bool:
 
 def target_of(surface: Surface, target: Target) -> Target:
     """Return a target whose trials are a surface's."""
-    recorded = units.with_article(surface.card.product)
+    recorded = units.with_article(surface.measured_on.product)
     if surface.header.date:
         recorded += f", {surface.header.date}"
     return target.model_copy(update={"recorded": recorded})
@@ -126,7 +126,7 @@ def recorded_study(name: str) -> StudySnapshot:
         gpu=gpu.name,
         device="cuda",
         budget_bytes=budget_bytes,
-        emulated_on=None if surface.card == gpu else surface.card.product,
+        emulated_on=None if surface.measured_on == gpu else surface.measured_on.product,
     )
     records = []
     wall_seconds = 0.0

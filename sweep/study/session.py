@@ -56,16 +56,16 @@ def supervised_runner(prepared: Prepared) -> Lanes:
 
     Where GPUs were chosen each has a lane of its own, or as many together as a trial trains on.
     """
-    teams = teams_of(prepared.cards, size=prepared.gpus_per_trial) or [()]
+    teams = teams_of(prepared.gpus, size=prepared.gpus_per_trial) or [()]
     lanes = []
     for number, team in enumerate(teams):
         name = ""
         if len(teams) > 1:
-            name = " and ".join(card.name for card in team)
+            name = " and ".join(gpu.name for gpu in team)
         runner = prepared.new_runner(
             log_path=worker_log_path(prepared.name, lane=number),
-            cards=tuple(card.cuda_name for card in team),
-            neighbours=max(0, len(prepared.cards) - 1),
+            gpus=tuple(gpu.cuda_name for gpu in team),
+            neighbours=max(0, len(prepared.gpus) - 1),
         )
         lanes.append(Lane(runner, name))
     return Lanes(lanes)
@@ -164,7 +164,7 @@ def drive(
                 url=storage,
                 definition=prepared.definition,
                 sampler=sampler,
-                environment=environment_with(prepared.card),
+                environment=environment_with(prepared.gpu),
                 home=runs_directory(),
                 warn=warn,
             )
@@ -172,7 +172,7 @@ def drive(
             if carried is not None:
                 take_over(study, carried, is_valid=forecaster.is_valid, warn=warn)
         try:
-            study.cards = max(len(lanes.all), len(prepared.cards))
+            study.gpus = max(len(lanes.all), len(prepared.gpus))
             # Shown until the runner has ended, too.
             with stack.pop_all(), watch(study, interruption) as listener, lanes:
                 if len(lanes.all) > 1:

@@ -16,7 +16,7 @@ from qlora_sweep.search_spaces.space import SearchSpace
 from qlora_sweep.storage.definition import Target
 from qlora_sweep.sweep.running.device_info import GpuInfo
 
-UNKNOWN_CARD_RESERVE_BYTES = GIB
+UNKNOWN_GPU_RESERVE_BYTES = GIB
 """Context, libraries and headroom on a GPU that the catalogue does not have."""
 SHARED_MEMORY_RESERVE = 0.15
 """Share kept for the host where GPU and host have one memory: without it processes are ended."""
@@ -50,8 +50,8 @@ class ResolvedTarget:
         )
 
 
-def resolve_target(space: SearchSpace, card: GpuInfo | None) -> ResolvedTarget:
-    """Return what the study of ``space`` is for on a machine with ``card``.
+def resolve_target(space: SearchSpace, gpu_here: GpuInfo | None) -> ResolvedTarget:
+    """Return what the study of ``space`` is for on a machine with ``gpu``.
 
     Raises:
         InputError: no such GPU, or a budget that is missing or more than the GPU has.
@@ -70,56 +70,57 @@ def resolve_target(space: SearchSpace, card: GpuInfo | None) -> ResolvedTarget:
     if space.gpu != "auto":
         wanted = find_gpu(space.gpu)
         asked = f"the {wanted.name}"
-    if card is None:
+    if gpu_here is None:
         raise EnvironmentFault(
             f"space '{space.name}' is for {asked}, and this machine shows no NVIDIA GPU: {ADVICE}"
         )
-    host = card.known
-    here = card.product
-    capability = card.compute_capability
+    host = gpu_here.known
+    here = gpu_here.product
+    capability = gpu_here.compute_capability
     if host is not None:
         here = product_of(host)
         capability = capability or host.compute_capability
     if wanted is None or wanted == host:
-        name = card.product if host is None else host.name
-        budget_bytes = _budget(space, card, host, stands_in=False)
+        name = gpu_here.product if host is None else host.name
+        budget_bytes = _budget(space, gpu_here, host, stands_in=False)
         target = Target(gpu=name, device="cuda", budget_bytes=budget_bytes)
         return ResolvedTarget(target, capability, capability)
     target = Target(
         gpu=wanted.name,
         device="cuda",
-        budget_bytes=_budget(space, card, wanted, stands_in=True),
+        budget_bytes=_budget(space, gpu_here, wanted, stands_in=True),
         emulated_on=here,
     )
     capabilities = filter(None, (capability, wanted.compute_capability))
     return ResolvedTarget(target, min(capabilities, default=None), capability)
 
 
-def _budget(space: SearchSpace, card: GpuInfo, spec: GpuSpec | None, *, stands_in: bool) -> int:
+def _budget(space: SearchSpace, gpu_here: GpuInfo, spec: GpuSpec | None, *, stands_in: bool) -> int:
     """Return the tighter of what a training has on the target and what the space allows.
 
     Args:
         space: what is searched.
-        card: the GPU that is here.
+        gpu: the GPU that is here.
         spec: of the target; None for one that the catalogue does not have.
         stands_in: whether the GPU stands in for another target.
     """
-    reserve = UNKNOWN_CARD_RESERVE_BYTES
-    if card.shares_host_memory:
-        reserve = max(reserve, int(SHARED_MEMORY_RESERVE * card.memory_bytes))
-    available = card.memory_bytes - reserve
+    reserve = UNKNOWN_GPU_RESERVE_BYTES
+    if gpu_here.shares_host_memory:
+        reserve = max(reserve, int(SHARED_MEMORY_RESERVE * gpu_here.memory_bytes))
+    available = gpu_here.memory_bytes - reserve
     if spec is not None and stands_in and available < spec.budget_bytes:
         raise EnvironmentFault(
-            f"the {card.product} here has {units.gib(card.memory_bytes)} and cannot stand in "
-            f"for the {spec.name}, whose trainings may take {units.gib(spec.budget_bytes)}"
+            f"the {gpu_here.product} here has {units.gib(gpu_here.memory_bytes)} and cannot "
+            f"stand in for the {spec.name}, whose trainings may take "
+            f"{units.gib(spec.budget_bytes)}"
         )
-    gpu = card.product
+    gpu = gpu_here.product
     if spec is not None:
         gpu = spec.name
         available = spec.budget_bytes
         if not stands_in:
             # A slice of a GPU, or one with ECC on, has less than the catalogue says.
-            available -= max(0, spec.memory_bytes - card.memory_bytes)
+            available -= max(0, spec.memory_bytes - gpu_here.memory_bytes)
     if space.budget_gib is None:
         return available
     try:

@@ -52,7 +52,7 @@ class Finding:
 class Machine:
     """What the checks look at."""
 
-    card: GpuInfo | None
+    gpu: GpuInfo | None
     libraries: Mapping[str, Any]
     """What `sweep.training.libraries` answered."""
     versions: Mapping[str, str | None]
@@ -73,7 +73,7 @@ def examine(ask_libraries: Callable[[], Mapping[str, Any]] | None = None) -> Mac
     while not os.path.exists(nearest):
         nearest = nearest.parent
     return Machine(
-        card=read_gpu(),
+        gpu=read_gpu(),
         libraries=(ask_libraries or probe_libraries)(),
         versions=environment["versions"],
         python=environment["python"],
@@ -150,20 +150,20 @@ def _libraries(machine: Machine) -> Iterator[Finding]:
             yield Finding("ok", "bitsandbytes", works)
     known = [p for p in PACKAGES if versions.get(p) and p not in ("torch", "bitsandbytes")]
     yield Finding("ok", "versions", ", ".join(f"{p} {versions[p]}" for p in known))
-    if machine.card is not None and versions.get("liger-kernel") is None:
+    if machine.gpu is not None and versions.get("liger-kernel") is None:
         detail = "not installed, so kernels fused-loss and liger cannot run"
         yield Finding("note", "liger-kernel", detail, install_extra("gpu"))
 
 
 def _other_torch(machine: Machine) -> str | None:
     """Return which torch to install where the one that is here has no kernels for the GPU."""
-    card = machine.card
+    gpu = machine.gpu
     built = machine.libraries.get("architectures")
-    if card is None or card.compute_capability is None or not built:
+    if gpu is None or gpu.compute_capability is None or not built:
         return None
-    if runs_on(card.compute_capability, built):
+    if runs_on(gpu.compute_capability, built):
         return None
-    needed = torch_for(card.compute_capability)
+    needed = torch_for(gpu.compute_capability)
     has = f"torch has kernels for {', '.join(built)} alone"
     return f"{has}: {needed or 'install one that is built for a newer CUDA, from pytorch.org'}"
 
@@ -189,9 +189,9 @@ def runs_on(capability: tuple[int, int], architectures: Sequence[str]) -> bool:
 
 
 def _gpu(machine: Machine) -> Iterator[Finding]:
-    card = machine.card
+    gpu = machine.gpu
     cuda = machine.libraries["cuda"]
-    if card is None:
+    if gpu is None:
         needed = "see that `nvidia-smi` finds it and CUDA_VISIBLE_DEVICES"
         if cuda is None:
             needed = "its driver and a CUDA build of torch are needed"
@@ -203,36 +203,36 @@ def _gpu(machine: Machine) -> Iterator[Finding]:
         if cuda is not None:
             older = "install a torch that is built for an older CUDA"
             advice = f"torch is built for CUDA {cuda}: update the driver, or {older}"
-        yield Finding("fail", "GPU", f"{card.product}, and torch cannot use it", advice)
+        yield Finding("fail", "GPU", f"{gpu.product}, and torch cannot use it", advice)
     else:
-        driver = f"driver {card.driver or 'unknown'} (CUDA up to {card.cuda or 'unknown'})"
-        detail = f"{card.product}, {units.gib(card.memory_bytes)}, {driver}"
+        driver = f"driver {gpu.driver or 'unknown'} (CUDA up to {gpu.cuda or 'unknown'})"
+        detail = f"{gpu.product}, {units.gib(gpu.memory_bytes)}, {driver}"
         yield Finding("ok", "GPU", detail)
-    if (spec := card.known) is None:
-        detail = f"{card.size_and_product} is not in it: budget and speed are then less well known"
+    if (spec := gpu.known) is None:
+        detail = f"{gpu.size_and_product} is not in it: budget and speed are then less well known"
         yield Finding("note", "catalogue", detail, "`sweep gpus` lists the GPUs that are")
     else:
         budget = units.gib(spec.budget_bytes)
         yield Finding("ok", "catalogue", f"{spec.name}, trainings may take {budget}")
-    if builds := torch_for(card.compute_capability):
+    if builds := torch_for(gpu.compute_capability):
         yield Finding("note", "old GPU", builds, "stay with such a build when you update torch")
-    yield _gpu_memory(card)
-    if card.memory_bytes <= _SMALL_GPU_BYTES:
+    yield _gpu_memory(gpu)
+    if gpu.memory_bytes <= _SMALL_GPU_BYTES:
         detail = "in 12 GB or less Unsloth, which keeps checkpoints in the host's memory, fits more"
         yield Finding("note", "small GPU", detail, "docs/unsloth.md has the figures")
 
 
-def _gpu_memory(card: GpuInfo) -> Finding:
-    whole = units.gib(card.memory_bytes)
+def _gpu_memory(gpu: GpuInfo) -> Finding:
+    whole = units.gib(gpu.memory_bytes)
     advice = "stop what else uses it: it takes memory and speed from the trials"
-    if card.free_bytes is None:
-        if card.shares_host_memory:
+    if gpu.free_bytes is None:
+        if gpu.shares_host_memory:
             whole += ", shared with the host"
         detail = f"{whole}; the driver does not tell how much is free"
         return Finding("note", "GPU memory", detail, advice)
-    free = f"{units.gib(card.free_bytes)} of {whole} free"
-    if card.processes or card.memory_bytes - card.free_bytes > _BUSY_SHARE * card.memory_bytes:
-        others = (f"process {one.pid} ({units.gib(one.used_bytes)})" for one in card.processes)
+    free = f"{units.gib(gpu.free_bytes)} of {whole} free"
+    if gpu.processes or gpu.memory_bytes - gpu.free_bytes > _BUSY_SHARE * gpu.memory_bytes:
+        others = (f"process {one.pid} ({units.gib(one.used_bytes)})" for one in gpu.processes)
         detail = f"{free}; in use by {', '.join(others) or 'processes that are not shown here'}"
         return Finding("note", "GPU memory", detail, advice)
     return Finding("ok", "GPU memory", f"{free}, no other process")

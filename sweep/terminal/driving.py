@@ -73,14 +73,14 @@ class LocalGpus:
 
     def __init__(self, devices: str | None) -> None:
         self.typed = devices
-        self.cards: tuple[ChosenGpu, ...] = ()
+        self.gpus: tuple[ChosenGpu, ...] = ()
 
     def first(self) -> GpuInfo | None:
         """Return the GPU that decides what a study is for: all that run its trials are like it."""
         if self.typed is None:
             return read_gpu()
-        self.cards = self.cards or gpus.choose_gpus(self.typed, gpus.read_gpus())
-        return self.cards[0].card
+        self.gpus = self.gpus or gpus.choose_gpus(self.typed, gpus.read_gpus())
+        return self.gpus[0].gpu
 
     def narrowed(self, space: SearchSpace) -> SearchSpace:
         """Return what of a space can be run here."""
@@ -96,14 +96,14 @@ class LocalGpus:
         size = prepared.gpus_per_trial
         if self.typed is None:
             if size == 1:
-                return replace(prepared, cards=())
-            return replace(prepared, cards=gpus.gpus_for(size, gpus.read_gpus()))
-        if not self.cards:
+                return replace(prepared, gpus=())
+            return replace(prepared, gpus=gpus.gpus_for(size, gpus.read_gpus()))
+        if not self.gpus:
             raise InputError(f"--devices {self.typed}: {prepared.space.name} is for the CPU")
-        if len(self.cards) < size:
+        if len(self.gpus) < size:
             needed = f"data_parallel {size} trains on {size} GPUs at once"
-            raise InputError(f"--devices {self.typed}: {needed}, not on {len(self.cards)}")
-        return replace(prepared, cards=self.cards)
+            raise InputError(f"--devices {self.typed}: {needed}, not on {len(self.gpus)}")
+        return replace(prepared, gpus=self.gpus)
 
     def new_runner(self, prepared: Prepared) -> Runner | Lanes:
         """Return what runs the trials of a study."""
@@ -127,7 +127,7 @@ class RayGpus(LocalGpus):
     def first(self) -> GpuInfo | None:
         """Return the cluster's GPU of the product that the space is for."""
         typed = self._request.overrides.get("gpu")
-        return self._cluster().card(typed or load_space(self._request.space).gpu)
+        return self._cluster().gpu_info(typed or load_space(self._request.space).gpu)
 
     def given_to(self, prepared: Prepared) -> Prepared:
         """Return the study as it is: its GPUs are not this machine's."""
@@ -161,7 +161,7 @@ class Recorded(LocalGpus):
 
     def first(self) -> GpuInfo:
         """Return the GPU that measured them."""
-        gpu = self.surface.card
+        gpu = self.surface.measured_on
         memory = gpu.memory_bytes
         return GpuInfo(gpu.product, memory, memory, gpu.compute_capability, None, None)
 
@@ -252,7 +252,7 @@ def _prepared(request: RunRequest, place: LocalGpus, *, url: str, read: ReadData
         return None
 
     return prepare(
-        request, card=place.first, read_dataset=read, stored=stored, narrowed=place.narrowed
+        request, read_gpu=place.first, read_dataset=read, stored=stored, narrowed=place.narrowed
     )
 
 
@@ -304,7 +304,7 @@ def confirm(
         stored,
         confirm=typed,
         max_dollars=max_dollars,
-        card=read_gpu,
+        read_gpu=read_gpu,
         read_dataset=read_dataset,
     )
     prepared = LocalGpus(None).given_to(again)

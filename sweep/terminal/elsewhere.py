@@ -497,7 +497,7 @@ def _cost(
         question = resolve_request(
             asked,
             predictor=predictor or tracing(children),
-            card=lambda: None,
+            read_gpu=lambda: None,
             read_study=stored_study,
             read_dataset=partial(prepared, progress=progress),
         )

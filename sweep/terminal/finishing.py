@@ -89,7 +89,7 @@ def train(
     if devices is not None:
         chosen = choose_gpus(devices, read_gpus())
         # This process and its children see no other.
-        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(card.cuda_name for card in chosen)
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpu.cuda_name for gpu in chosen)
         count = len(chosen)
     request = TrainingRequest(
         name=name,
@@ -119,7 +119,7 @@ def _train(
         request,
         read_study=lambda name: read(name, url=storage_url(storage)),
         read_dataset=read_dataset,
-        cards=read_gpus,
+        read_gpus=read_gpus,
         warn=warn,
     )
     output = request.output
@@ -181,7 +181,7 @@ def _conclude(prepared: PreparedTraining, end: protocol.TrainingOutcome, *, as_j
             end,
             prepared.subject,
             prepared.texts.summary,
-            environment_with(prepared.card),
+            environment_with(prepared.gpu),
             prepared.truncation,
             prepared.prediction,
         )

@@ -196,8 +196,8 @@ def gpus(*, as_json: bool) -> None:
     from qlora_sweep.sweep.predict.speed.predictor import within
     from qlora_sweep.sweep.running.device_info import read_gpu
 
-    card = read_gpu()
-    here = None if card is None else card.product
+    gpu = read_gpu()
+    here = None if gpu is None else gpu.product
     documents: list[dict[str, Any]] = []
     rows: list[Sequence[str]] = []
     for spec in gpu_catalogue().values():

@@ -713,7 +713,7 @@ def cheapest(answer: Cheapest, *, is_detailed: bool) -> RenderableType:
     said: list[Fact] = []
     if best is not None and best.forecast is not None:
         what = f"{_what(best.forecast.config)}: {_numbers(best.forecast, best.bill)}"
-        tied = [card.gpu.name for card in answer.perhaps_cheapest]
+        tied = [gpu.gpu.name for gpu in answer.perhaps_cheapest]
         which = f"{_offer_words(best.bill)}, {_why(tied, by='cost')}"
         sentence = f"Recommended for {model}: {which}: {what}"
         said.append(("settings", _but(plan_details.settings(best.forecast.config))))
@@ -728,20 +728,20 @@ def cheapest(answer: Cheapest, *, is_detailed: bool) -> RenderableType:
         shown = shown[:_LINES_SHOWN]
     bills: list[Bill] = []
     late: list[str] = []
-    for card in shown:
-        bills.append(card.bill)
-        if card.outcome is Outcome.PERHAPS_LATE:
-            late.append(card.gpu.name)
+    for gpu in shown:
+        bills.append(gpu.bill)
+        if gpu.outcome is Outcome.PERHAPS_LATE:
+            late.append(gpu.gpu.name)
     if late:
         said.append(("may be late", ", ".join(late)))
     least = answer.smallest
     if least is not None and least is not best:
         cost = f"{_cost(least.bill)} in {_took(least.bill)}"
         said.append(("smallest", f"{_offer_words(least.bill)}, {cost}"))
-    others = answer.cards[len(answer.able) :]
+    others = answer.gpus[len(answer.able) :]
     if is_detailed:
-        for card in others:
-            said.append((card.gpu.name, f"{card.outcome.value}: {_why_unable(card)}"))
+        for gpu in others:
+            said.append((gpu.gpu.name, f"{gpu.outcome.value}: {_why_unable(gpu)}"))
         if best is not None:
             said.append(("price", plan_details.price_source(best.bill.offer)))
     else:
@@ -750,15 +750,15 @@ def cheapest(answer: Cheapest, *, is_detailed: bool) -> RenderableType:
             said.append(("next", f"`sweep plan {best.gpu.name} --model {model}` plans it there"))
         said.append(_DETAILS)
     table = Group(plan_details.offers(bills), "") if bills else None
-    forecasts = (card.forecast for card in answer.cards)
+    forecasts = (gpu.forecast for gpu in answer.gpus)
     return _answer(sentence, said, table=table, shown=forecasts)
 
 
 def _others_words(others: Sequence[GpuForJob], *, more: int) -> str:
     """Return how many more GPUs do a job, and which do not, by why."""
     by_outcome: dict[str, list[str]] = {}
-    for card in others:
-        by_outcome.setdefault(card.outcome.value, []).append(card.gpu.name)
+    for gpu in others:
+        by_outcome.setdefault(gpu.outcome.value, []).append(gpu.gpu.name)
     words: list[str] = []
     if more:
         words.append(f"{more} more do it")
@@ -767,12 +767,12 @@ def _others_words(others: Sequence[GpuForJob], *, more: int) -> str:
     return "; ".join(words) or "none"
 
 
-def _why_unable(card: GpuForJob) -> str:
-    if card.outcome is Outcome.TOO_SMALL:
-        need = units.gib(card.least_bytes)
-        return f"needs {need} at least, has {units.gib(card.gpu.budget_bytes)} for a training"
-    if card.outcome in (Outcome.TOO_SLOW, Outcome.PERHAPS_IN_TIME):
-        soonest, latest = map(_took, card.bill.extremes)
-        price = f"{units.usd(card.bill.usd)} at {card.bill.offer.label}"
-        return f"{_took(card.bill)} ({soonest} to {latest}), {price}"
-    return card.reason or f"give one with {PRICE_OPTION} {card.gpu.name}=DOLLARS"
+def _why_unable(gpu: GpuForJob) -> str:
+    if gpu.outcome is Outcome.TOO_SMALL:
+        need = units.gib(gpu.least_bytes)
+        return f"needs {need} at least, has {units.gib(gpu.gpu.budget_bytes)} for a training"
+    if gpu.outcome in (Outcome.TOO_SLOW, Outcome.PERHAPS_IN_TIME):
+        soonest, latest = map(_took, gpu.bill.extremes)
+        price = f"{units.usd(gpu.bill.usd)} at {gpu.bill.offer.label}"
+        return f"{_took(gpu.bill)} ({soonest} to {latest}), {price}"
+    return gpu.reason or f"give one with {PRICE_OPTION} {gpu.gpu.name}=DOLLARS"

@@ -27,15 +27,15 @@ def init(*, gpu: str | None, model: str | None, output: str | None, is_forced: b
         # It is meant to be changed: one that sweep wrote is a person's own too.
         is_marked=False,
     )
-    card = _gpu_here() if gpu is None or gpu == "auto" else gpu
-    text = starting_text(card, model)
+    gpu_name = _gpu_here() if gpu is None or gpu == "auto" else gpu
+    text = starting_text(gpu_name, model)
     if path is None:
         say_as_is(text.removesuffix("\n"))
         return
     write_output(path, text.encode())
     typed = shlex.quote(str(path))
     commands = f"sweep run {typed}"
-    if card != "cpu":
+    if gpu_name != "cpu":
         # What is predicted is a GPU's memory and speed; a CPU is measured.
         commands = f"sweep plan {typed}, or {commands}"
     say(f"Wrote {path}; next: {commands}")
@@ -43,13 +43,13 @@ def init(*, gpu: str | None, model: str | None, output: str | None, is_forced: b
 
 def _gpu_here() -> str:
     """Return the catalogue's name of the GPU in this machine; the CPU where there is none."""
-    card = read_gpu()
-    if card is None:
+    here = read_gpu()
+    if here is None:
         note("No NVIDIA GPU here, so the space is for the CPU; --gpu names a GPU.")
         return "cpu"
-    if card.known is None:
+    if here.known is None:
         raise InputError(
-            f"the catalogue does not have the {card.size_and_product} that is here: name a GPU "
+            f"the catalogue does not have the {here.size_and_product} that is here: name a GPU "
             "with --gpu (`sweep gpus`)"
         )
-    return card.known.name
+    return here.known.name

@@ -167,8 +167,8 @@ class GpuReader:
     this process, which a container's NVML shows under a number that only the host knows.
     """
 
-    def __init__(self, card: NvmlDevice | None) -> None:
-        self._card = card
+    def __init__(self, gpu: NvmlDevice | None) -> None:
+        self._gpu = gpu
         self.remember()
 
     def remember(self) -> None:
@@ -177,26 +177,26 @@ class GpuReader:
 
     def read(self) -> GpuReading:
         """Return what the driver tells now; each figure it refuses is left empty."""
-        if self._card is None:
+        if self._gpu is None:
             return GpuReading()
-        memory = self._card.memory()
+        memory = self._gpu.memory()
         return GpuReading(
             used_bytes=None if memory is None else memory.used,
-            sm_clock_mhz=self._card.sm_clock_mhz(),
-            throttle_reasons=self._card.throttle_reasons(),
+            sm_clock_mhz=self._gpu.sm_clock_mhz(),
+            throttle_reasons=self._gpu.throttle_reasons(),
             has_neighbour=not self._processes() <= self._known,
         )
 
     def energy_joules(self) -> float | None:
         """Return the energy that the GPU has used so far; None where it is not counted."""
-        if self._card is None:
+        if self._gpu is None:
             return None
-        return self._card.energy_joules()
+        return self._gpu.energy_joules()
 
     def _processes(self) -> set[int]:
-        if self._card is None:
+        if self._gpu is None:
             return set()
-        return {process.pid for process in self._card.processes()}
+        return {process.pid for process in self._gpu.processes()}
 
 
 @dataclass
@@ -212,7 +212,7 @@ class NeighbourWatch:
     """
 
     device: Device
-    card: GpuReader
+    gpu: GpuReader
     budget_bytes: int | None
     has_paged_memory: bool = False
     _least_room: int = 0
@@ -242,14 +242,14 @@ class NeighbourWatch:
         room = self.device.room_bytes()
         if room is None or self.budget_bytes is None or room >= self.budget_bytes:
             return False
-        return room < self._least_room or self.card.read().has_neighbour
+        return room < self._least_room or self.gpu.read().has_neighbour
 
 
 @dataclass
 class EnergyCount:
     """The GPU's energy over the stretches of time that count, and how long those were."""
 
-    card: GpuReader
+    gpu: GpuReader
     joules: float | None = 0.0
     """None once the GPU did not tell."""
     seconds: float = 0.0
@@ -257,12 +257,12 @@ class EnergyCount:
 
     def begin(self) -> None:
         """Let what the GPU uses count from now on."""
-        self._begun = time.perf_counter(), self.card.energy_joules()
+        self._begun = time.perf_counter(), self.gpu.energy_joules()
 
     def end(self) -> None:
         """Let it not count any more."""
         started, before = self._begun
-        now = self.card.energy_joules()
+        now = self.gpu.energy_joules()
         self.seconds += time.perf_counter() - started
         if self.joules is None or before is None or now is None:
             self.joules = None
@@ -305,7 +305,7 @@ class Meter:
 
     def __post_init__(self) -> None:
         self.tokens_per_step = self.config.tokens_per_step
-        self.energy = EnergyCount(self.neighbours.card)
+        self.energy = EnergyCount(self.neighbours.gpu)
 
     def add(self, ended: Sequence[float], gradients: Sequence[float], *, is_warmup: bool) -> None:
         """Take in a step, or several in a row of which the mean counts; see `mean_step_seconds`."""
@@ -317,7 +317,7 @@ class Meter:
             self.measured.append(seconds)
             self.measured_spent += ended[-1]
             self._micro_steps += len(ended)
-            self._readings.append(self.neighbours.card.read())
+            self._readings.append(self.neighbours.gpu.read())
             self._is_crowded = self._is_crowded or self.neighbours.have_taken_memory()
 
     def is_warm(self) -> bool:

@@ -89,7 +89,7 @@ class TrialDevice:
     """
 
     device: Device
-    card: GpuReader
+    gpu: GpuReader
     peak_flops: Mapping[ComputeDtype, float] = field(default_factory=dict)
     budget_bytes: int | None = None
     is_emulated: bool = False
@@ -156,7 +156,7 @@ class Trial:
         self._report = report
         neighbours = NeighbourWatch(
             trial_device.device,
-            trial_device.card,
+            trial_device.gpu,
             trial_device.budget_bytes,
             has_paged_memory=task.config.is_paged,
         )
@@ -556,7 +556,7 @@ class Trial:
             **meter.figures(),
             **of_dataset,
             tokens_per_second=meter.tokens_per_step / median,
-            cards=len(memories),
+            gpus=len(memories),
             samples_per_second=config.samples_per_step / median / pace,
             step_seconds=median * pace,
             step_seconds_ci95=interval,

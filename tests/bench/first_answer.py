@@ -48,7 +48,7 @@ def first_trial(space: str, home: str) -> dict[str, float]:
         see("opened")
         yield listen
 
-    study = prepare(RunRequest(space=space, overrides={"trials": 1}), card=read_gpu)
+    study = prepare(RunRequest(space=space, overrides={"trials": 1}), read_gpu=read_gpu)
     drive(study, storage=f"sqlite:///{home}/sweep.db", watch=watch, warn=print)
     return seen
 

@@ -43,9 +43,9 @@ ALSO = ({"micro_batch_size": 3, "seq_len": 1024, "kernels": "hf"},)
 def forecasts(configs: list[TrialConfig], *, model: ModelSpec, target: Target) -> list[Forecast]:
     """Return what is predicted of configurations under a budget, on the GPU that is here."""
     here = find_gpu(target.gpu)
-    card = read_gpu()
-    if card is not None and card.known is not None:
-        here = card.known
+    gpu = read_gpu()
+    if gpu is not None and gpu.known is not None:
+        here = gpu.known
     with closing(TracingChildren(outlive=True)) as children:
         predictor = tracing(children)(model, here)
         forecaster = build_forecaster(model, target, shapes=None, predictor=predictor)
@@ -101,8 +101,8 @@ def main() -> None:
     configs = [recommended]
     for changes in asked.also or ALSO:
         configs.append(recommended.changed(**changes))
-    card = read_gpu()
-    product = None if card is None or card.known == gpu else card.product
+    gpu_here = read_gpu()
+    product = None if gpu_here is None or gpu_here.known == gpu else gpu_here.product
     target = Target(gpu=gpu.name, device="cuda", budget_bytes=gpu.budget_bytes, emulated_on=product)
     found = forecasts(configs, model=model, target=target)
     if asked.dry_run:

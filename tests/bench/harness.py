@@ -31,14 +31,14 @@ Row = dict[str, Any]
 
 def stamp() -> Row:
     """Return where, when and with what a program of this directory ran."""
-    card = read_gpu()
+    gpu = read_gpu()
     words = (word.removeprefix(f"{ROOT}/") for word in sys.argv)
     return {
         "command": " ".join(["python", *words]),
         "date": datetime.datetime.now(tz=datetime.UTC).date().isoformat(),
-        "card": None if card is None else card.product,
-        "card_memory_bytes": None if card is None else card.memory_bytes,
-        "driver": None if card is None else card.driver,
+        "gpu": None if gpu is None else gpu.product,
+        "card_memory_bytes": None if gpu is None else gpu.memory_bytes,
+        "driver": None if gpu is None else gpu.driver,
         "python": platform.python_version(),
         "versions": {name: _version(name) for name in LIBRARIES},
     }

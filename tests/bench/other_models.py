@@ -152,10 +152,10 @@ def main() -> None:
     parser.add_argument("-o", "--output", type=Path)
     asked = parser.parse_args()
     write(stamp(), asked.output)
-    card = read_gpu()
-    assert card is not None, "there is no GPU here"
-    gpu = match_product(card.product) or find_gpu("h200")
-    budget = int(0.97 * card.memory_bytes)
+    gpu_here = read_gpu()
+    assert gpu_here is not None, "there is no GPU here"
+    gpu = match_product(gpu_here.product) or find_gpu("h200")
+    budget = int(0.97 * gpu_here.memory_bytes)
     target = Target(gpu=gpu.name, device="cuda", budget_bytes=budget)
     logs: dict[str, list[float]] = defaultdict(list)
     with tempfile.TemporaryDirectory() as directory:

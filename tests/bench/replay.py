@@ -121,8 +121,8 @@ def _text(recorded: Recorded, document: Mapping[str, Any]) -> str:
     header = ("sampler", "trials until within 2 %", "out of memory", "device time", "asking")
     whole = units.plural(document["configurations"], "configuration")
     return (
-        f"{surface.name}: {surface.model.name} on {surface.card.product}, {document['fitting']} of "
-        f"{whole} fit {units.gib(recorded.budget_bytes)}.\n"
+        f"{surface.name}: {surface.model.name} on {surface.measured_on.product}, "
+        f"{document['fitting']} of {whole} fit {units.gib(recorded.budget_bytes)}.\n"
         f"Best: {recorded.best.tokens_per_second:,.0f} tokens/s, "
         f"{units.shape(recorded.best.config)}.\n\n"
         f"Median (95th percentile):\n{table(header, rows, width=width_of(sys.stdout))}"
@@ -149,7 +149,7 @@ def predicted_peaks(surface: Surface, *, progress: Progress) -> dict[str, int]:
     predictor = TracingPredictor(
         surface.model,
         cache_dir=cache_directory() / "memory",
-        compute_capability=surface.card.compute_capability,
+        compute_capability=surface.measured_on.compute_capability,
     )
     configs = [row.config for row in surface.rows]
     try:

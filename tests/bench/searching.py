@@ -42,7 +42,7 @@ Each draw of gp is an optimization of its own, and most come out the same.
 
 def forecast_of(surface: Surface) -> SpeedModel:
     """Return the speed model of the GPU that a surface was measured on."""
-    return SpeedForecast(model=surface.model, gpu=surface.card)
+    return SpeedForecast(model=surface.model, gpu=surface.measured_on)
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,7 @@ def forecaster_of(recorded: Recorded) -> Forecaster:
     surface = recorded.surface
     return build_forecaster(
         surface.model,
-        Target(gpu=surface.card.name, device="cuda", budget_bytes=recorded.budget_bytes),
+        Target(gpu=surface.measured_on.name, device="cuda", budget_bytes=recorded.budget_bytes),
         shapes=None,
         predictor=RecordedPeaks(recorded.peaks),
         violation=lambda _: None,

@@ -40,8 +40,8 @@ def trainings(
 
 @pytest.fixture
 def results(tmp_path: Path) -> Path:
-    card = {"card": "NVIDIA H200", "date": "2026-11-28", "versions": {"torch": "2.11.0"}}
-    rows: list[dict[str, Any]] = [card]
+    gpu = {"gpu": "NVIDIA H200", "date": "2026-11-28", "versions": {"torch": "2.11.0"}}
+    rows: list[dict[str, Any]] = [gpu]
     for rank, best in ((4, 2.8e-3), (16, 1.4e-3), (64, 7e-4)):
         rows += trainings(rank, best)
     rows += trainings(16, 1e-3, targets="attention", seeds=1)

@@ -277,7 +277,7 @@ def test_the_time_of_gpus_and_of_the_clock_is_written_at_once_and_adds_up(
     url: str, home: Path
 ) -> None:
     with open_it(url, home) as study:
-        study.cards = 2
+        study.gpus = 2
         commits: list[object] = []
         sqlalchemy.event.listen(study._storage.engine, "commit", commits.append)
         study.add_wall_seconds(1.5)

@@ -28,7 +28,7 @@ from qlora_sweep.sweep.export.trainers import trainers
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "settings.md"
 SURFACES = ("mistral-7b-v0.3_h200", "tinyllama-1.1b_h200")
-TABLES = ("measurements_h200", "held_out_h200", "several_cards_h200")
+TABLES = ("measurements_h200", "held_out_h200", "several_gpus_h200")
 PER_DOUBLING = "micro_batch_size"
 """Its values are too many to show: each pair counts for as many doublings as it spans."""
 PER_TOKENS = 1024

@@ -200,7 +200,7 @@ def test_every_example_is_what_it_is(block: Block, tmp_path: Path) -> None:
         path.write_text(block.text, encoding="utf-8")
         assert load_prices(path)
     elif "gpus" in values:
-        assert [GpuSpec.model_validate(card).budget_bytes > 0 for card in values["gpus"]]
+        assert [GpuSpec.model_validate(gpu).budget_bytes > 0 for gpu in values["gpus"]]
     else:
         assert parse_space(block.text, label=str(block)).dimensions
 

@@ -125,7 +125,7 @@ def prepared(*, confirms: bool = True) -> Prepared:
         model_fingerprint=model.fingerprint,
         target=resolved.target,
     )
-    return Prepared(name=NAME, definition=definition, model=model, resolved=resolved, card=None)
+    return Prepared(name=NAME, definition=definition, model=model, resolved=resolved, gpu=None)
 
 
 def measured(config: TrialConfig, run: int) -> Measured:

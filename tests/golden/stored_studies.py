@@ -119,11 +119,11 @@ def _of_gpus() -> StudySnapshot:
         config = about.space.config(dict(zip(values, chosen, strict=True)))
         close = EIGHT_BIT[0]["faithfulness"] if config.is_8bit_compute else None
         speed = 16_000.0 * config.data_parallel**0.9 * (1 + number / 20)
-        measured = {"cards": config.data_parallel, "faithfulness": close, "flags": ("throttled",)}
+        measured = {"gpus": config.data_parallel, "faithfulness": close, "flags": ("throttled",)}
         trials.append(fits(number, speed, config, **measured))
     trials[3] = record(3, ended.Crashed(phase="warmup", cause="signal"), trials[3].config)
     agreed = [t.model_copy(update={"outcome": agreeing(t.outcome, t.config)}) for t in trials]
-    return snapshot(agreed, name="cards", definition=about)
+    return snapshot(agreed, name="gpus", definition=about)
 
 
 def _of_nothing_that_fits() -> StudySnapshot:

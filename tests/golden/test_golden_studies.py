@@ -22,7 +22,7 @@ from tests.reports.test_page import Page
 from tests.sweep.shared_tracing import asked_of
 
 pytestmark = pytest.mark.timeout(600)
-NAMES = ("speed", "front", "texts", "cards", "memory")
+NAMES = ("speed", "front", "texts", "gpus", "memory")
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +67,7 @@ def test_reports(name: str, said: Callable[..., Any], frozen: Frozen) -> None:
     frozen(f"report_{name}", {"data": json.loads(page.scripts[0]), "text": " ".join(page.text)})
 
 
-@pytest.mark.parametrize("name", ["texts", "cards"])
+@pytest.mark.parametrize("name", ["texts", "gpus"])
 def test_exports(name: str, said: Callable[..., Any], tmp_path: Path, frozen: Frozen) -> None:
     def exported(format: str) -> Any:
         to = tmp_path / format / f"exported{endings_of(format)[0]}"

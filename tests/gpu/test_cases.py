@@ -50,11 +50,11 @@ def test_what_is_tried_elsewhere_is_a_value_and_a_test_that_is_there() -> None:
 
 def trained_on_a_gpu() -> list[tuple[dict[str, Any], bool]]:
     """Return the configurations of each suite, and whether it trains on a dataset."""
-    from tests.gpu import test_memory_limits, test_prediction, test_texts_on_a_card
+    from tests.gpu import test_memory_limits, test_prediction, test_texts_on_a_gpu
 
     suites = [(cases.CASES, False), (test_prediction.CASES, False)]
     suites.append((list(test_memory_limits.TOO_LARGE.values()), False))
-    suites.append((test_texts_on_a_card.CASES, True))
+    suites.append((test_texts_on_a_gpu.CASES, True))
     return [(settings, on_dataset) for suite, on_dataset in suites for settings in suite]
 
 

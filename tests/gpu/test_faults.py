@@ -215,10 +215,10 @@ def test_two_hundred_trials_in_one_worker_do_not_drift(
 def _outside_bytes(runner: SupervisedRunner) -> int:
     """Return what the GPU holds for a worker between trials: its base and its context."""
     process_id = _process_id(runner)
-    with visible_gpus(most=1) as (card,):
-        assert card is not None
-        memory = card.memory()
-        mine = [p.used_bytes for p in card.processes() if p.pid == process_id]
+    with visible_gpus(most=1) as (gpu,):
+        assert gpu is not None
+        memory = gpu.memory()
+        mine = [p.used_bytes for p in gpu.processes() if p.pid == process_id]
     if mine and mine[0]:
         return mine[0]
     assert memory is not None

@@ -67,6 +67,6 @@ def test_peak_memory_is_within_the_stated_uncertainty(
     assert prediction.peak_allocated_bytes == pytest.approx(measured, rel=prediction.uncertainty)
 
 
-def test_the_card_is_in_the_catalogue_or_is_told_by_its_own_name() -> None:
+def test_the_gpu_is_in_the_catalogue_or_is_told_by_its_own_name() -> None:
     spec = match_product(torch.cuda.get_device_name(0))
     assert spec is None or spec.compute_capability == torch.cuda.get_device_capability(0)

@@ -66,17 +66,17 @@ def test_the_logits_of_an_evaluation_count_although_the_fused_loss_never_held_th
     assert isinstance(tight, OutOfMemory) is grew
 
 
-def test_the_energy_of_a_token_is_that_of_the_power_that_the_card_draws(rig: Rig) -> None:
+def test_the_energy_of_a_token_is_that_of_the_power_that_the_gpu_draws(rig: Rig) -> None:
     config = small_config(**LEAN)
-    with visible_gpus(most=1) as (card,):
-        assert card is not None
-        started, before = time.perf_counter(), card.energy_joules()
+    with visible_gpus(most=1) as (gpu,):
+        assert gpu is not None
+        started, before = time.perf_counter(), gpu.energy_joules()
         if before is None:
             pytest.skip("this GPU's driver does not count energy")
         outcome = rig.worker.run(
             RunCommand(request=TrialRequest(config=config, steps=SOAK, is_soak=True))
         ).outcome
-        after, seconds = card.energy_joules(), time.perf_counter() - started
+        after, seconds = gpu.energy_joules(), time.perf_counter() - started
     assert isinstance(outcome, Measured)
     measured = outcome.measurement
     assert measured.joules_per_token is not None

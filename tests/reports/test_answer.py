@@ -175,10 +175,10 @@ def study(
     return snapshot(records, definition=about, **({"offer": OFFER} | values))
 
 
-def the_card(known: StudySnapshot, **work: float) -> Choice:
-    card = decision_of(view_of(known), AskedWork(**work)).choice  # type: ignore[arg-type]
-    assert card is not None
-    return card
+def the_choice(known: StudySnapshot, **work: float) -> Choice:
+    choice = decision_of(view_of(known), AskedWork(**work)).choice  # type: ignore[arg-type]
+    assert choice is not None
+    return choice
 
 
 def instead(known: StudySnapshot) -> dict[str, str]:
@@ -190,10 +190,10 @@ def instead(known: StudySnapshot) -> dict[str, str]:
 def test_the_answer_has_a_card_and_what_to_take_instead_a_line() -> None:
     frugal = fits(4, 15_000.0, TrialConfig(micro_batch_size=4), peak_allocated_bytes=10 * GIB)
     known = study(BASE, OWN, SMALL, FRUGAL, frugal)
-    card = the_card(known)
-    told = dict(card.facts)
+    choice = the_choice(known)
+    told = dict(choice.facts)
     # Of the class that is asked for, though a smaller adapter is faster.
-    assert (card.number, told["speed"]) == (1, "16,000 tokens/s (15,842–16,162)")
+    assert (choice.number, told["speed"]) == (1, "16,000 tokens/s (15,842–16,162)")
     # A dollar buys 3.6 s per thousandth: $3.6 an hour is $0.001 a second.
     assert told["cost"].startswith("$0.0625 per million tokens ($0.0619–0.0631; a10 Lender at ")
     assert told["memory"] == "20.00 GiB of 21.50 GiB (93 %)"
@@ -206,7 +206,7 @@ def test_the_answer_has_a_card_and_what_to_take_instead_a_line() -> None:
     slow = fits(4, 14_300.0, frugal.config, peak_allocated_bytes=10 * GIB)
     assert MEMORY not in instead(study(BASE, OWN, SMALL, slow))
     of_memory = study(BASE, OWN, SMALL, FRUGAL, space={"objectives": ["peak_memory"]})
-    assert the_card(of_memory).number == 0
+    assert the_choice(of_memory).number == 0
     assert instead(of_memory)["Fastest"].startswith("trial 2: ")
     of_another = study(OWN, SMALL, space={"baseline": {"lora_rank": 8, "micro_batch_size": 8}})
     title = "Fastest at rank 8 on q,k,v,o, as the baseline"
@@ -227,10 +227,10 @@ def on_another_gpu(*records: TrialRecord, speeds: dict[int, float], **values: An
 
 def test_the_target_gpus_speed_comes_first_and_the_measured_one_stands_beside_it() -> None:
     speeds = {0: 800.0, 1: 1_600.0, 2: 1_650.0}
-    card = the_card(on_another_gpu(BASE, OWN, SMALL, speeds=speeds))
+    choice = the_choice(on_another_gpu(BASE, OWN, SMALL, speeds=speeds))
     beside = "measured on NVIDIA H200: 16,000, 15,842–16,162"
-    assert dict(card.facts)["speed"] == f"1,600 tokens/s on a10 (predicted 800–3,200; {beside})"
-    bare = dict(the_card(on_another_gpu(BASE, OWN, speeds={})).facts)
+    assert dict(choice.facts)["speed"] == f"1,600 tokens/s on a10 (predicted 800–3,200; {beside})"
+    bare = dict(the_choice(on_another_gpu(BASE, OWN, speeds={})).facts)
     assert bare["speed"] == "16,000 tokens/s measured on NVIDIA H200; not predicted on a10"
     assert not bare.keys() & {"cost", "training"}
     # Another is cheaper only where the intervals of the predicted speeds are apart.
@@ -251,7 +251,7 @@ def test_memory_is_not_bought_with_a_class_of_numerics_that_is_slower_on_the_tar
 
 def test_what_a_training_costs_follows_the_work_and_the_offer() -> None:
     def told(known: StudySnapshot | None = None, **work: float) -> str:
-        return dict(the_card(known or study(BASE, OWN), **work).facts)["training"]
+        return dict(the_choice(known or study(BASE, OWN), **work).facts)["training"]
 
     # 2,442 whole steps of 4,096 tokens, and a second that was begun is paid for.
     assert told() == (
@@ -275,10 +275,11 @@ def test_what_a_training_costs_follows_the_work_and_the_offer() -> None:
 
 def test_what_is_marked_is_said_in_words_and_recipes_are_whole() -> None:
     flags = ("emulated", "throttled", "neighbour", "something_new")
-    card = the_card(replace(study(BASE, fits(1, 16_000.0, OWN.config, flags=flags)), name="it's"))
+    marked = study(BASE, fits(1, 16_000.0, OWN.config, flags=flags))
+    choice = the_choice(replace(marked, name="it's"))
     words = "slowed by a power or heat limit, another process shared the GPU, something new"
-    assert card.what.endswith(f"; {words}")
-    recipes = dict(card.recipes)
+    assert choice.what.endswith(f"; {words}")
+    recipes = dict(choice.recipes)
     assert recipes["command"] == "sweep export 'it'\"'\"'s' --format script --trial 1"
     assert TrialConfig(**json.loads(recipes["JSON"])) == OWN.config
     assert TrialConfig(**yaml.safe_load(recipes["YAML"])) == OWN.config

@@ -132,7 +132,7 @@ def test_a_bill_covers_what_was_used_in_whole_units_or_the_minimum_and_adds_up(
     assert values["usd"] == pytest.approx(values["billed_hours"] * offer.usd_per_hour)
     several = Bill(WORK, offer, step_seconds, gpus=gpus)
     assert several.usd == pytest.approx(gpus * result.usd)
-    assert (several.wall_hours, several.to_json()["cards"]) == (result.wall_hours, gpus)
+    assert (several.wall_hours, several.to_json()["gpus"]) == (result.wall_hours, gpus)
     assert several.billed_hours == pytest.approx(result.billed_hours)
 
 
@@ -253,7 +253,7 @@ def test_two_gpus_are_ties_where_the_interval_of_their_ratio_holds_1() -> None:
     assert high == pytest.approx(0.25 / low)
 
 
-def test_offers_of_one_card_share_its_step_however_uncertain_that_is() -> None:
+def test_offers_of_one_gpu_share_its_step_however_uncertain_that_is() -> None:
     """The dearer hour is dearer whatever the speed; the break-even is there at any of them."""
     cheap = _uncertain(Bill(WORK, make_offer(provider="A"), 2.0), 0.5)
     dear = _uncertain(Bill(WORK, make_offer(provider="B", usd_per_hour=3.7), 2.0), 0.5)

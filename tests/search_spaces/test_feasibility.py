@@ -29,10 +29,10 @@ def among(*values: Any) -> Choices:
 
 
 def rules_against(
-    card: tuple[int, int] | None = TURING, *, fixed: dict[str, Any] | None = None, **dimensions: Any
+    gpu: tuple[int, int] | None = TURING, *, fixed: dict[str, Any] | None = None, **dimensions: Any
 ) -> list[str]:
     space = SearchSpace(name="mine", dimensions=dimensions, fixed=fixed or {})
-    setting = Setting(MISTRAL, "cpu" if card is None else "cuda", card)
+    setting = Setting(MISTRAL, "cpu" if gpu is None else "cuda", gpu)
     found = obstacles(space, setting)
     return [one.rule for one in found]
 
@@ -140,16 +140,16 @@ def subsets(*values: Any) -> st.SearchStrategy[Choices]:
     st.sampled_from([None, (6, 0), TURING, AMPERE]),
 )
 def test_the_answer_is_that_of_trying_every_configuration(
-    dimensions: dict[str, Any], card: tuple[int, int] | None
+    dimensions: dict[str, Any], gpu: tuple[int, int] | None
 ) -> None:
     space = SearchSpace(name="mine", dimensions=dimensions)
-    device = "cpu" if card is None else "cuda"
+    device = "cpu" if gpu is None else "cuda"
     tried = (
-        violation(space.config(values), model=MISTRAL, compute_capability=card, device=device)
+        violation(space.config(values), model=MISTRAL, compute_capability=gpu, device=device)
         for values in space.combinations()
     )
     nothing_is_valid = all(one is not None for one in tried)
-    assert bool(rules_against(card, **dimensions)) is nothing_is_valid
+    assert bool(rules_against(gpu, **dimensions)) is nothing_is_valid
 
 
 LENGTHS = (Length(256, 0.04), Length(1024, 0.0))

@@ -32,7 +32,7 @@ BOXES = {name: int(gib) for name, gib in (line.split() for line in NAMES.split("
 """GiB on the box: no rule says them across generations, so the figures are told one by one."""
 
 
-def test_cards_are_listed_from_the_smallest_memory_to_the_largest() -> None:
+def test_gpus_are_listed_from_the_smallest_memory_to_the_largest() -> None:
     boxes = [BOXES[name] for name in gpu_catalogue()]
     assert boxes == sorted(BOXES.values())
     names = [name for spec in gpu_catalogue().values() for name in (spec.name, *spec.aliases)]
@@ -40,7 +40,7 @@ def test_cards_are_listed_from_the_smallest_memory_to_the_largest() -> None:
 
 
 @pytest.mark.parametrize("name", BOXES)
-def test_the_figures_of_a_card_hang_together_and_have_a_source(name: str) -> None:
+def test_the_figures_of_a_gpu_hang_together_and_have_a_source(name: str) -> None:
     spec = find_gpu(name)
     peaks, half, bandwidth = spec.peak_flops, spec.half, spec.bandwidth_bytes_per_second
     assert 0.85 < spec.memory_bytes / (BOXES[name] * GIB) < 1.0

@@ -126,7 +126,7 @@ def test_a_file_that_is_not_a_price_list_is_refused(
 # Prices that are typed
 
 
-def test_a_price_that_is_typed_is_the_only_one_of_its_card(tmp_path: Path) -> None:
+def test_a_price_that_is_typed_is_the_only_one_of_its_gpu(tmp_path: Path) -> None:
     file = write(tmp_path, f"offers: [{{{HEAD}, usd_per_hour: {{a10: 0.5}}}}]\n")
     prices = load_prices(file, typed=["A10 = 0.75", "rtx-5090=$1"])
     (mine,) = prices["a10"]

@@ -183,7 +183,7 @@ def test_layers_that_are_stored_alike_are_told_from_others() -> None:
     assert sorted(left) == ["lm_head", "model.layers.1.mlp", r"model.layers.2\."]
 
 
-def test_the_base_of_a_quantized_copy_is_named_by_config_card_or_name(tmp_path: Path) -> None:
+def test_the_base_of_a_quantized_copy_is_named_by_config_gpu_or_name(tmp_path: Path) -> None:
     assert name_of_base("unsloth/Llama-3.2-1B-Instruct-unsloth-bnb-4bit") == "Llama-3.2-1B-Instruct"
     assert name_of_base("org/Model-FP8-dynamic") == name_of_base("org/Model-AWQ") == "Model"
     assert name_of_base("org/model-4b") is None

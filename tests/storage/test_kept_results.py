@@ -245,7 +245,7 @@ def test_what_a_killed_driver_spent_is_counted_with_the_result_that_it_left(
     home: Path, url: str
 ) -> None:
     with open_it(url, home) as study:
-        study.cards = 2
+        study.gpus = 2
         trial, record = begin(study, batch=1)
         study.tell(trial, record, spent_seconds=10.0)
         trial, record = begin(study, batch=2)

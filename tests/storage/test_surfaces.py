@@ -55,7 +55,7 @@ def test_a_surface_says_what_was_measured_and_a_key_left_out_takes_its_default(
     header = HEADER | {"gpu": "NVIDIA H200"}
     surface = read_surface(a_file(tmp_path, header, ROW, "", same, longer))
     assert surface.model.config["hidden_size"] == 4096
-    assert (surface.gpu, surface.card.name, surface.repeated) == ("h200", "h200", 1)
+    assert (surface.gpu, surface.measured_on.name, surface.repeated) == ("h200", "h200", 1)
     fits, oom = surface.rows
     assert fits.config == TrialConfig(micro_batch_size=8)
     assert oom.config == TrialConfig(micro_batch_size=64)
@@ -104,7 +104,7 @@ def test_a_study_is_a_surface_of_what_was_measured(tmp_path: Path) -> None:
     again = a_record(12, TRIALS[0].config, device_seconds=2.5)
     snapshot = a_snapshot(*TRIALS, oom, crashed, again, emulated_on="NVIDIA H200")
     surface = read_surface(a_file(tmp_path, surface_text(snapshot)))
-    assert surface.card.name == "h200"
+    assert surface.measured_on.name == "h200"
     assert surface.gpu == "a10"
     assert {row.config for row in surface.rows} == {r.config for r in (*TRIALS, oom)}
     by_config = {row.config: row for row in surface.rows}

@@ -28,7 +28,7 @@ from tests.sweep.predict.contributed import path_of
 from tests.sweep.simulated_device import a_measurement
 from tests.sweep.simulated_drive import driving_on
 
-REFUSED_WITHOUT_A_CARD = 3
+REFUSED_WITHOUT_A_GPU = 3
 CONTRIBUTION = path_of("h100_studies_mistral-7b-v0.3.jsonl")
 SURFACE = Path(__file__).parents[1] / "data" / "surfaces" / "tinyllama-1.1b_h200.jsonl"
 TEXTS = Path(__file__).parents[2] / "docs" / "examples" / "dataset.jsonl"
@@ -119,7 +119,7 @@ def test_an_example_does_what_its_command_says(
     code = main(arguments)
     out, err = capsys.readouterr()
     if _needs_a_gpu(arguments):
-        assert code == REFUSED_WITHOUT_A_CARD
+        assert code == REFUSED_WITHOUT_A_GPU
         assert "sweep doctor" in err
     elif line == "sweep rm a10":
         assert code == 2
@@ -128,7 +128,7 @@ def test_an_example_does_what_its_command_says(
         assert code == 2
         assert "only what a GPU measured" in err
     elif name == "dashboard":
-        assert code == REFUSED_WITHOUT_A_CARD
+        assert code == REFUSED_WITHOUT_A_GPU
         assert "pip install 'qlora-sweep[dashboard]'" in err
     else:
         assert code in (0, 1), err

@@ -46,7 +46,7 @@ GATHER_LAUNCHES = 320.0
 """What the host does to gather a layer in both passes of a micro-batch and to give it up again, as
 so many operations: FSDP2 goes through each of its tensors in Python. Trials of Mistral-7B and of
 Llama-3.1-70B at 4 x 512, on hosts with two H200, come to 250 to 430
-(`tests/data/several_cards_h200.jsonl`)."""
+(`tests/data/several_gpus_h200.jsonl`)."""
 WEIGHTS_MOVED = 6
 """Elements of the adapters' own type that an update moves per parameter: the weight read and
 written, the gradient read for its norm, read and written to be scaled, and read for the update.
@@ -181,17 +181,17 @@ class StepPhases:
 
         A step's time is homogeneous in the factors, so these times the factors are the step itself.
         """
-        card = self.device @ factors[:_LAUNCH]
+        gpu = self.device @ factors[:_LAUNCH]
         host = self.launch * factors[_LAUNCH]
-        whole = overlapped(card, host)
-        card, host = (
+        whole = overlapped(gpu, host)
+        gpu, host = (
             np.divide(part, whole, out=np.zeros_like(whole), where=whole != 0.0)
             ** (OVERLAP_EXPONENT - 1.0)
-            for part in (card, host)
+            for part in (gpu, host)
         )
         return np.column_stack(
             [
-                np.einsum("npt,np->nt", self.device, card),
+                np.einsum("npt,np->nt", self.device, gpu),
                 (self.launch * host).sum(axis=1),
                 # Of a step that has no prediction the fixed part is none either.
                 np.where(np.isnan(whole.sum(axis=1)), np.nan, self.fixed),

@@ -77,7 +77,7 @@ def write(path: Path, kind: str, count: int = 40) -> None:
     path.write_text("".join(f"{line}\n" for line in lines))
 
 
-def prepared(home: Path, *, cards: Any = (), **asked: Any) -> PreparedTraining:
+def prepared(home: Path, *, gpus: Any = (), **asked: Any) -> PreparedTraining:
     """Return a training of the demo model on ``rows.jsonl``, as it is resolved."""
     asked["texts"] = {"texts": str(home / "rows.jsonl"), **asked.get("texts", {})}
     given = {"model": "demo", **asked}
@@ -93,7 +93,7 @@ def prepared(home: Path, *, cards: Any = (), **asked: Any) -> PreparedTraining:
         request,
         read_study=nothing_is_read,
         read_dataset=prepare_dataset,
-        cards=lambda: cards,
+        read_gpus=lambda: gpus,
         warn=warned,
     )
 
@@ -212,7 +212,7 @@ def test_a_training_that_would_lose_much_stops_and_says_what_to_do(
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_with_yes_it_trains_and_card_and_json_say_what_was_cut(rows: Path, sweep: Sweep) -> None:
+def test_with_yes_it_trains_and_gpu_and_json_say_what_was_cut(rows: Path, sweep: Sweep) -> None:
     code, out, err = sweep(*TYPED, "--max-steps", "8", "--yes", "--json")
     assert code == 0, err
     document = json.loads(out)
@@ -223,8 +223,8 @@ def test_with_yes_it_trains_and_card_and_json_say_what_was_cut(rows: Path, sweep
         assert parts["dataset"][key] == parts["trained"][key] + parts["held_out"][key]
     shares = parts["dataset"]
     assert shares["supervised_tokens_cut_share"] > CUT_MAX
-    card = (rows / "out" / "README.md").read_text()
-    assert f"cuts {shares['examples_cut']} of the 40 examples" in card
+    gpu = (rows / "out" / "README.md").read_text()
+    assert f"cuts {shares['examples_cut']} of the 40 examples" in gpu
     # Nothing was measured, and no other length was asked for.
     assert document["promised_basis"] is None
 
@@ -247,9 +247,9 @@ def test_with_yes_it_trains_and_card_and_json_say_what_was_cut(rows: Path, sweep
 
 @pytest.mark.slow
 def test_a_length_that_nobody_measured_is_planned_on_a_gpu(rows: Path) -> None:
-    same = prepared(rows, cards=[A10])
+    same = prepared(rows, gpus=[A10])
     assert same.prediction is None
-    found = prepared(rows, cards=[A10], settings={"seq_len": 64})
+    found = prepared(rows, gpus=[A10], settings={"seq_len": 64})
     assert found.job.config.seq_len == 64
     assert not found.truncation.is_much
     planned = found.prediction
@@ -266,7 +266,7 @@ def test_a_length_that_nobody_measured_is_planned_on_a_gpu(rows: Path) -> None:
 
 @pytest.mark.slow
 def test_what_a_trial_measured_corrects_what_is_predicted_at_another_length(rows: Path) -> None:
-    at_64 = {"cards": [A10], "settings": {"seq_len": 64}}
+    at_64 = {"gpus": [A10], "settings": {"seq_len": 64}}
     unmeasured = prepared(rows, **at_64).prediction
     assert unmeasured is not None
     config, speeds = TrialConfig.model_validate(SHORT), {}
@@ -281,23 +281,23 @@ def test_what_a_trial_measured_corrects_what_is_predicted_at_another_length(rows
         assert found.prediction is not None
         speeds[seconds] = found.prediction.tokens_per_second
         assert "Measured at 2 x 24" in str(found.plan_words)
-        assert prepared(rows, model=None, cards=[A10]).prediction is None
+        assert prepared(rows, model=None, gpus=[A10]).prediction is None
     assert speeds[10.0] < unmeasured.tokens_per_second < speeds[0.01]  # type: ignore[operator]
 
 
 @pytest.mark.slow
 def test_a_length_that_cannot_be_is_refused_with_what_can(rows: Path) -> None:
     with pytest.raises(InputError, match="beyond the 1024 positions"):
-        prepared(rows, cards=[A10], settings={"seq_len": 2048})
+        prepared(rows, gpus=[A10], settings={"seq_len": 2048})
     long = json.dumps({"text": " ".join(f"w{n}" for n in range(600))})
     (rows / "rows.jsonl").write_text(f"{long}\n" * 4400)
     settings = {"seq_len": 1024, "micro_batch_size": 4000}
     with pytest.raises(NothingFits, match="the budget is") as refused:
-        prepared(rows, cards=[A10], settings=settings)
+        prepared(rows, gpus=[A10], settings=settings)
     size = re.search(r"--set micro_batch_size=(\d+)", str(refused.value))
     assert size is not None
     # What is named is what then fits.
-    fits = prepared(rows, cards=[A10], settings={**settings, "micro_batch_size": int(size[1])})
+    fits = prepared(rows, gpus=[A10], settings={**settings, "micro_batch_size": int(size[1])})
     assert fits.prediction is not None
     assert fits.prediction.fit is Fit.YES
 

@@ -149,7 +149,7 @@ def test_more_gpus_keep_the_effective_batch_where_it_is_a_multiple() -> None:
         on_devices(accumulating, 3)
 
 
-def refusal(tmp_path: Path, config: dict[str, Any], cards: list[GpuInfo], **typed: Any) -> str:
+def refusal(tmp_path: Path, config: dict[str, Any], gpus: list[GpuInfo], **typed: Any) -> str:
     (tmp_path / "config.json").write_text(json.dumps({"upcast_fp32": False, **config}))
 
     def unread(*_: Any) -> Any:
@@ -160,7 +160,7 @@ def refusal(tmp_path: Path, config: dict[str, Any], cards: list[GpuInfo], **type
     )
     with pytest.raises(InputError) as refused:
         prepare_training(
-            asked, read_study=unread, read_dataset=unread, cards=lambda: cards, warn=unread
+            asked, read_study=unread, read_dataset=unread, read_gpus=lambda: gpus, warn=unread
         )
     return str(refused.value)
 

@@ -189,9 +189,9 @@ def test_only_what_was_measured_on_the_same_examples_is_a_measure_of_what_is_rea
     assert ("Not comparable" in model_card(slow)) is not is_comparable
 
 
-def test_the_card_says_what_was_promised_and_reached_and_what_is_used() -> None:
+def test_the_gpu_says_what_was_promised_and_reached_and_what_is_used() -> None:
     config = TrialConfig(lora_rank=8, micro_batch_size=3, quantization="none")
-    card = model_card(trained(tokens_per_second=192.0, config=config))
+    model_card_text = model_card(trained(tokens_per_second=192.0, config=config))
     for words in (
         "| tokens/s | 200 | 192 | 0.960 |",
         "| peak allocated | 1.00 GiB | 1.00 GiB | 1.000 |",
@@ -200,9 +200,9 @@ def test_the_card_says_what_was_promised_and_reached_and_what_is_used() -> None:
         "| `lora_alpha` | `16.0` |",
         "| `effective_batch_size` | `3` |",
     ):
-        assert words in card
+        assert words in model_card_text
     for words in ("triton", "None", "double_quant", "Not as promised", "see each other"):
-        assert words not in card
+        assert words not in model_card_text
     slow = trained(tokens_per_second=150.0, steps_measured=5, documents_apart=False)
     words = slow.comparison.words()
     assert words == (
@@ -213,7 +213,7 @@ def test_the_card_says_what_was_promised_and_reached_and_what_is_used() -> None:
     assert "see each other" in model_card(slow)
 
 
-def test_card_and_json_say_what_8_bits_are_off_and_what_stays_in_16() -> None:
+def test_gpu_and_json_say_what_8_bits_are_off_and_what_stays_in_16() -> None:
     kept = "model.layers.28.mlp.down_proj"
     found = EightBitProducts(
         errors=(
@@ -236,8 +236,8 @@ def test_card_and_json_say_what_8_bits_are_off_and_what_stays_in_16() -> None:
         loss_16_bit=1.6456,
     )
     adapter = trained(eight_bit=found)
-    card = model_card(adapter)
+    model_card_text = model_card(adapter)
     for figure in (kept, "6.8 %", "29 %", "0.8 %", "1.6503", "1.6456"):
-        assert figure in card
+        assert figure in model_card_text
     assert adapter.to_json()["eight_bit"] == found.model_dump(mode="json")
     assert "8-bit" not in model_card(trained())

@@ -134,10 +134,10 @@ def leaves_all(output: Path) -> None:
     assert values["base_model_name_or_path"] == "demo"
     assert (output / "tokenizer.json").is_file()
     assert (output / "additional_chat_templates" / "tools.jinja").is_file()
-    card = (output / "README.md").read_text()
-    assert card.startswith("---\n")
+    model_card = (output / "README.md").read_text()
+    assert model_card.startswith("---\n")
     for words in ("library_name: peft", "weights are random", "`0.1`", "transformers"):
-        assert words in card
+        assert words in model_card
     page = (output / "loss.html").read_text()
     assert '"training loss"' in page
     assert "://" not in re.sub(r"<script>.*?</script>", "", page, flags=re.S)

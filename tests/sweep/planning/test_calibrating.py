@@ -63,9 +63,9 @@ class Drawn:
 
     def __init__(self, trials: list[TrialConfig], answers: list[TrialConfig]) -> None:
         self.trials = trials
-        self._card = a_forecaster().gpu
+        self._gpu = a_forecaster().gpu
         configs = [*trials, *answers]
-        self._times = StepTimes(configs, model=MISTRAL, gpu=self._card, evidence=None)
+        self._times = StepTimes(configs, model=MISTRAL, gpu=self._gpu, evidence=None)
         self._noise = self._times.own_spread
         self._answers = answers
 
@@ -87,7 +87,7 @@ class Drawn:
         ]
         path.write_text(a_text("a10", MISTRAL.name, of_trials, versions={"torch": "2.11.0"}))
         evidence, _ = fitted(sessions_of([read_contribution(path)]))
-        after = StepTimes(self._answers, model=MISTRAL, gpu=self._card, evidence=evidence)
+        after = StepTimes(self._answers, model=MISTRAL, gpu=self._gpu, evidence=evidence)
         off = measured()[len(self.trials)] - math.log(after.seconds[0])
         is_inside = abs(off) <= NINE_IN_TEN * float(after.log_spread[0])
         return float(np.sqrt((after.log_spread**2).sum())), is_inside

@@ -53,8 +53,8 @@ def a_gpu(gpu: str, *offers: Offer, budget_gib: float | None = None, **terms: An
     return on_gpu(the_job(gpu), a_forecaster(gpu=gpu, budget_gib=budget_gib), **known)
 
 
-def answered(*cards: GpuForJob) -> Cheapest:
-    return Cheapest(MISTRAL, cards[0].bill.workload, job({}), None, ranked(cards))
+def answered(*gpus: GpuForJob) -> Cheapest:
+    return Cheapest(MISTRAL, gpus[0].bill.workload, job({}), None, ranked(gpus))
 
 
 def test_what_is_not_typed_of_a_job_is_the_recipes() -> None:
@@ -92,9 +92,9 @@ def test_nobody_typed_the_effective_batch_so_it_is_one_that_all_gpus_can_make(gp
 
 @pytest.mark.parametrize("gpu", ["t4", "a10", "h200"])
 def test_a_gpu_does_it_with_what_a_survey_recommends(gpu: str) -> None:
-    best, card = survey(the_job(gpu), a_forecaster(gpu=gpu)).recommended, a_gpu(gpu)
-    assert card.forecast.config == best.config
-    assert (card.outcome, card.bill.workload.samples) == (Outcome.IN_TIME, 10_000)
+    best, for_job = survey(the_job(gpu), a_forecaster(gpu=gpu)).recommended, a_gpu(gpu)
+    assert for_job.forecast.config == best.config
+    assert (for_job.outcome, for_job.bill.workload.samples) == (Outcome.IN_TIME, 10_000)
 
 
 def test_a_deadline_is_met_missed_or_open_inside_the_uncertainty_of_the_speed() -> None:
@@ -115,30 +115,30 @@ def test_an_offer_with_a_queue_beyond_the_deadline_is_not_taken_however_cheap() 
     queued = an_offer(usd_per_hour=0.1, queue_seconds=1e6)
     prompt = an_offer(usd_per_hour=2.0)
     assert a_gpu("a10", queued, prompt).bill.offer == queued
-    card = a_gpu("a10", queued, prompt, deadline_seconds=86_400)
-    assert [bill.offer for bill in card.bills] == [prompt]
+    gpu = a_gpu("a10", queued, prompt, deadline_seconds=86_400)
+    assert [bill.offer for bill in gpu.bills] == [prompt]
 
 
 def test_the_cheapest_and_the_smallest_are_of_those_in_time() -> None:
-    cards = [
+    gpus = [
         a_gpu("a10", an_offer(usd_per_hour=9.0)),
         a_gpu("a100-40gb", an_offer(gpu="a100-40gb", usd_per_hour=1.0)),
         a_gpu("h200", an_offer(gpu="h200", usd_per_hour=90.0)),
         a_gpu("l4", deadline_seconds=1.0),
         a_gpu("t4", budget_gib=3),
     ]
-    answer = answered(*cards)
-    assert [card.gpu.name for card in answer.cards] == ["a100-40gb", "h200", "a10", "l4", "t4"]
-    assert answer.cheapest is cards[1]
-    assert answer.smallest is cards[0]
-    assert answer.that(Outcome.TOO_SLOW) == (cards[3],)
-    assert answer.that(Outcome.TOO_SMALL) == (cards[4],)
-    assert cards[4].least_bytes is not None
-    assert cards[4].least_bytes > 3 * 2**30
+    answer = answered(*gpus)
+    assert [gpu.gpu.name for gpu in answer.gpus] == ["a100-40gb", "h200", "a10", "l4", "t4"]
+    assert answer.cheapest is gpus[1]
+    assert answer.smallest is gpus[0]
+    assert answer.that(Outcome.TOO_SLOW) == (gpus[3],)
+    assert answer.that(Outcome.TOO_SMALL) == (gpus[4],)
+    assert gpus[4].least_bytes is not None
+    assert gpus[4].least_bytes > 3 * 2**30
     json.dumps(cheapest_document(answer), allow_nan=False)
 
 
-def test_cards_whose_costs_overlap_are_not_told_apart() -> None:
+def test_gpus_whose_costs_overlap_are_not_told_apart() -> None:
     base = a_gpu("a10", an_offer(usd_per_hour=1.0))
     other = a_gpu("l4", an_offer(gpu="l4", usd_per_hour=1.0))
     even = base.bill.usd / other.bill.usd
@@ -148,14 +148,14 @@ def test_cards_whose_costs_overlap_are_not_told_apart() -> None:
         rival = a_gpu("l4", an_offer(gpu="l4", usd_per_hour=price))
         answer = answered(base, rival)
         assert answer.cheapest is base
-        assert [card.gpu.name for card in answer.perhaps_cheapest] == ["a10", "l4"][:tied]
+        assert [gpu.gpu.name for gpu in answer.perhaps_cheapest] == ["a10", "l4"][:tied]
         document = cheapest_document(answer)
         assert document["cheapest"] == (None if tied > 1 else "a10")
         assert document["recommended"] == "a10"
         assert document["perhaps_cheapest"] == ["a10", "l4"] * (tied == 2)
 
 
-def test_a_card_without_a_price_or_without_a_rule_that_allows_it_says_so() -> None:
+def test_a_gpu_without_a_price_or_without_a_rule_that_allows_it_says_so() -> None:
     config = TrialConfig(compute_dtype="bf16", effective_batch_size=16)
     old = on_gpu(config, a_forecaster(gpu="t4"), **TERMS)
     assert (old.outcome, old.forecast) == (Outcome.FORBIDDEN, None)
@@ -167,9 +167,9 @@ def test_a_card_without_a_price_or_without_a_rule_that_allows_it_says_so() -> No
 
 def test_a_gpu_of_which_nothing_can_be_traced_says_why_and_is_not_too_small() -> None:
     fault = Untraceable("data decides")
-    card = on_gpu(the_job("a10"), a_forecaster(predictor=ImaginedPredictor(fault=fault)), **TERMS)
-    assert (card.outcome, card.forecast, card.reason) == (Outcome.FORBIDDEN, None, "data decides")
-    assert card.fault is not None
+    gpu = on_gpu(the_job("a10"), a_forecaster(predictor=ImaginedPredictor(fault=fault)), **TERMS)
+    assert (gpu.outcome, gpu.forecast, gpu.reason) == (Outcome.FORBIDDEN, None, "data decides")
+    assert gpu.fault is not None
 
 
 # Behaviour of the longest rows, against asking of every length

@@ -73,7 +73,7 @@ def answer(config: TrialConfig) -> Outcome:
 def url(home: Path, texts: Path) -> str:
     """Where a study on that dataset is, which an H200 ran for an A10."""
     url = f"sqlite:///{home}/runs/sweep.db"
-    what = prepare(RunRequest(space=str(home / "own.yaml")), card=lambda: a_gpu("h200"))
+    what = prepare(RunRequest(space=str(home / "own.yaml")), read_gpu=lambda: a_gpu("h200"))
     run(what, url, new_runner=lambda _: ReplayRunner(otherwise=answer))
     return url
 

@@ -159,7 +159,7 @@ def target_speed(snapshot: StudySnapshot) -> TargetSpeed | None:
     return ranking.target_speed(ranking.trials[0])
 
 
-def test_the_speed_is_what_is_predicted_of_the_configuration_on_that_card() -> None:
+def test_the_speed_is_what_is_predicted_of_the_configuration_on_that_gpu() -> None:
     record = synthetic.fits(0, 17_000.0, TrialConfig(micro_batch_size=8, checkpoint_fraction=0.0))
     expected = predict_step(record.config, model=MODEL, gpu=find_gpu("a10"))
     speed = target_speed(study(record))
@@ -208,7 +208,7 @@ def test_a_configuration_has_one_interval_wherever_it_is_shown() -> None:
     }
 
 
-def test_a_card_that_ran_itself_has_the_speed_that_was_measured() -> None:
+def test_a_gpu_that_ran_itself_has_the_speed_that_was_measured() -> None:
     record = synthetic.fits(0, 17_000.0)
     speed = target_speed(study(record, emulated_on=None))
     assert (speed.basis, speed.tokens_per_second) == ("measured", 17_000.0)

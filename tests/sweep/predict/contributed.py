@@ -37,13 +37,13 @@ def a_text(
     date: str = "2026-11-21",
 ) -> str:
     """A contribution of rows with a configuration, seconds and peaks."""
-    spec, card = load_model_spec(model), find_gpu(gpu)
+    spec, gpu_spec = load_model_spec(model), find_gpu(gpu)
     header = {
         "surface": 1,
         "model": spec.name,
         "model_config": spec.config,
-        "gpu": card.name,
-        "measured_on": card.product,
+        "gpu": gpu_spec.name,
+        "measured_on": gpu_spec.product,
         "date": date,
         "contribution": 1,
         "versions": versions,

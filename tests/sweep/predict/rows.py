@@ -43,7 +43,7 @@ GRPO = read_rows("grpo_h100.jsonl")
 """Of TRL's GRPOTrainer."""
 TRL = read_rows("trl_h200.jsonl")
 """Of TRL's SFTTrainer, on the files that `sweep export` writes."""
-SEVERAL_CARDS = read_rows("several_cards_h200.jsonl")
+SEVERAL_GPUS = read_rows("several_gpus_h200.jsonl")
 """Of two GPUs that train one configuration, and of one beside them."""
 EDGES = read_rows("edges_h200.jsonl")
 STUDY_STEPS = read_rows("study_steps_h200.jsonl")

@@ -159,7 +159,7 @@ def test_parameters_of_grouped_queries(model: str, keys: dict[str, Any], ours: i
         (MISTRAL, "a10", {"micro_batch_size": 4, "seq_len": 1024}, 4 / 0.69, 0.166),
     ],
 )
-def test_a_published_speed_is_held_against_the_cards_peak(
+def test_a_published_speed_is_held_against_the_gpus_peak(
     model: str, gpu: str, keys: dict[str, Any], published_seconds: float, utilization: float
 ) -> None:
     """Utilization leaves out what checkpointing recomputes, so it flatters no claim."""

@@ -205,7 +205,10 @@ def test_what_other_sessions_teach_of_an_h200_holds_for_one_that_was_not_seen() 
         for surface in (file.surface for file in held):
             rows = [row for row in surface.rows if row.step_seconds]
             times = StepTimes(
-                [r.config for r in rows], model=surface.model, gpu=surface.card, evidence=evidence
+                [r.config for r in rows],
+                model=surface.model,
+                gpu=surface.measured_on,
+                evidence=evidence,
             )
             off = np.log([row.step_seconds for row in rows] / times.seconds)  # type: ignore[operator]
             inside += (np.abs(off) < 1.645 * times.log_spread).tolist()

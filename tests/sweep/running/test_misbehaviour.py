@@ -302,7 +302,7 @@ class Unkillable(WorkerProcess):
         return End(None, was_killed=True), words
 
 
-def test_a_worker_that_nothing_ends_is_the_cards_loss_and_is_said_once_and_for_all(
+def test_a_worker_that_nothing_ends_is_the_gpus_loss_and_is_said_once_and_for_all(
     start: Start,
 ) -> None:
     runner = start(process=Unkillable)
@@ -317,7 +317,7 @@ def test_a_worker_that_nothing_ends_is_the_cards_loss_and_is_said_once_and_for_a
     assert isinstance(ran(runner, how.FINE), Lost)
 
 
-def test_no_other_worker_is_started_on_a_card_that_was_lost_between_two_trials(
+def test_no_other_worker_is_started_on_a_gpu_that_was_lost_between_two_trials(
     start: Start,
 ) -> None:
     runner = start(process=Unkillable)
@@ -328,7 +328,7 @@ def test_no_other_worker_is_started_on_a_card_that_was_lost_between_two_trials(
     assert runner._worker is None
 
 
-def test_a_crash_on_a_card_with_a_fault_of_its_own_is_the_cards(start: Start) -> None:
+def test_a_crash_on_a_gpu_with_a_fault_of_its_own_is_the_gpus(start: Start) -> None:
     runner = start(fault=lambda: "2 uncorrectable memory errors (ECC)")
     assert ran(runner, how.FINE) == ANSWERED
     with pytest.raises(GpuLost, match="2 uncorrectable memory errors"):
@@ -433,14 +433,14 @@ FOREIGN = {
     "SWEEP_STORAGE": "postgresql://me:hunter2@host/db",
     "HF_TOKEN": "hf_hunter2",
 }
-CARD = Target(gpu="a10", device="cuda", budget_bytes=GIB)
+GPU = Target(gpu="a10", device="cuda", budget_bytes=GIB)
 
 
 @pytest.mark.parametrize(
     ("options", "visible"),
-    [({}, ""), ({"target": CARD, "cards": ("GPU-2", "GPU-3"), "neighbours": 1}, "GPU-2,GPU-3")],
+    [({}, ""), ({"target": GPU, "gpus": ("GPU-2", "GPU-3"), "neighbours": 1}, "GPU-2,GPU-3")],
 )
-def test_a_worker_sees_its_own_cards_and_no_other_trainings_settings_and_shares_the_cores(
+def test_a_worker_sees_its_own_gpus_and_no_other_trainings_settings_and_shares_the_cores(
     start: Start,
     log: Path,
     monkeypatch: pytest.MonkeyPatch,

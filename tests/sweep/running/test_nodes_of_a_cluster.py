@@ -34,18 +34,18 @@ HERE = {"qlora-sweep": "0.1.0", "torch": "2.13.0"}
 
 def a_node(number: int, *products: str | None, processors: int = 4, **versions: str) -> Node:
     sizes = ((one, MEMORY[one]) for one in products if one)
-    cards = (GpuInfo(one, size, size, (9, 0), "580.1", "13.0") for one, size in sizes)
+    gpus = (GpuInfo(one, size, size, (9, 0), "580.1", "13.0") for one, size in sizes)
     return Node(
         id=str(number),
         address=f"10.0.0.{number}",
         processors=processors,
         versions=HERE | versions,
-        gpus=len(products),
-        cards=tuple(cards),
+        num_gpus=len(products),
+        gpus=tuple(gpus),
     )
 
 
-HEAD, NO_CARD = a_node(0, processors=0), a_node(1)
+HEAD, NO_GPU = a_node(0, processors=0), a_node(1)
 ONE_A10, TWO_H200, ONE_H200 = a_node(1, A10), a_node(2, H200, H200), a_node(3, H200)
 MIXED, UNTOLD = a_node(1, A10, H200), a_node(2, H200, None)
 
@@ -53,11 +53,11 @@ MIXED, UNTOLD = a_node(1, A10, H200), a_node(2, H200, None)
 @pytest.mark.parametrize(
     ("nodes", "gpu", "taken"),
     [
-        ([NO_CARD, TWO_H200, ONE_H200], "auto", [TWO_H200, ONE_H200]),
-        ([NO_CARD, TWO_H200, ONE_H200], "a10", [TWO_H200, ONE_H200]),
+        ([NO_GPU, TWO_H200, ONE_H200], "auto", [TWO_H200, ONE_H200]),
+        ([NO_GPU, TWO_H200, ONE_H200], "a10", [TWO_H200, ONE_H200]),
         ([ONE_A10, TWO_H200], "a10", [ONE_A10]),
         ([MIXED, TWO_H200], "h200", [TWO_H200]),
-        ([HEAD, NO_CARD, TWO_H200], "cpu", [NO_CARD, TWO_H200]),
+        ([HEAD, NO_GPU, TWO_H200], "cpu", [NO_GPU, TWO_H200]),
     ],
 )
 def test_nodes_of_one_product_are_taken_or_those_of_the_one_that_is_named(
@@ -73,7 +73,7 @@ def test_nodes_of_one_product_are_taken_or_those_of_the_one_that_is_named(
         ([ONE_A10, TWO_H200], "auto", InputError, "--gpu a10 or --gpu h200"),
         ([ONE_A10, TWO_H200], "a100-40gb", InputError, f"1 x {A10} .* and 2 x {H200}"),
         ([MIXED], "h200", InputError, r"on 10\.0\.0\.1 .*CUDA_VISIBLE_DEVICES"),
-        ([NO_CARD, HEAD], "a10", EnvironmentFault, "no GPU among its 2 nodes"),
+        ([NO_GPU, HEAD], "a10", EnvironmentFault, "no GPU among its 2 nodes"),
         ([ONE_H200, UNTOLD], "auto", EnvironmentFault, r"node 10\.0\.0\.2: .* 2 GPUs"),
     ],
 )
@@ -100,7 +100,7 @@ REQUEST = TrialRequest(config=TrialConfig(), steps=StepBudget())
 
 
 def hosting(runner: ReplayRunner) -> Host:
-    return Host(lambda log_path, cards: runner, home="study/0", device="cpu")
+    return Host(lambda log_path, gpus: runner, home="study/0", device="cpu")
 
 
 def test_a_trial_with_nothing_to_say_says_that_it_lives_and_a_stop_prunes_it_alone() -> None:
@@ -117,7 +117,7 @@ def test_a_trial_with_nothing_to_say_says_that_it_lives_and_a_stop_prunes_it_alo
     host.close()
 
 
-def test_a_lost_card_goes_over_as_what_it_is() -> None:
+def test_a_lost_gpu_goes_over_as_what_it_is() -> None:
     def answer(_: TrialConfig) -> Outcome:
         raise GpuLost("it fell off the bus")
 

@@ -125,9 +125,9 @@ def kill(name: str) -> Callable[[dict[str, int]], None]:
 def test_each_node_tells_of_itself(cluster: Cluster, nodes: list[Node]) -> None:
     assert len({node.address for node in cluster.nodes}) == 4
     assert len({frozenset(node.versions.items()) for node in cluster.nodes}) == 1
-    assert [node.gpus for node in nodes] == [2, 0, 0]
+    assert [node.num_gpus for node in nodes] == [2, 0, 0]
     assert [node.processors for node in nodes] == [3, 1, 1]
-    assert cluster.card("cpu") is None
+    assert cluster.gpu_info("cpu") is None
 
 
 def test_texts_that_are_not_on_the_nodes_are_refused_before_anything_begins(
@@ -303,16 +303,16 @@ def test_a_study_goes_on_without_a_node_that_is_lost(
     assert "Traceback" not in said
 
 
-def test_a_place_is_on_each_card_and_those_that_others_hold_are_left_to_them(
+def test_a_place_is_on_each_gpu_and_those_that_others_hold_are_left_to_them(
     ray: Any, nodes: list[Node]
 ) -> None:
-    card = GpuInfo("NVIDIA H200", 2**37, 2**37, (9, 0), "580.1", "13.0")
+    gpu = GpuInfo("NVIDIA H200", 2**37, 2**37, (9, 0), "580.1", "13.0")
     node = nodes[STEADY]
-    pretended = replace(node, cards=(card, card))
+    pretended = replace(node, gpus=(gpu, gpu))
     cluster = Cluster(ray)
     cluster.nodes = (pretended,)
     target = Target(gpu="h200", device="cuda", budget_bytes=2**30)
-    wanted: dict[str, Any] = {"study": "cards", "device": "cuda", "gpu": "h200", "keep": list}
+    wanted: dict[str, Any] = {"study": "gpus", "device": "cuda", "gpu": "h200", "keep": list}
     # What an earlier test held is given back a while after its runner was closed.
     assert until(lambda: ray.available_resources().get("GPU", 0) == 2)
     begun = cluster.places(new_runner(target), **wanted, warn=no_warning)

@@ -87,7 +87,7 @@ def kill_idle(number: int) -> None:
 def test_one_two_and_two_that_share_the_model_take_turns(runner: SupervisedRunner) -> None:
     configs = [SHARED, TOGETHER, ALONE, SHARED]
     found = [measured(run(runner, config)) for config in configs]
-    assert [one.cards for one in found] == [2, 2, 1, 2]
+    assert [one.gpus for one in found] == [2, 2, 1, 2]
     # It is the speed of both.
     tokens = found[1].tokens_per_second * found[1].step_seconds
     assert tokens == pytest.approx(2 * ALONE.tokens_per_step)
@@ -119,11 +119,11 @@ def test_processes_that_train_together_stop_in_the_same_step_when_their_time_end
             break
     cut = measured(outcome)
     assert STEPS.measured_min <= cut.steps_measured < endless.measured_max
-    assert measured(run(runner, TOGETHER)).cards == 2
+    assert measured(run(runner, TOGETHER)).gpus == 2
 
 
 @pytest.mark.parametrize("config", [TOGETHER, SHARED, PAIRS], ids=["together", "shared", "pairs"])
-def test_a_soak_of_two_cards_evaluates_and_saves(
+def test_a_soak_of_two_gpus_evaluates_and_saves(
     runner: SupervisedRunner, config: TrialConfig
 ) -> None:
     soak = measured(run(runner, config, is_soak=True)).soak
@@ -131,7 +131,7 @@ def test_a_soak_of_two_cards_evaluates_and_saves(
     assert soak.checkpoint_bytes > 0
 
 
-def test_two_cards_train_on_texts_and_learn_what_one_does(
+def test_two_gpus_train_on_texts_and_learn_what_one_does(
     texts: DatasetSettings, tmp_path: Path
 ) -> None:
     quality = QualityCommand(tokens=150, eval_seq_len=32, eval_tokens=60)
@@ -143,7 +143,7 @@ def test_two_cards_train_on_texts_and_learn_what_one_does(
             for config in (TOGETHER, packed, accumulating)
         ]
     together, shared, alone = found
-    assert [one.cards for one in found] == [2, 2, 1]
+    assert [one.gpus for one in found] == [2, 2, 1]
     for one in found:
         assert one.loss_tokens_per_step == pytest.approx(one.tokens_per_second * one.step_seconds)
         assert one.quality is not None
@@ -156,7 +156,7 @@ def test_two_cards_train_on_texts_and_learn_what_one_does(
         assert next(both) == pytest.approx(next(both), rel=1e-3)
 
 
-def test_what_one_card_has_no_memory_for_does_not_fit_unless_two_hold_it_together(
+def test_what_one_gpu_has_no_memory_for_does_not_fit_unless_two_hold_it_together(
     runner: SupervisedRunner, tmp_path: Path
 ) -> None:
     shared, alone = (
@@ -190,7 +190,7 @@ def test_a_process_of_the_team_that_is_killed_is_the_trials_verdict_and_the_next
     outcome = runner.run(TrialRequest(config=TOGETHER, steps=steps), observe=kill)
     assert isinstance(outcome, Crashed), outcome
     assert "GPU 1" in outcome.detail
-    assert measured(run(runner, TOGETHER)).cards == 2
+    assert measured(run(runner, TOGETHER)).gpus == 2
     assert killed[0] not in [number for _, number in ranks()]
 
 
@@ -202,10 +202,10 @@ def test_a_rank_that_dies_idle_is_no_trials_verdict_and_replaced_alone_and_none_
         begun = run(runner, three)
         # Of three ranks on a busy machine gloo once in a while ends one by SIGSEGV as they meet.
         again = run(runner, three) if isinstance(begun, Crashed) else begun
-        assert measured(again).cards == 3
+        assert measured(again).gpus == 3
         (_, dead), (_, alive) = (found for found in ranks() if found not in others)
         kill_idle(dead)
-        assert measured(run(runner, three)).cards == 3
+        assert measured(run(runner, three)).gpus == 3
         now = [found for found in ranks() if found not in others]
         assert [rank for rank, _ in now] == [1, 2]
         assert now[1] == (2, alive)
@@ -216,7 +216,7 @@ def test_modules_that_the_model_has_not_are_refused_in_a_team_too(runner: Superv
     outcome = run(runner, TOGETHER.model_copy(update={"target_modules": ("q_pro",)}))
     assert isinstance(outcome, Invalid), outcome
     assert outcome.rule == "target_modules"
-    assert measured(run(runner, TOGETHER)).cards == 2
+    assert measured(run(runner, TOGETHER)).gpus == 2
 
 
 def test_no_bit_of_a_4_bit_weight_is_lost_and_a_head_that_is_read_is_there_in_every_step(

@@ -515,7 +515,7 @@ def test_every_combination_comes_with_the_configuration_that_it_stands_for() -> 
     assert by_index == {str(sorted(params.items())) for params, _ in every}
 
 
-CARDS = {
+GPUS = {
     "micro_batch_size": {"choices": [4, 8]},
     "data_parallel": {"choices": [1, 2, 4]},
     "effective_batch_size": {"choices": [16, 32]},
@@ -531,7 +531,7 @@ CARDS = {
     ],
 )
 def test_whole_batches_keep_the_micro_batch(effective: list[int], kept: dict[str, int]) -> None:
-    encoding = an_encoding(**CARDS | {"effective_batch_size": {"choices": effective}})
+    encoding = an_encoding(**GPUS | {"effective_batch_size": {"choices": effective}})
     drawn = {"micro_batch_size": 8, "data_parallel": 4, "effective_batch_size": 16}
     whole = encoding.with_whole_batches(drawn, draw=random.Random(0))
     assert whole.items() >= kept.items()
@@ -542,7 +542,7 @@ def test_what_is_left_out_is_drawn_anew_and_whole_batches_stay() -> None:
     choices = {"target_modules": ["qv", ["q_proj", "up_proj"]], "compute_dtype": ["bf16", "int8"]}
     dimensions = {key: {"choices": values} for key, values in choices.items()}
     left_out = [{"target_modules": [["up_proj", "q_proj"]], "compute_dtype": ["int8"]}]
-    space = a_space(dimensions=CARDS | dimensions, fixed={}, leave_out=left_out)
+    space = a_space(dimensions=GPUS | dimensions, fixed={}, leave_out=left_out)
     encoding = Encoding(space)
     batches = {"micro_batch_size": 4, "data_parallel": 2, "effective_batch_size": 16}
     drawn = {**batches, "target_modules": '["q_proj", "up_proj"]', "compute_dtype": "int8"}

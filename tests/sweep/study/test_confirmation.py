@@ -218,7 +218,7 @@ def test_killed_in_any_run_it_goes_on_and_repeats_nothing(
 
 def test_ties_are_run_again_until_they_separate(tmp_path: Path) -> None:
     """10 is 3 % faster than 8 and looked as fast in the search; three runs of all tell."""
-    card = by_batch(
+    gpu = by_batch(
         {
             4: itertools.repeat(5_000.0),
             8: iter((10_300.0, 9_900.0, 10_100.0, 9_950.0)),
@@ -226,7 +226,7 @@ def test_ties_are_run_again_until_they_separate(tmp_path: Path) -> None:
         },
         spread=0.021,
     )
-    ranking, order, _ = confirmed(tmp_path, card, baseline={"micro_batch_size": 4})
+    ranking, order, _ = confirmed(tmp_path, gpu, baseline={"micro_batch_size": 4})
     assert (ranking.is_confirmed, ranking.tied) == (True, ())
     assert ranking.winner.config.micro_batch_size == 10
     # What the gain is over goes second: cut short, that is known first.
@@ -240,7 +240,7 @@ def test_what_is_a_tie_even_at_its_best_is_not_measured_again(
 ) -> None:
     """However unsure the winner's own speed is."""
 
-    def card(config: TrialConfig) -> Outcome:
+    def gpu(config: TrialConfig) -> Outcome:
         is_best = config.micro_batch_size == 8
         return at_speed(config, 10_001.0 if is_best else 10_000.0, spread=0.1 * is_best or spread)
 
@@ -248,7 +248,7 @@ def test_what_is_a_tie_even_at_its_best_is_not_measured_again(
     baseline, choices = {"micro_batch_size": 4, "kernels": "hf"}, {"choices": [8, 10]}
     dimensions = {"micro_batch_size": choices}
     _, order, _ = confirmed(
-        tmp_path, card, baseline=baseline, dimensions=dimensions, confirm=CONFIRM | changes
+        tmp_path, gpu, baseline=baseline, dimensions=dimensions, confirm=CONFIRM | changes
     )
     assert order.count(10) == runs
 
@@ -264,14 +264,14 @@ def test_ties_that_remain_are_ties_and_the_smaller_one_is_recommended(tmp_path: 
 def test_what_was_begun_before_the_budget_was_spent_runs_twice(tmp_path: Path) -> None:
     """The baseline's runs are needed and spend nothing of it; a single run is for nothing."""
     speeds = {size: itertools.repeat(10_000.0) for size in (4, 6, 8)}
-    card = by_batch(speeds | {2: itertools.repeat(100.0)}, spread=0.021)
+    gpu = by_batch(speeds | {2: itertools.repeat(100.0)}, spread=0.021)
     run_seconds = 1.0 + 12 * 4 * 512 / 10_000.0
     space = {
         "dimensions": {"micro_batch_size": {"choices": [4, 6, 8]}},
         "baseline": {"micro_batch_size": 2},
         "confirm": CONFIRM | {"seconds": 1.1 * run_seconds, "soak_seconds": 0.0},
     }
-    ranking, order, _ = confirmed(tmp_path, card, **space)
+    ranking, order, _ = confirmed(tmp_path, gpu, **space)
     assert order == [4, 2, 6, 2, 4, 6]
     assert ranking.tied != ()
 
@@ -280,11 +280,11 @@ def test_cut_short_after_two_rounds_of_two_the_gain_is_known(tmp_path: Path) -> 
     """Six are to be measured again; what the winner's gain is over is the second of them."""
     dimensions = {"lora_rank": {"choices": [8, 64]}, "micro_batch_size": {"choices": [6, 8, 10]}}
 
-    def card(config: TrialConfig) -> Outcome:
+    def gpu(config: TrialConfig) -> Outcome:
         return at_speed(config, 10_000.0 - 2_000.0 * (config.lora_rank == 64), spread=0.021)
 
     with a_grid(tmp_path, **(OF_64 | {"dimensions": dimensions})) as study:
-        drive(study, a_runner(card))
+        drive(study, a_runner(gpu))
         runs = [r for r in study.confirmations() if r.purpose == "confirm"][:8]
         ranking = rank(study.records(), study.definition, runs)
     asked = [(r.config.lora_rank, r.config.micro_batch_size) for r in runs]
@@ -296,11 +296,11 @@ def test_cut_short_after_two_rounds_of_two_the_gain_is_known(tmp_path: Path) -> 
 def test_what_noise_leaves_open_is_run_more(tmp_path: Path, noise: float, runs: int) -> None:
     luck = random.Random(0)
 
-    def card(config: TrialConfig) -> Outcome:
+    def gpu(config: TrialConfig) -> Outcome:
         speed = {4: 5_000.0, 8: 7_000.0, 10: 10_000.0}[config.micro_batch_size]
         return at_speed(config, speed * math.exp(luck.gauss(0, noise)))
 
-    assert Counter(confirmed(tmp_path, card)[1]) == {10: runs, 8: runs}
+    assert Counter(confirmed(tmp_path, gpu)[1]) == {10: runs, 8: runs}
 
 
 @pytest.mark.parametrize(("seconds", "runs"), [(20.0, 2), (27.0, 3)])
@@ -310,12 +310,12 @@ def test_a_further_round_is_whole_or_does_not_take_place(
     """Two runs of the winner take 13.4 s, and a round of both 12.4 s."""
     luck = random.Random(0)
 
-    def card(config: TrialConfig) -> Outcome:
+    def gpu(config: TrialConfig) -> Outcome:
         speed = {4: 5_000.0, 8: 24_000.0, 10: 80_000.0}[config.micro_batch_size]
         return at_speed(config, speed * math.exp(luck.gauss(0, 0.06)))
 
     section = CONFIRM | {"seconds": seconds, "repeats": 3}
-    again = confirmed(tmp_path, card, confirm=section, gpu="h200")[1]
+    again = confirmed(tmp_path, gpu, confirm=section, gpu="h200")[1]
     assert Counter(again) == {10: runs, 8: runs}
 
 
@@ -405,11 +405,11 @@ def test_anew_all_is_measured_once_more_also_where_the_space_says_no(tmp_path: P
 
 
 def test_the_fastest_of_the_baselines_own_class_is_confirmed_too(tmp_path: Path) -> None:
-    def card(config: TrialConfig) -> Outcome:
+    def gpu(config: TrialConfig) -> Outcome:
         speed = 1_000.0 * config.micro_batch_size * (1.5 if config.lora_rank == 8 else 1.0)
         return at_speed(config, speed)
 
-    ranking, *_ = confirmed(tmp_path, card, **OF_64)
+    ranking, *_ = confirmed(tmp_path, gpu, **OF_64)
     assert ranking.gain_of(ranking.fastest_of_baselines_class).ratio.value == pytest.approx(2.0)
     # The winner's own gain is over what the recipe reaches at its rank.
     assert ranking.gain.ratio.value == pytest.approx(2.0)
@@ -434,7 +434,7 @@ def test_the_recipe_in_the_winners_class_is_run_with_it_and_is_no_trial(tmp_path
 
 
 def test_a_baseline_that_outruns_the_winner_becomes_a_trial_and_wins(tmp_path: Path) -> None:
-    def card(config: TrialConfig) -> Outcome:
+    def gpu(config: TrialConfig) -> Outcome:
         return at_speed(config, 9_000.0 if config.micro_batch_size == 4 else 5_000.0)
 
     space = LARGER | {
@@ -442,13 +442,13 @@ def test_a_baseline_that_outruns_the_winner_becomes_a_trial_and_wins(tmp_path: P
         "trials": 2,
     }
     with a_grid(tmp_path, **space) as study:
-        drive(study, a_runner(card))
+        drive(study, a_runner(gpu))
         assert [r.config.micro_batch_size for r in study.records()][1] != 4, "it is not foreseen"
         ranking = ranking_of(study)
         assert canonical(ranking.winner.config) == canonical(RECIPE)
         assert ranking.is_confirmed
         stored = len(study.records()), len(study.confirmations())
-        drive(study, a_runner(card))
+        drive(study, a_runner(gpu))
         assert (len(study.records()), len(study.confirmations())) == stored
 
 

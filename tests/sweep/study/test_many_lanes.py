@@ -139,7 +139,7 @@ def test_a_gpu_that_fails_retires_alone(tmp_path: Path, error: type[EnvironmentF
     assert "fell off the bus" in said.reason
 
 
-def test_a_card_on_which_every_trial_fails_retires_while_others_go_on(tmp_path: Path) -> None:
+def test_a_gpu_on_which_every_trial_fails_retires_while_others_go_on(tmp_path: Path) -> None:
     crashes = [0]
 
     def crash(_: TrialConfig) -> Outcome:
@@ -160,7 +160,7 @@ def test_a_card_on_which_every_trial_fails_retires_while_others_go_on(tmp_path: 
     assert concluded(records) == 8
 
 
-def test_a_study_ends_with_its_last_card_and_goes_on_with_another(tmp_path: Path) -> None:
+def test_a_study_ends_with_its_last_gpu_and_goes_on_with_another(tmp_path: Path) -> None:
     with eight(tmp_path, trials=8) as study, pytest.raises(GpuLost):
         drive(study, lanes(failing(), failing()))
     with eight(tmp_path, trials=8) as study:
@@ -240,7 +240,7 @@ def test_what_another_gpu_is_to_try_again_is_waited_for(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("count", [1, 2])
-def test_a_card_that_a_neighbour_had_for_a_moment_is_not_lost(tmp_path: Path, count: int) -> None:
+def test_a_gpu_that_a_neighbour_had_for_a_moment_is_not_lost(tmp_path: Path, count: int) -> None:
     runs = [0]
 
     def beside_a_neighbour(config: TrialConfig) -> Outcome:
@@ -282,7 +282,7 @@ def test_where_losses_are_asked_for_the_others_wait_for_the_first_speed(tmp_path
     assert len({(c.tokens, c.seed) for c in asked if c is not None and c.seed == 0}) == 1
 
 
-def test_what_one_card_measured_again_is_not_set_beside_what_another_did(tmp_path: Path) -> None:
+def test_what_one_gpu_measured_again_is_not_set_beside_what_another_did(tmp_path: Path) -> None:
     ran = [0]
 
     def dies_in_the_middle(config: TrialConfig) -> Outcome:
@@ -356,7 +356,7 @@ def test_a_running_trial_ends_with_the_money(tmp_path: Path, lanes: int) -> None
     clock = Clock()
     where = Lanes([Lane(WaitsForItsEnd(1, clock), name=f"GPU {at}") for at in range(lanes)])
     with a_study(tmp_path) as study:
-        study.cards = lanes
+        study.gpus = lanes
         assert driven(study, where, clock) is StopReason.DOLLARS_SPENT
         records = study.records()
         retried = study.recover()
@@ -411,9 +411,9 @@ def test_money_is_of_the_gpu_that_is_there(tmp_path: Path, monkeypatch: pytest.M
 
     def after_an_hour_on(host: str) -> tuple[StopReason, int]:
         overrides = {"max_dollars": 2 * cheapest["a10"], "trials": 2, "confirm": False}
-        card, runner = a_gpu(host), ReplayRunner(otherwise=train)
+        gpu_here, runner = a_gpu(host), ReplayRunner(otherwise=train)
         request = RunRequest(space=small_a10(tmp_path), overrides=overrides, study=host)
-        what = prepare(request, card=lambda: card)
+        what = prepare(request, read_gpu=lambda: gpu_here)
         url = f"sqlite:///{tmp_path}/runs/sweep.db"
         reason = run(what, url, watch=after_an_hour, new_runner=lambda _: runner)
         return reason, len(runner.ran)
@@ -423,9 +423,9 @@ def test_money_is_of_the_gpu_that_is_there(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_what_measuring_a_winner_again_may_cost_can_be_raised() -> None:
-    card = a_gpu("a10")
+    gpu = a_gpu("a10")
     request = RunRequest(space="a10", overrides={"max_dollars": 1.0}, study="paid")
-    stored = prepare(request, card=lambda: card)
+    stored = prepare(request, read_gpu=lambda: gpu)
     for typed, dollars in ((None, 1.0), (2.0, 2.0)):
-        asked = {"confirm": {}, "max_dollars": typed, "card": lambda: card}
+        asked = {"confirm": {}, "max_dollars": typed, "gpu": lambda: gpu}
         assert prepare_again("paid", stored.definition, **asked).space.max_dollars == dollars

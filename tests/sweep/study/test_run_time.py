@@ -265,5 +265,5 @@ def fits(config: TrialConfig) -> Outcome:
 
 def test_measuring_a_winner_again_is_no_run_of_the_time_budget(home: Path) -> None:
     definition = prepared(time_budget_seconds=5.0).definition
-    again = prepare_again("demo", definition, confirm={}, card=lambda: None)
+    again = prepare_again("demo", definition, confirm={}, read_gpu=lambda: None)
     assert again.space.time_budget_seconds is None

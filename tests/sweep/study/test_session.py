@@ -71,9 +71,9 @@ def url(home: Path) -> str:
 def prepared(
     space: str = "cpu-demo", *, study: Any = None, held: Any = None, **typed: Any
 ) -> Prepared:
-    card = a_gpu("h200")
+    gpu = a_gpu("h200")
     request = RunRequest(space=space, overrides=typed, held=held or {}, study=study)
-    return prepare(request, card=lambda: card)
+    return prepare(request, read_gpu=lambda: gpu)
 
 
 def small_a10(home: Path) -> str:
@@ -85,7 +85,7 @@ def small_a10(home: Path) -> str:
 
 
 def again(stored: StudySnapshot, **confirm: Any) -> Prepared:
-    return prepare_again(stored.name, stored.definition, confirm=confirm, card=lambda: None)
+    return prepare_again(stored.name, stored.definition, confirm=confirm, read_gpu=lambda: None)
 
 
 def read(url: str, name: str = "cpu-demo") -> StudySnapshot:
@@ -126,13 +126,13 @@ def run(what: Prepared, storage: str, **changes: Any) -> StopReason:
     return drive(what, storage=storage, **(values | changes))
 
 
-def cards(*indices: int) -> tuple[ChosenGpu, ...]:
+def gpus(*indices: int) -> tuple[ChosenGpu, ...]:
     return tuple(ChosenGpu(at, replace(a_gpu("h200"), uuid=f"GPU-{at}")) for at in indices)
 
 
 def test_each_chosen_gpu_has_a_lane_or_as_many_as_a_trial_trains_on_together() -> None:
-    alone = replace(prepared("a10"), cards=cards(0, 2))
-    both = replace(prepared("a10", held={"data_parallel": 2}), cards=cards(0, 1, 2, 3, 4))
+    alone = replace(prepared("a10"), gpus=gpus(0, 2))
+    both = replace(prepared("a10", held={"data_parallel": 2}), gpus=gpus(0, 1, 2, 3, 4))
     assert (alone.gpus_per_trial, both.gpus_per_trial) == (1, 2)
     lanes = [
         [lane.name for lane in supervised_runner(what).all]
@@ -140,11 +140,11 @@ def test_each_chosen_gpu_has_a_lane_or_as_many_as_a_trial_trains_on_together() -
     ]
     assert lanes == [["GPU 0", "GPU 2"], ["GPU 0 and GPU 1", "GPU 2 and GPU 3"], [""]]
     where = LocalGpus("0,")
-    where.cards = cards(0)
+    where.gpus = gpus(0)
     with pytest.raises(InputError, match="data_parallel 2"):
         where.given_to(both)
-    where.cards = cards(0, 1)
-    assert len(where.given_to(both).cards) == 2
+    where.gpus = gpus(0, 1)
+    assert len(where.given_to(both).gpus) == 2
 
 
 class Shipped(MemoryPredictor):
@@ -164,9 +164,9 @@ def test_a_stand_in_spends_one_trial_on_what_it_cannot_decide(
     """What is predicted to be the fastest with 16 bits, and of INT8, which may be faster there, one
     that is known to fit; nothing for surprises, which say next to nothing of the target."""
     monkeypatch.setattr(session, "TracingPredictor", Shipped)
-    held, card = {"lora_rank": 16, "target_modules": "attention"}, a_gpu("h100-80gb")
+    held, gpu = {"lora_rank": 16, "target_modules": "attention"}, a_gpu("h100-80gb")
     request = RunRequest(space="a10", overrides={"seed": seed}, held=held)
-    what = prepare(request, card=lambda: card)
+    what = prepare(request, read_gpu=lambda: gpu)
     known: dict[str, Any] = {"model": what.model, "gpu": find_gpu("h100-80gb")}
     memory, luck = Shipped(what.model, cache_dir=runs_directory()), random.Random(seed)
 
@@ -265,18 +265,18 @@ def test_a_space_for_the_cpu_does_not_look_for_a_gpu() -> None:
     def read() -> None:
         raise AssertionError("the GPU was read")
 
-    prepare(RunRequest(space="cpu-demo"), card=read)
+    prepare(RunRequest(space="cpu-demo"), read_gpu=read)
 
 
 def test_a_preset_takes_the_attention_that_the_model_has(tmp_path: Path) -> None:
     capped = {**load_model_spec("qwen3-0.6b").config, "attn_logit_softcapping": 50.0}
     (tmp_path / "config.json").write_text(json.dumps(capped))
     request = RunRequest(space="h200", overrides={"model": str(tmp_path)})
-    what = prepare(request, card=lambda: a_gpu("h200"))
+    what = prepare(request, read_gpu=lambda: a_gpu("h200"))
     assert what.definition.space.values_of("attention") == ("eager",)
     assert any("eager" in note for note in what.notes)
     typed = RunRequest(**dict(request) | {"held": {"attention": "flash_attention_2"}})
-    held = prepare(typed, card=lambda: a_gpu("h200"))
+    held = prepare(typed, read_gpu=lambda: a_gpu("h200"))
     assert held.definition.space.values_of("attention") == ("flash_attention_2",)
     assert held.notes == ()
 
@@ -330,7 +330,7 @@ def test_a_stored_study_is_measured_again_on_its_own_terms(url: str) -> None:
 def test_another_gpu_or_space_under_the_same_name_is_refused(home: Path, url: str) -> None:
     h200, a10 = prepared("a10", gpu="auto"), a_gpu("a10")
     run(h200, url, watch=stopping_at_once)
-    on_a10 = prepare_again(h200.name, h200.definition, confirm={}, card=lambda: a10)
+    on_a10 = prepare_again(h200.name, h200.definition, confirm={}, read_gpu=lambda: a10)
     with pytest.raises(InputError, match="another definition"):
         run(on_a10, url, is_anew=True)
     with pytest.raises(InputError, match="another definition"):
@@ -529,7 +529,7 @@ ODD = a_gpu("rtx-4060-ti-16gb", memory_bytes=32 * GIB)
 
 
 @pytest.mark.parametrize(
-    ("changes", "card", "gpu", "budget_bytes", "emulated_on"),
+    ("changes", "gpu", "gpu", "budget_bytes", "emulated_on"),
     [
         ({"gpu": "auto"}, a_gpu("h200"), "h200", find_gpu("h200").budget_bytes, None),
         ({"gpu": "a10"}, a_gpu("a10"), "a10", A10.budget_bytes, None),
@@ -556,15 +556,15 @@ ODD = a_gpu("rtx-4060-ti-16gb", memory_bytes=32 * GIB)
 )
 def test_a_target_is_what_is_here_unless_another_is_named(
     changes: dict[str, Any],
-    card: GpuInfo | None,
+    gpu_here: GpuInfo | None,
     gpu: str,
     budget_bytes: float,
     emulated_on: str | None,
 ) -> None:
-    target = resolve_target(a_space(**changes), card).target
+    target = resolve_target(a_space(**changes), gpu_here).target
     assert (target.gpu, target.emulated_on) == (gpu, emulated_on)
     assert target.budget_bytes == pytest.approx(budget_bytes, abs=1)
-    assert target.device == ("cpu" if card is None else "cuda")
+    assert target.device == ("cpu" if gpu_here is None else "cuda")
 
 
 def test_a_configuration_must_be_valid_on_the_target_and_on_its_host() -> None:
@@ -573,7 +573,7 @@ def test_a_configuration_must_be_valid_on_the_target_and_on_its_host() -> None:
     assert resolved.host_capability == find_gpu("h200").compute_capability
 
 
-def test_a_card_that_tells_no_capability_is_taken_at_the_catalogues_word() -> None:
+def test_a_gpu_that_tells_no_capability_is_taken_at_the_catalogues_word() -> None:
     known = resolve_target(a_space(gpu="t4"), a_gpu("h200", compute_capability=None))
     assert known.host_capability == find_gpu("h200").compute_capability
     other = a_gpu("h200", product="NVIDIA Z1", compute_capability=None)
@@ -584,7 +584,7 @@ def test_a_card_that_tells_no_capability_is_taken_at_the_catalogues_word() -> No
 
 
 @pytest.mark.parametrize(
-    ("changes", "card", "error", "message"),
+    ("changes", "gpu", "error", "message"),
     [
         ({"gpu": "auto"}, None, EnvironmentFault, "no NVIDIA GPU.*sweep doctor"),
         ({"gpu": "a10"}, None, EnvironmentFault, "is for the a10.*no NVIDIA GPU"),
@@ -596,10 +596,10 @@ def test_a_card_that_tells_no_capability_is_taken_at_the_catalogues_word() -> No
     ],
 )
 def test_what_cannot_be_is_refused(
-    changes: dict[str, Any], card: GpuInfo | None, error: type[Exception], message: str
+    changes: dict[str, Any], gpu: GpuInfo | None, error: type[Exception], message: str
 ) -> None:
     with pytest.raises(error, match=message):
-        resolve_target(a_space(**changes), card)
+        resolve_target(a_space(**changes), gpu)
 
 
 def test_a_budget_smaller_than_the_model_is_refused_before_anything_is_loaded() -> None:

@@ -245,7 +245,7 @@ def test_where_nothing_can_fit_a_verdict_says_so_and_the_search_ends(
     assert baseline.is_baseline
 
 
-def test_a_card_on_which_everything_runs_out_ends_a_search(tmp_path: Path) -> None:
+def test_a_gpu_on_which_everything_runs_out_ends_a_search(tmp_path: Path) -> None:
     reason, study = run(tmp_path, lambda _: OutOfMemory(stage="load"))
     assert reason is StopReason.GAIN_SPENT
     assert len(study.records()) < 10

@@ -43,7 +43,7 @@ def prepared(
     overrides = {"data": {"texts": "mine.jsonl"}, "confirm": False, "trials": 4} | typed
     return prepare(
         RunRequest(space=space, overrides=overrides, study=study, held=held or {}),
-        card=lambda: None,
+        read_gpu=lambda: None,
         read_dataset=reader,
         stored=lambda name: read(url, name).definition if url else None,
     )
@@ -187,7 +187,9 @@ def test_a_study_goes_on_with_its_own_texts(reader: Reader, home: Path, url: str
     again = prepared(reader, study="mine", data=None, url=url)
     assert again.texts.directory == kept.directory
     stored = read(url, "mine").definition
-    confirmed = prepare_again("mine", stored, confirm={}, card=lambda: None, read_dataset=reader)
+    confirmed = prepare_again(
+        "mine", stored, confirm={}, read_gpu=lambda: None, read_dataset=reader
+    )
     assert confirmed.definition.texts == what.definition.texts
     assert len(reader.asked) == 2
 

@@ -24,7 +24,7 @@ from qlora_sweep.sweep.terminal.doctor import (
 )
 
 A10 = find_gpu("a10")
-CARD = GpuInfo(
+GPU = GpuInfo(
     A10.product, A10.memory_bytes, A10.memory_bytes, A10.compute_capability, "570.1", "12.8"
 )
 WORKING = {"torch": "2.13.0", "cuda": "12.8", "has_cuda": True, "errors": {}}
@@ -32,7 +32,7 @@ ON_CPU = {"torch": "2.13.0+cpu", "cuda": None, "has_cuda": False, "errors": {}}
 BROKEN_BNB = WORKING | {"errors": {"bitsandbytes": "RuntimeError: no kernel image"}}
 BROKEN_TORCH = WORKING | {"torch": None, "errors": {"torch": "ImportError: libcudart.so"}}
 MACHINE = Machine(
-    card=CARD,
+    gpu=GPU,
     libraries=WORKING,
     versions={"bitsandbytes": "0.50.2", "optuna": "5.0.0", "liger-kernel": "0.8.5"},
     python="3.11.7",
@@ -40,10 +40,10 @@ MACHINE = Machine(
     is_writable=True,
     free_disk_bytes=100 * GIB,
 )
-BUSY = replace(CARD, processes=(GpuProcess(42, GIB),))
+BUSY = replace(GPU, processes=(GpuProcess(42, GIB),))
 WITHOUT_KERNELS = BROKEN_TORCH | {"architectures": ["sm_75", "sm_80", "sm_90", "sm_120"]}
-UNTOLD = replace(CARD, free_bytes=None, driver=None, cuda=None, compute_capability=None)
-SMALL = replace(CARD, memory_bytes=12 * GIB, free_bytes=12 * GIB)
+UNTOLD = replace(GPU, free_bytes=None, driver=None, cuda=None, compute_capability=None)
+SMALL = replace(GPU, memory_bytes=12 * GIB, free_bytes=12 * GIB)
 CHANGED = tuple(f"storage/{name}.py" for name in ("study", "records", "lease", "urls"))
 
 
@@ -63,15 +63,15 @@ CHANGED = tuple(f"storage/{name}.py" for name in ("study", "records", "lease", "
             "installation",
             "lease.py and 1 more: not what was installed",
         ),
-        ({"card": None, "libraries": ON_CPU}, "note", "GPU", "no NVIDIA GPU"),
-        ({"card": replace(CARD, product="NVIDIA Z1")}, "note", "catalogue", "NVIDIA Z1"),
-        ({"card": BUSY}, "note", "GPU memory", "process 42 (1"),
-        ({"card": replace(CARD, free_bytes=GIB)}, "note", "GPU memory", "not shown here"),
-        ({"card": UNTOLD}, "note", "GPU memory", "does not tell how much is free"),
-        ({"card": UNTOLD}, "ok", "GPU", "driver unknown (CUDA up to unknown)"),
-        ({"card": SMALL}, "note", "small GPU", "Unsloth"),
-        ({"card": replace(CARD, memory_bytes=48 * GIB)}, "note", "catalogue", "with 48.0"),
-        ({"card": replace(CARD, compute_capability=(7, 0))}, "note", "old GPU", "CUDA 12.6"),
+        ({"gpu": None, "libraries": ON_CPU}, "note", "GPU", "no NVIDIA GPU"),
+        ({"gpu": replace(GPU, product="NVIDIA Z1")}, "note", "catalogue", "NVIDIA Z1"),
+        ({"gpu": BUSY}, "note", "GPU memory", "process 42 (1"),
+        ({"gpu": replace(GPU, free_bytes=GIB)}, "note", "GPU memory", "not shown here"),
+        ({"gpu": UNTOLD}, "note", "GPU memory", "does not tell how much is free"),
+        ({"gpu": UNTOLD}, "ok", "GPU", "driver unknown (CUDA up to unknown)"),
+        ({"gpu": SMALL}, "note", "small GPU", "Unsloth"),
+        ({"gpu": replace(GPU, memory_bytes=48 * GIB)}, "note", "catalogue", "with 48.0"),
+        ({"gpu": replace(GPU, compute_capability=(7, 0))}, "note", "old GPU", "CUDA 12.6"),
         ({"versions": {"bitsandbytes": "0.50.2"}}, "note", "liger-kernel", "not installed"),
     ],
 )
@@ -141,8 +141,8 @@ def test_a_build_of_torch_has_kernels_for_a_gpu_or_not(
 
 def test_a_torch_without_kernels_for_the_gpu_says_which_one_has_them() -> None:
     def advice(capability: tuple[int, int]) -> str:
-        card = replace(CARD, compute_capability=capability)
-        findings = check(replace(MACHINE, card=card, libraries=WITHOUT_KERNELS))
+        gpu = replace(GPU, compute_capability=capability)
+        findings = check(replace(MACHINE, gpu=gpu, libraries=WITHOUT_KERNELS))
         return next(f.advice for f in findings if f.what == "torch" and f.state == "fail")
 
     assert "CUDA 12.6" in advice((6, 0))

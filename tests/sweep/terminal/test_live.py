@@ -377,7 +377,7 @@ def test_what_takes_longer_than_expected_is_not_said_to_end_soon(
         assert f"about {words} left" in line if words else " left" not in line
 
 
-def test_what_a_lost_card_left_in_the_middle_does_not_run_beside_what_is_measured_again() -> None:
+def test_what_a_lost_gpu_left_in_the_middle_does_not_run_beside_what_is_measured_again() -> None:
     board = a_board(confirm={"seconds": 20})
     lost = LaneLost(name="GPU 0", reason="it fell off the bus", left=1)
     for event in (AGAIN, started(9), lost, replace(AGAIN, series=2), started(10)):

@@ -69,7 +69,7 @@ class Asked:
         (self.home / "configs.jsonl").write_text("\n".join(lines) + "\n")
         return str(self.home / "configs.jsonl")
 
-    def shown(self, *, card: GpuInfo | None = None, **typed: Any) -> str:
+    def shown(self, *, gpu: GpuInfo | None = None, **typed: Any) -> str:
         """Return what is printed, in the first line's words and all others'."""
         self.code = plan(
             PlanRequest(**typed),
@@ -77,7 +77,7 @@ class Asked:
                 name, url=storage_url(storage), home=runs_directory()
             ),
             predictor=lambda *_: self.memory,
-            card=lambda: card,
+            read_gpu=lambda: gpu,
         )
         return self._capsys.readouterr().out
 
@@ -102,7 +102,7 @@ def a_gpu(product: str) -> GpuInfo:
 
 
 @pytest.mark.parametrize(
-    ("typed", "card", "gpu", "model"),
+    ("typed", "gpu", "gpu", "model"),
     [
         ({"space": "t4"}, None, "t4", "mistral-7b-v0.3"),
         ({"space": "A10"}, None, "a10", "mistral-7b-v0.3"),
@@ -112,12 +112,12 @@ def a_gpu(product: str) -> GpuInfo:
         ({"gpus": ("auto",)}, "NVIDIA A10", "a10", "mistral-7b-v0.3"),
     ],
 )
-def test_card_and_model_come_from_what_is_named(
-    ask: Asked, typed: dict[str, Any], card: str | None, gpu: str, model: str
+def test_gpu_and_model_come_from_what_is_named(
+    ask: Asked, typed: dict[str, Any], gpu_here: str | None, gpu: str, model: str
 ) -> None:
-    here = None if card is None else a_gpu(card)
+    here = None if gpu_here is None else a_gpu(gpu_here)
     held = {"compute_dtype": "fp16", "kernels": "hf"}
-    document = ask.document(card=here, configuration=held, **typed)
+    document = ask.document(gpu=here, configuration=held, **typed)
     assert (ask.code, document["gpu"]["name"], document["model"]) == (0, gpu, model)
 
 
@@ -125,7 +125,7 @@ def test_where_no_gpu_is_named_the_one_that_is_here_must_be_known(ask: Asked) ->
     with pytest.raises(InputError, match="no GPU is named and none is here"):
         ask.shown()
     with pytest.raises(InputError, match="does not have the NVIDIA Nonesuch"):
-        ask.shown(card=a_gpu("NVIDIA Nonesuch"))
+        ask.shown(gpu=a_gpu("NVIDIA Nonesuch"))
     assert ask.memory.asked == []
 
 
@@ -538,18 +538,18 @@ def test_the_longest_rows_are_asked_for(ask: Asked) -> None:
     assert len(both["plans"]) == 2
 
 
-def test_the_whole_catalogue_is_asked_for_the_cheapest_card(ask: Asked) -> None:
+def test_the_whole_catalogue_is_asked_for_the_cheapest_gpu(ask: Asked) -> None:
     work = {"work": AskedWork(samples=10_000), "within_seconds": 7200.0}
     document = ask.document(is_cheapest=True, configuration=HELD, **work)
-    cards = {card["gpu"]: card for card in document["gpus"]}
-    assert set(cards) == set(gpu_catalogue())
+    gpus = {gpu["gpu"]: gpu for gpu in document["gpus"]}
+    assert set(gpus) == set(gpu_catalogue())
     able = [c for c in document["gpus"] if c["outcome"] in ("in_time", "perhaps_late")]
     assert able[0]["gpu"] == document["recommended"]
-    costs = [card["bills"][0]["usd"] for card in able]
+    costs = [gpu["bills"][0]["usd"] for gpu in able]
     assert costs == sorted(costs)
-    assert cards[document["smallest"]]["memory_bytes"] == min(c["memory_bytes"] for c in able)
+    assert gpus[document["smallest"]]["memory_bytes"] == min(c["memory_bytes"] for c in able)
     assert {c["answer"]["config"]["effective_batch_size"] for c in able} == {16}
-    assert all(card["bills"][0]["wall_hours"] <= 2 for card in able)
+    assert all(gpu["bills"][0]["wall_hours"] <= 2 for gpu in able)
 
 
 # What is known besides, and what is kept

@@ -115,7 +115,7 @@ class Known(ImaginedPredictor):
 def planned(capsys: pytest.CaptureFixture[str], *, is_detailed: bool = False) -> str:
     capsys.readouterr()
     request = PlanRequest(space="small.yaml", as_json=not is_detailed, is_detailed=is_detailed)
-    plan(request, predictor=lambda *_: Known(), card=lambda: None)
+    plan(request, predictor=lambda *_: Known(), read_gpu=lambda: None)
     return capsys.readouterr().out
 
 

@@ -80,16 +80,16 @@ def reader(**answers: Any) -> tuple[Any, PretendNvml]:
 def test_who_was_there_before_is_no_neighbour_and_who_comes_is(
     before: list[int], now: list[int], is_neighbour: bool
 ) -> None:
-    card, nvml = reader(nvmlDeviceGetComputeRunningProcesses=processes(*before))
+    gpu, nvml = reader(nvmlDeviceGetComputeRunningProcesses=processes(*before))
     nvml.answers["nvmlDeviceGetComputeRunningProcesses"] = processes(*now)
-    assert card.read().has_neighbour is is_neighbour
+    assert gpu.read().has_neighbour is is_neighbour
 
 
 def test_in_a_container_this_process_under_the_hosts_number_is_no_neighbour() -> None:
-    card, nvml = reader(nvmlDeviceGetComputeRunningProcesses=[])
+    gpu, nvml = reader(nvmlDeviceGetComputeRunningProcesses=[])
     nvml.answers["nvmlDeviceGetComputeRunningProcesses"] = processes(314159)
-    card.remember()
-    assert not card.read().has_neighbour
+    gpu.remember()
+    assert not gpu.read().has_neighbour
 
 
 def test_what_a_driver_or_a_machine_without_one_does_not_tell_is_empty() -> None:
@@ -108,11 +108,11 @@ def test_what_a_driver_or_a_machine_without_one_does_not_tell_is_empty() -> None
         ([(None, None)], 9.0, None),
     ],
 )
-def test_the_energy_of_a_token_is_what_the_card_used_while_it_counted(
+def test_the_energy_of_a_token_is_what_the_gpu_used_while_it_counted(
     counts: list[tuple[int | None, int | None]], seconds: float, joules_per_token: float | None
 ) -> None:
-    card, nvml = reader()
-    count = meter.EnergyCount(card)
+    gpu, nvml = reader()
+    count = meter.EnergyCount(gpu)
 
     def tells(millijoules: int | None) -> None:
         if millijoules is not None:
@@ -297,7 +297,7 @@ def test_work_that_no_module_tells_is_not_shown() -> None:
 torch = lazily("torch")
 exceptions = lazily("qlora_sweep.sweep.training.exceptions")
 SHARED_MEMORY = "out of resource: shared memory, Required: 147456, Hardware limit: 101376."
-NO_CARD_MEMORY = "CUDA out of memory. Tried to allocate 2.00 GiB"
+NO_GPU_MEMORY = "CUDA out of memory. Tried to allocate 2.00 GiB"
 NO_HOST_MEMORY = (
     "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: "
     "you tried to allocate 2147483648 bytes. Error code 12 (Cannot allocate memory)"
@@ -312,7 +312,7 @@ class OutOfResources(Exception):  # noqa: N818 - Triton's name
 
 
 def out_of_memory() -> Exception:
-    error: Exception = torch.OutOfMemoryError(NO_CARD_MEMORY)
+    error: Exception = torch.OutOfMemoryError(NO_GPU_MEMORY)
     return error
 
 
@@ -334,7 +334,7 @@ def wrapped(error: Exception) -> Exception:
 
 
 CUDA = {
-    "card": (
+    "gpu": (
         "CUDA error: out of memory",
         "CUDA driver error: out of memory",
         "Triton Error [CUDA]: out of memory",
@@ -356,8 +356,8 @@ CUDA = {
 }
 """What a RuntimeError says, by its kind."""
 OTHERS: list[tuple[str, Any]] = [
-    ("card", out_of_memory),
-    ("card", lambda: wrapped(out_of_memory())),
+    ("gpu", out_of_memory),
+    ("gpu", lambda: wrapped(out_of_memory())),
     ("host", MemoryError),
     ("host", lambda: OSError(12, "Cannot allocate memory")),
     ("kernel", OutOfResources),
@@ -373,10 +373,10 @@ OTHERS: list[tuple[str, Any]] = [
 )
 def test_every_failure_is_of_one_kind(kind: str, made: Any) -> None:
     error = RuntimeError(made) if isinstance(made, str) else made()
-    assert exceptions.is_gpu_out_of_memory(error) is (kind == "card")
+    assert exceptions.is_gpu_out_of_memory(error) is (kind == "gpu")
     assert exceptions.lacks_kernel_resources(error) is (kind == "kernel")
     # A process on the CPU has no GPU, so what a GPU says is never asked about there.
-    assert kind == "card" or exceptions.is_host_out_of_memory(error) is (kind == "host")
+    assert kind == "gpu" or exceptions.is_host_out_of_memory(error) is (kind == "host")
 
 
 @pytest.mark.parametrize(
@@ -401,7 +401,7 @@ def test_a_kernel_that_does_not_fit_is_laid_to_the_setting_that_brought_it(
 
 
 @pytest.mark.parametrize(
-    ("words", "size"), [(NO_CARD_MEMORY, 2**31), (NO_HOST_MEMORY, 2**31), ("ALLOC_FAILED", None)]
+    ("words", "size"), [(NO_GPU_MEMORY, 2**31), (NO_HOST_MEMORY, 2**31), ("ALLOC_FAILED", None)]
 )
 def test_the_size_that_failed_is_read_from_the_message(words: str, size: int | None) -> None:
     assert exceptions.requested_bytes(RuntimeError(words)) == size

@@ -213,9 +213,7 @@ def a_look(rank: int = 1, size: int = 1) -> Any:
         ([0, 1, 2], "3 of 2 GPUs trained"),
     ],
 )
-def test_a_card_that_did_not_train_with_the_others_is_no_team(
-    others: list[int], words: str
-) -> None:
+def test_a_gpu_that_did_not_train_with_the_others_is_no_team(others: list[int], words: str) -> None:
     config = tiny_config(data_parallel=2)
     with tiny_loop(config) as loop:
         loop.step()
@@ -223,7 +221,7 @@ def test_a_card_that_did_not_train_with_the_others_is_no_team(
     assert (found.setting, found.detail) == ("data_parallel", words)
 
 
-def test_a_model_that_every_card_holds_is_not_sharded() -> None:
+def test_a_model_that_every_gpu_holds_is_not_sharded() -> None:
     config = tiny_config(upcast_fp32=False, optimizer="adamw_torch_fused")
     shared = config.model_copy(update={"sharding": "fsdp", "data_parallel": 2})
     with tiny_loop(config) as loop:

@@ -111,7 +111,7 @@ def trial_on(base: BaseModel, config: TrialConfig, **changes: Any) -> Trial:
     from qlora_sweep.sweep.training.meter import GpuReader
     from qlora_sweep.sweep.training.trial import Trial, TrialDevice, TrialTask
 
-    of_device: dict[str, Any] = {"device": CpuDevice(), "card": GpuReader(None)}
+    of_device: dict[str, Any] = {"device": CpuDevice(), "gpu": GpuReader(None)}
     of_trial: dict[str, Any] = {}
     of_task: dict[str, Any] = {"steps": QUICK}
     for name, value in changes.items():

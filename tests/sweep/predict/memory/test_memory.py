@@ -125,7 +125,7 @@ def test_an_optimizer_that_nobody_described_is_not_taken_for_another(tmp_path: P
         predictor.predict(new)
 
 
-def test_a_large_paged_state_is_not_on_the_card(predict: Predict) -> None:
+def test_a_large_paged_state_is_not_on_the_gpu(predict: Predict) -> None:
     resident = predict(lora_rank=128, optimizer="adamw_8bit").breakdown["optimizer"]
     paged = predict(lora_rank=128, optimizer="paged_adamw_8bit").breakdown["optimizer"]
     assert paged == resident - LAYERS * 2 * 1024 * 128

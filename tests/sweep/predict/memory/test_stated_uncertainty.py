@@ -37,7 +37,7 @@ from tests.sweep.predict.rows import (
     NEW_MODELS,
     PACKED,
     PAIRS,
-    SEVERAL_CARDS,
+    SEVERAL_GPUS,
     SHARED,
     TABLE,
     TRL,
@@ -147,7 +147,7 @@ KINDS: dict[str, tuple[memory.Uncertainty, list[Row]]] = {
         memory.COMPILED_8_BIT,
         _rows(compiled=True, recomputed=False, upcast=False, eight_bit=True),
     ),
-    "sharded": (memory.SHARDED, [*filter(is_sharded, SEVERAL_CARDS), *SHARED]),
+    "sharded": (memory.SHARDED, [*filter(is_sharded, SEVERAL_GPUS), *SHARED]),
     "in TRL": (memory.IN_TRL, [*GRPO, *TRL]),
     "compiled, recomputed": (memory.COMPILED_RECOMPUTED, _rows(compiled=True, recomputed=True)),
 }
@@ -171,9 +171,9 @@ def test_what_is_stated_covers_its_rows_and_hardly_more(predict_row: Predict, na
     assert known.supported <= known.stated <= 2 * known.supported + ROUNDING
 
 
-def test_each_of_two_cards_is_predicted_as_surely_as_one(predict_row: Predict) -> None:
-    rows = [row for row in SEVERAL_CARDS if not (is_sharded(row) or is_compiled(row))]
-    assert {row["cards"] for row in rows} == {1, 2}
+def test_each_of_two_gpus_is_predicted_as_surely_as_one(predict_row: Predict) -> None:
+    rows = [row for row in SEVERAL_GPUS if not (is_sharded(row) or is_compiled(row))]
+    assert {row["gpus"] for row in rows} == {1, 2}
     assert max(map(abs, _allocated(predict_row, rows))) < memory.EAGER.allocated
     assert max(map(abs, _reserved(predict_row, rows))) < memory.EAGER.reserved
 

@@ -304,7 +304,7 @@ def test_gradients_are_there_once_in_buckets(tiny: TracingPredictor) -> None:
     assert predict(tiny, data_parallel=4).breakdown == together.breakdown
 
 
-def test_the_more_cards_share_a_model_the_less_each_of_them_holds(tiny: TracingPredictor) -> None:
+def test_the_more_gpus_share_a_model_the_less_each_of_them_holds(tiny: TracingPredictor) -> None:
     whole = predict(tiny).breakdown
     two, four = (predict(tiny, **SHARED, data_parallel=n).breakdown for n in (2, 4))
     for part in ("weights", "adapters", "optimizer"):
@@ -340,11 +340,11 @@ def test_what_was_never_measured_is_less_sure(tiny: TracingPredictor) -> None:
 
 
 @pytest.mark.parametrize(
-    ("cards", "kernels", "batch"),
+    ("gpus", "kernels", "batch"),
     [(2, "hf", 1), (2, "fused-loss", 16), (4, "hf", 16), (8, "hf", 1)],
 )
-def test_what_fits_runs(tiny: TracingPredictor, cards: int, kernels: str, batch: int) -> None:
-    settings = {"data_parallel": cards, "kernels": kernels, "micro_batch_size": batch}
+def test_what_fits_runs(tiny: TracingPredictor, gpus: int, kernels: str, batch: int) -> None:
+    settings = {"data_parallel": gpus, "kernels": kernels, "micro_batch_size": batch}
     shared = predict(tiny, **{**SHARED, **settings})
     for times in (1.1, 1.2, 1.43, 1.6, 2.0):
         budget = int(times * shared.peak_allocated_bytes)

@@ -95,7 +95,7 @@ def published() -> list[Step]:
     models = json.loads((DATA / "published_models.json").read_text(encoding="utf-8"))
     return [
         Step(
-            row["card"],
+            row["gpu"],
             row["source"],
             ModelSpec(row["model"], "directory", models[row["model"]]),
             parse_config(row["config"]),

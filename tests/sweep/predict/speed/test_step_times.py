@@ -33,7 +33,7 @@ from qlora_sweep.sweep.predict.speed.predictor import (
 from qlora_sweep.sweep.predict.speed.steps import ATTENTION_EFFICIENCY, ELEMENTWISE_EFFICIENCY
 from tests.sweep.predict.mixed_space import mixed_configs
 from tests.sweep.predict.predicted_steps import predict_step, predict_steps
-from tests.sweep.predict.rows import EIGHT_BIT, SEVERAL_CARDS, config_of, describe, model_of
+from tests.sweep.predict.rows import EIGHT_BIT, SEVERAL_GPUS, config_of, describe, model_of
 
 MISTRAL = load_model_spec("mistral-7b-v0.3")
 CALIBRATION = Calibration("a10", 7, {f: 0.7 + 0.1 * i for i, f in enumerate(FACTORS)}, 0.02)
@@ -52,12 +52,12 @@ def test_each_of_many_configurations_takes_as_long_as_it_does_alone(
 ) -> None:
     narrow = {"compute_dtype": "int8", "quantization": "int8"}
     configs = [*mixed_configs(60), *mixed_configs(20, **narrow)]
-    spec, card = load_model_spec(model), find_gpu(gpu)
-    times = StepTimes(configs, model=spec, gpu=card, calibration=calibration)
+    spec, gpu_spec = load_model_spec(model), find_gpu(gpu)
+    times = StepTimes(configs, model=spec, gpu=gpu_spec, calibration=calibration)
     seconds, spread = times.seconds, times.log_spread
     for row, config in enumerate(configs):
         try:
-            alone = predict_step(config, model=spec, gpu=card, calibration=calibration)
+            alone = predict_step(config, model=spec, gpu=gpu_spec, calibration=calibration)
         except InputError:
             assert math.isnan(seconds[row])
             assert math.isnan(spread[row])
@@ -100,7 +100,7 @@ def test_what_is_not_known_has_no_step_time() -> None:
     assert StepTimes([], model=MISTRAL, gpu=find_gpu("a10")).seconds.shape == (0,)
 
 
-def test_a_calibration_finds_the_card_that_trials_were_made_with() -> None:
+def test_a_calibration_finds_the_gpu_that_trials_were_made_with() -> None:
     gpu, draw = find_gpu("a10"), random.Random(1)
     configs = mixed_configs(40, compute_dtype="bf16")
     truth = Calibration("a10", 1, {f: draw.uniform(0.9, 1.3) for f in FACTORS}, 0.0)
@@ -135,11 +135,11 @@ def linked(gpu: GpuSpec, bytes_per_second: float) -> GpuSpec:
     return gpu.model_copy(update={"interconnect": link})
 
 
-@pytest.mark.parametrize(("name", "cards"), [("a10", 2), ("h200", 4)])
-def test_gpus_that_hold_the_model_each_are_nearly_as_fast(name: str, cards: int) -> None:
-    alone, together = step(find_gpu(name)), step(find_gpu(name), data_parallel=cards)
+@pytest.mark.parametrize(("name", "gpus"), [("a10", 2), ("h200", 4)])
+def test_gpus_that_hold_the_model_each_are_nearly_as_fast(name: str, gpus: int) -> None:
+    alone, together = step(find_gpu(name)), step(find_gpu(name), data_parallel=gpus)
     ratio = together.tokens_per_second / alone.tokens_per_second
-    assert 0.9 * cards < ratio < cards
+    assert 0.9 * gpus < ratio < gpus
     assert together.log_spread > alone.log_spread
 
 
@@ -166,8 +166,8 @@ def test_a_slower_link_never_makes_a_step_shorter() -> None:
         assert times[0] > times[-1]
 
 
-def test_what_two_cards_took_is_within_what_is_stated_of_them() -> None:
-    for row in (row for row in SEVERAL_CARDS if row["cards"] > 1):
+def test_what_two_gpus_took_is_within_what_is_stated_of_them() -> None:
+    for row in (row for row in SEVERAL_GPUS if row["gpus"] > 1):
         config, gpu = config_of(row), find_gpu("h200")
         found = predict_step(config, model=model_of(row), gpu=gpu)
         low, high = found.step_estimate.ends
@@ -279,11 +279,13 @@ GAINS = {
 
 @pytest.mark.parametrize(("gpu", "kind"), GAINS)
 def test_what_8_bits_are_expected_to_bring_is_as_the_page_says(gpu: str, kind: str) -> None:
-    card = find_gpu(gpu)
+    gpu_spec = find_gpu(gpu)
     narrow = config(compute_dtype=kind, quantization=kind)
     wide = config(quantization="nf4", double_quant=True)
-    speeds = [predict_step(c, model=MISTRAL, gpu=card).tokens_per_second for c in (narrow, wide)]
-    doubt = math.exp(1.645 * ratio_is_off(narrow, wide, card))
+    speeds = [
+        predict_step(c, model=MISTRAL, gpu=gpu_spec).tokens_per_second for c in (narrow, wide)
+    ]
+    doubt = math.exp(1.645 * ratio_is_off(narrow, wide, gpu_spec))
     ratio = speeds[0] / speeds[1]
     assert (ratio, ratio / doubt, ratio * doubt) == pytest.approx(GAINS[gpu, kind], abs=0.06)
 
@@ -316,12 +318,12 @@ LONG = 4096
 
 def _seconds(model: str, rows: int, packing: str) -> float:
     config = TrialConfig(micro_batch_size=rows, seq_len=LONG, packing=packing)  # type: ignore[arg-type]
-    card = find_gpu("h200")
-    matrix = card.matrix_rate("bf16")
+    gpu = find_gpu("h200")
+    matrix = gpu.matrix_rate("bf16")
     assert matrix is not None
     forward, backward = attention(Layout([config], load_model_spec(model)))
     flops, moved, _ = (forward + backward)[:, 0].tolist()
-    memory = card.copy_rate * ELEMENTWISE_EFFICIENCY
+    memory = gpu.copy_rate * ELEMENTWISE_EFFICIENCY
     return float(flops / (matrix * ATTENTION_EFFICIENCY) + moved / memory)
 
 
@@ -473,7 +475,7 @@ def grid() -> list[TrialConfig]:
     ]
 
 
-def test_five_noisy_trials_bring_the_rest_of_an_unknown_card_within_five_percent() -> None:
+def test_five_noisy_trials_bring_the_rest_of_an_unknown_gpu_within_five_percent() -> None:
     chance = random.Random(7)
     medians = []
     measured = measured_elsewhere()

@@ -108,22 +108,22 @@ def many(count: int) -> PretendNvml:
         ("-1", []),
     ],
 )
-def test_a_machines_cards_are_those_that_cuda_would_see_in_its_order(
+def test_a_machines_gpus_are_those_that_cuda_would_see_in_its_order(
     visible: str | None, uuids: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    assert [card.uuid for card in read_gpus(nvml=many(3))] == uuids
+    assert [gpu.uuid for gpu in read_gpus(nvml=many(3))] == uuids
     if not uuids:
         assert read_gpu() is None
 
 
-def test_a_card_whose_memory_is_the_hosts_counts_where_cuda_tells_of_it() -> None:
+def test_a_gpu_whose_memory_is_the_hosts_counts_where_cuda_tells_of_it() -> None:
     nvml = many(1)
     nvml.answers["nvmlDeviceGetMemoryInfo"] = REFUSED
-    (card,) = read_gpus(nvml=nvml, ask_cuda=lambda: BY_CUDA)
-    assert card.memory_bytes == BY_CUDA.memory_bytes
+    (gpu,) = read_gpus(nvml=nvml, ask_cuda=lambda: BY_CUDA)
+    assert gpu.memory_bytes == BY_CUDA.memory_bytes
     assert read_gpus(nvml=nvml, ask_cuda=lambda: None) == ()
 
 
@@ -135,7 +135,7 @@ UNTOLD = replace(FREE, free_bytes=None)
 
 
 @pytest.mark.parametrize(
-    ("typed", "cards", "indices"),
+    ("typed", "gpus", "indices"),
     [
         ("all", FOUR, [0, 1, 2, 3]),
         ("2", FOUR, [0, 1]),
@@ -148,16 +148,16 @@ UNTOLD = replace(FREE, free_bytes=None)
         ("1", [UNTOLD], [0]),
     ],
 )
-def test_cards_are_all_so_many_or_those_that_are_named(
-    typed: str, cards: list[GpuInfo], indices: list[int]
+def test_gpus_are_all_so_many_or_those_that_are_named(
+    typed: str, gpus: list[GpuInfo], indices: list[int]
 ) -> None:
-    chosen = choose_gpus(typed, cards)
-    assert [card.index for card in chosen] == indices
-    assert [card.cuda_name for card in chosen] == [cards[at].uuid for at in indices]
+    chosen = choose_gpus(typed, gpus)
+    assert [gpu.index for gpu in chosen] == indices
+    assert [gpu.cuda_name for gpu in chosen] == [gpus[at].uuid for at in indices]
 
 
 @pytest.mark.parametrize(
-    ("typed", "cards", "error", "words"),
+    ("typed", "gpus", "error", "words"),
     [
         ("8", FOUR, InputError, "this machine has 4 GPUs, 0 to 3"),
         ("0,4", FOUR, InputError, "there is no GPU 4"),
@@ -192,24 +192,24 @@ def test_cards_are_all_so_many_or_those_that_are_named(
         ("all", [FREE, FREE], InputError, "GPU 0 and GPU 1 are one and the same"),
     ],
 )
-def test_what_names_no_free_cards_of_one_product_is_refused_with_what_would_do(
-    typed: str, cards: list[GpuInfo], error: type[Exception], words: str
+def test_what_names_no_free_gpus_of_one_product_is_refused_with_what_would_do(
+    typed: str, gpus: list[GpuInfo], error: type[Exception], words: str
 ) -> None:
     with pytest.raises(error, match=words):
-        choose_gpus(typed, cards)
+        choose_gpus(typed, gpus)
 
 
-def test_cards_train_together_in_whole_teams() -> None:
+def test_gpus_train_together_in_whole_teams() -> None:
     chosen = choose_gpus("all", FOUR)
     for count, teams in ((4, [[0, 1], [2, 3]]), (3, [[0, 1]]), (0, [])):
         found = teams_of(chosen[:count], size=2)
-        assert [[card.index for card in team] for team in found] == teams
+        assert [[gpu.index for gpu in team] for team in found] == teams
 
 
-def test_a_trial_of_several_cards_takes_the_first_of_a_machine_or_says_how_many_are_missing() -> (
+def test_a_trial_of_several_gpus_takes_the_first_of_a_machine_or_says_how_many_are_missing() -> (
     None
 ):
-    assert [card.index for card in gpus_for(2, FOUR)] == [0, 1]
+    assert [gpu.index for gpu in gpus_for(2, FOUR)] == [0, 1]
     with pytest.raises(InputError, match=r"data_parallel 4 needs 4 GPUs for a trial: .*2 GPUs"):
         gpus_for(4, FOUR[:2])
     with pytest.raises(EnvironmentFault, match="data_parallel 4 needs 4 GPUs for a trial"):
@@ -253,7 +253,7 @@ def xids(*codes: int) -> Any:
         ({HANDLE: pynvml.NVMLError_Unknown()}, None),
     ],
 )
-def test_what_befell_the_card_is_said(then: dict[str, Any], words: str | None) -> None:
+def test_what_befell_the_gpu_is_said(then: dict[str, Any], words: str | None) -> None:
     nvml = PretendNvml(**WELL)
     watch = FaultWatch("GPU-a", nvml)
     assert watch() is None

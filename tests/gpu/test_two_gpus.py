@@ -91,7 +91,7 @@ def predictor(tmp_path_factory: pytest.TempPathFactory) -> TracingPredictor:
     ],
     ids=lambda settings: "-".join(f"{value}" for value in settings.values()),
 )
-def test_each_of_two_cards_needs_what_is_predicted(
+def test_each_of_two_gpus_needs_what_is_predicted(
     runner: SupervisedRunner, predictor: TracingPredictor, settings: dict[str, Any]
 ) -> None:
     config = small_config(**settings, data_parallel=2)
@@ -99,22 +99,22 @@ def test_each_of_two_cards_needs_what_is_predicted(
         # To tune kernels takes memory once in a process: little, and much of a small model's.
         runner.run(TrialRequest(config=config, steps=STEPS))
     together = measured(runner.run(TrialRequest(config=config, steps=STEPS)))
-    assert together.cards == 2
+    assert together.gpus == 2
     predicted = predictor.predict(config)
     close = predicted.uncertainty if config.compile else CLOSE
     assert together.peak_allocated_bytes == pytest.approx(predicted.peak_allocated_bytes, rel=close)
 
 
-def test_two_cards_train_nearly_as_fast_as_two(runner: SupervisedRunner) -> None:
+def test_two_gpus_train_nearly_as_fast_as_two(runner: SupervisedRunner) -> None:
     # Steps long enough for what their hosts do between them not to count.
     settings = {**LEAN, "kernels": "liger", "seq_len": 2048}
     alone, together = (
         measured(
             runner.run(
-                TrialRequest(config=small_config(**settings, data_parallel=cards), steps=STEPS)
+                TrialRequest(config=small_config(**settings, data_parallel=gpus), steps=STEPS)
             )
         )
-        for cards in (1, 2)
+        for gpus in (1, 2)
     )
     assert together.tokens_per_second > SCALES * alone.tokens_per_second
 
@@ -124,7 +124,7 @@ def test_two_cards_train_nearly_as_fast_as_two(runner: SupervisedRunner) -> None
     [{"kernels": "hf"}, {"kernels": "liger"}, {"checkpoint_fraction": 0.0}],
     ids=lambda settings: f"{next(iter(settings.values()))}",
 )
-def test_two_cards_share_a_model_and_need_what_is_predicted(
+def test_two_gpus_share_a_model_and_need_what_is_predicted(
     runner: SupervisedRunner, predictor: TracingPredictor, settings: dict[str, Any]
 ) -> None:
     config = small_config(**{**SHARDED, **settings})
@@ -133,7 +133,7 @@ def test_two_cards_share_a_model_and_need_what_is_predicted(
     assert shared.peak_allocated_bytes == pytest.approx(predicted, rel=CLOSE_SHARDED)
 
 
-def test_a_model_that_one_card_has_no_room_for_is_trained_by_two(tmp_path: Path) -> None:
+def test_a_model_that_one_gpu_has_no_room_for_is_trained_by_two(tmp_path: Path) -> None:
     config = small_config(**{**SHARDED, "micro_batch_size": 1, "seq_len": 128})
     whole = config.model_copy(update={"data_parallel": 1, "sharding": "none"})
     with a_runner(tmp_path / "free.log", model=DEEP) as runner:
@@ -166,7 +166,7 @@ def test_a_process_that_is_killed_in_the_middle_of_a_step_holds_nobody_up(tmp_pa
         assert isinstance(
             runner.run(TrialRequest(config=config, steps=long), observe=kill), Crashed
         )
-        assert measured(runner.run(TrialRequest(config=config, steps=STEPS))).cards == 2
+        assert measured(runner.run(TrialRequest(config=config, steps=STEPS))).gpus == 2
 
 
 def test_no_bit_of_a_4_bit_weight_is_lost_and_a_head_that_is_read_is_whole_in_every_step(
@@ -177,15 +177,15 @@ def test_no_bit_of_a_4_bit_weight_is_lost_and_a_head_that_is_read_is_whole_in_ev
         assert told == ["True", "True", "True", "0.5", "True", "0.5"]
 
 
-def test_configurations_of_one_and_of_two_cards_take_turns(runner: SupervisedRunner) -> None:
+def test_configurations_of_one_and_of_two_gpus_take_turns(runner: SupervisedRunner) -> None:
     configs = [
         TrialConfig(**{**small_config().model_dump(), **settings})
         for settings in (LEAN, {**LEAN, "data_parallel": 2}, SHARDED, LEAN)
     ]
-    cards = [
-        measured(runner.run(TrialRequest(config=config, steps=STEPS))).cards for config in configs
+    gpus = [
+        measured(runner.run(TrialRequest(config=config, steps=STEPS))).gpus for config in configs
     ]
-    assert cards == [1, 2, 2, 1]
+    assert gpus == [1, 2, 2, 1]
 
 
 # On texts
@@ -199,7 +199,7 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> DatasetSettings:
     return prepared_settings(tmp_path_factory.mktemp("texts"), lengths)
 
 
-def test_two_cards_train_on_texts_and_learn_what_one_does(
+def test_two_gpus_train_on_texts_and_learn_what_one_does(
     texts: DatasetSettings, tmp_path: Path
 ) -> None:
     quality = QualityCommand(tokens=8000, eval_seq_len=512, eval_tokens=4000)
@@ -217,7 +217,7 @@ def test_two_cards_train_on_texts_and_learn_what_one_does(
                 {**two, "sharding": "fsdp", "packing": "packed"},
             )
         )
-    assert [one.cards for one in (together, alone, shared)] == [2, 1, 2]
+    assert [one.gpus for one in (together, alone, shared)] == [2, 1, 2]
     assert together.loss_tokens_per_step == pytest.approx(alone.loss_tokens_per_step, rel=0.1)
     assert shared.documents_apart
     assert together.quality is not None
@@ -232,13 +232,13 @@ def on_two(output: Path, data: Path, **changes: Any) -> Any:
     return job(output, data, model=SMALL.to_json(), learning_rate=2e-4, **values)
 
 
-def test_two_cards_train_what_one_does_stop_together_and_are_resumed(
+def test_two_gpus_train_what_one_does_stop_together_and_are_resumed(
     texts: DatasetSettings, tmp_path: Path
 ) -> None:
     data, exact = Path(texts.directory), {"lora_dropout": 0.0, "checkpoint_steps": 5}
     whole = follow(on_two(tmp_path / "two", data, **exact))
     assert isinstance(whole, TrainingResult), whole
-    alone = follow(on_two(tmp_path / "one", data, **exact, data_parallel=1, cards=("0",)))
+    alone = follow(on_two(tmp_path / "one", data, **exact, data_parallel=1, gpus=("0",)))
     assert isinstance(alone, TrainingResult), alone
     assert whole.tokens == alone.tokens
     for key in ("train_loss", "eval_loss"):
@@ -262,7 +262,7 @@ def test_two_cards_train_what_one_does_stop_together_and_are_resumed(
         assert getattr(again, key) == pytest.approx(getattr(whole, key), rel=1e-3)
 
 
-def test_two_cards_train_on_pairs(tmp_path: Path) -> None:
+def test_two_gpus_train_on_pairs(tmp_path: Path) -> None:
     pairs = prepared_pairs(tmp_path / "pairs", count=40)
     how = {"method": "dpo", "reference": "precomputed", "seq_len": 32}
     end = follow(on_two(tmp_path / "out", pairs, **how))
@@ -287,14 +287,14 @@ def test_a_rank_that_is_killed_as_it_trains_ends_the_training(
 # Sharded layers that are compiled, and a model from a file
 
 
-def test_two_cards_share_a_compiled_model(
+def test_two_gpus_share_a_compiled_model(
     runner: SupervisedRunner, predictor: TracingPredictor
 ) -> None:
     compiled = {"kernels": "fused-loss", "compile": True, "checkpoint_fraction": 0.0}
     config = small_config(**SHARDED, **compiled)
     runner.run(TrialRequest(config=config, steps=STEPS))
     shared = measured(runner.run(TrialRequest(config=config, steps=STEPS)))
-    assert shared.cards == 2
+    assert shared.gpus == 2
     predicted = predictor.predict(config)
     close = predicted.uncertainty
     assert shared.peak_allocated_bytes == pytest.approx(predicted.peak_allocated_bytes, rel=close)
@@ -320,4 +320,4 @@ def test_a_trial_of_a_sharded_model_takes_its_weights_from_a_file(tmp_path: Path
     spec = ModelSpec("small", "directory", SMALL.config, path=tmp_path / "model")
     with a_runner(tmp_path / "worker.log", model=spec, weights="pretrained") as loading:
         found = measured(loading.run(TrialRequest(config=small_config(**SHARDED), steps=STEPS)))
-    assert found.cards == 2
+    assert found.gpus == 2
