@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, ClassVar
 
 from qlora_sweep.search_spaces.config import TrialConfig
@@ -67,6 +70,17 @@ class Rig:
         self.worker = Worker(settings, send=self.events.append)
         self.worker.prepare()
         self.device = CudaDevice()
+
+    @contextmanager
+    def held_to(self, budget_bytes: int) -> Iterator[None]:
+        """Let no trial fit whose measured peak is above the budget."""
+        resident = self.worker._resident
+        before = resident.trial_device
+        resident.trial_device = replace(before, budget_bytes=budget_bytes)
+        try:
+            yield
+        finally:
+            resident.trial_device = before
 
     def settle(self, config: TrialConfig) -> int:
         """Make the configuration's base the resident one and return the bytes allocated then."""

@@ -54,14 +54,10 @@ def test_the_logits_of_an_evaluation_count_although_the_fused_loss_never_held_th
     ).outcome
     assert isinstance(soaked, Measured)
     assert soaked.measurement.peak_allocated_bytes >= trained
-    settings = rig.worker._settings
-    rig.worker._settings = settings.model_copy(update={"budget_bytes": trained})
-    try:
+    with rig.held_to(trained):
         tight = rig.worker.run(
             RunCommand(request=TrialRequest(config=config, steps=SOAK, is_soak=True))
         ).outcome
-    finally:
-        rig.worker._settings = settings
     grew = soaked.measurement.peak_allocated_bytes > trained
     assert isinstance(tight, OutOfMemory) is grew
 
