@@ -17,6 +17,7 @@ from qlora_sweep.search_spaces.loading import parse_space, preset_name
 from qlora_sweep.search_spaces.preference import TIE, plainness
 from qlora_sweep.search_spaces.presets import preset_space, starting_text
 from qlora_sweep.search_spaces.space import SearchSpace
+from qlora_sweep.sweep.predict.contributions import contributed_speed
 from qlora_sweep.sweep.predict.forecast import Forecast, Forecaster
 from qlora_sweep.sweep.predict.memory.prediction import Fit
 from qlora_sweep.sweep.predict.speed.predictor import SpeedPrediction, ratio_spread, within
@@ -172,7 +173,8 @@ def _ratio_spread(
     if one.config.packing != other.config.packing:
         return independent
     gpu = one.forecaster.gpu
-    spreads = [ratio_spread(one.log_slopes, other.log_slopes, gpu=gpu)]
+    evidence = contributed_speed(gpu.name)
+    spreads = [ratio_spread(one.log_slopes, other.log_slopes, gpu=gpu, evidence=evidence)]
     if one.config != other.config:
         spreads += [one.own_spread, other.own_spread]
     if _TOGETHER(one.config) != _TOGETHER(other.config):

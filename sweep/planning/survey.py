@@ -33,6 +33,7 @@ from qlora_sweep.sweep.planning.candidates import (
     shown_batches,
     speed_order,
 )
+from qlora_sweep.sweep.predict.contributions import contributed_speed
 from qlora_sweep.sweep.predict.forecast import (
     UNBUILDABLE,
     Forecast,
@@ -51,7 +52,6 @@ from qlora_sweep.sweep.predict.memory.profile_store import (
 from qlora_sweep.sweep.predict.memory.profiles import Untraceable
 from qlora_sweep.sweep.predict.memory.shipped import is_as_committed, read
 from qlora_sweep.sweep.predict.shortlist import Pick, Shortlist
-from qlora_sweep.sweep.predict.speed.contributed import contributed_speed
 from qlora_sweep.sweep.predict.speed.layers import layers_of
 from qlora_sweep.sweep.predict.speed.predictor import within
 

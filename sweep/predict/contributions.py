@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import lru_cache
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -22,13 +23,13 @@ from qlora_sweep.storage.contributions import Contribution, read_contribution
 from qlora_sweep.storage.files import replace, writing
 from qlora_sweep.storage.soundness import contradicted_tokens, frozen_linear_weights
 from qlora_sweep.storage.surfaces import SurfaceRow
+from qlora_sweep.sweep.paths import runs_directory
 from qlora_sweep.sweep.predict.speed.contributed import (
     DEVICE_SESSION,
     HOST_SESSION,
     SHARED,
     Array,
     Contributed,
-    directory,
 )
 from qlora_sweep.sweep.predict.speed.predictor import FACTORS, StepTimes
 
@@ -58,7 +59,7 @@ class Session:
         """Return some trials of a file."""
         surface = contribution.surface
         configs = list(map(attrgetter("config"), rows))
-        times = StepTimes(configs, model=surface.model, gpu=surface.measured_on, evidence=None)
+        times = StepTimes(configs, model=surface.model, gpu=surface.measured_on)
         ends = np.array([row.step_seconds_ci95 or (1.0, 1.0) for row in rows])  # (trials, 2)
         widths = np.log(ends[:, 1] / ends[:, 0]) / CI95_WIDTH
         log_seconds = np.log([row.step_seconds or np.nan for row in rows])  # (trials,)
@@ -142,10 +143,25 @@ def sessions_of(contributions: Iterable[Contribution]) -> list[Session]:
     return sessions
 
 
-def of_files(paths: Iterable[Path]) -> Contributed | None:
-    """Return what files of one GPU say; None where none can be read any more."""
+def directory() -> Path:
+    """Return where this machine keeps contributions."""
+    return runs_directory() / "contributions"
+
+
+def contributed_speed(gpu: str) -> Contributed | None:
+    """Return what this machine's contributions say of a GPU; None where there are none."""
+    files = []
+    for path in sorted(directory().glob(f"{gpu}.*.jsonl")):
+        files.append((path, path.stat().st_mtime_ns))
+    return _of_files(tuple(files))
+
+
+@lru_cache(maxsize=8)
+def _of_files(files: tuple[tuple[Path, int], ...]) -> Contributed | None:
+    """Return what files of one GPU say, which are read again once one has changed; None where
+    none can be read."""
     able = []
-    for path in paths:
+    for path, _ in files:
         with suppress(SweepError):
             able.append(read_contribution(path))
     sessions = sessions_of(able)
@@ -219,7 +235,7 @@ def _least_seconds(row: SurfaceRow, contribution: Contribution) -> float:
     """Return the seconds of a step at the data sheet's peak, with the frozen weights read twice."""
     surface = contribution.surface
     config = row.config
-    phases = StepTimes([config], model=surface.model, gpu=surface.measured_on, evidence=None).phases
+    phases = StepTimes([config], model=surface.model, gpu=surface.measured_on).phases
     computing = float(np.nan_to_num(phases.model_flops[0] / phases.peak_flops[0]))
     weights = frozen_linear_weights(surface.model)
     read_bytes = 2 * config.accumulation_steps * weights * config.weight_bits / 8

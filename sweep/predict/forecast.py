@@ -36,6 +36,7 @@ from qlora_sweep.storage.records import (
     TrialRecord,
     Verdict,
 )
+from qlora_sweep.sweep.predict.contributions import contributed_speed
 from qlora_sweep.sweep.predict.dominance import Footprint, RanOut, base_alone, footprint
 from qlora_sweep.sweep.predict.memory.prediction import (
     Fit,
@@ -196,7 +197,12 @@ class SpeedForecast:
 
     def _times(self, configs: Sequence[TrialConfig], calibration: Calibration | None) -> StepTimes:
         return StepTimes(
-            configs, model=self.model, gpu=self.gpu, shapes=self.shapes, calibration=calibration
+            configs,
+            model=self.model,
+            gpu=self.gpu,
+            shapes=self.shapes,
+            calibration=calibration,
+            evidence=contributed_speed(self.gpu.name),
         )
 
     def physics(self, configs: Sequence[TrialConfig]) -> StepTimes | None:
@@ -247,7 +253,8 @@ def calibrated(
         observations.append((config, seconds))
     if not observations:
         return None
-    return calibrate(observations, model=model, gpu=gpu)
+    evidence = contributed_speed(gpu.name)
+    return calibrate(observations, model=model, gpu=gpu, evidence=evidence)
 
 
 @dataclass(eq=False)

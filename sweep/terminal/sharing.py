@@ -39,7 +39,6 @@ def calibrate(named: Sequence[str], *, as_json: bool) -> int:
     """Check files, keep the good ones, and say what predictions of their GPUs go by."""
     # What predicts takes longer to import than the help.
     from qlora_sweep.sweep.predict import contributions
-    from qlora_sweep.sweep.predict.speed.contributed import contributed_speed
 
     files = []
     lines = []
@@ -55,7 +54,7 @@ def calibrate(named: Sequence[str], *, as_json: bool) -> int:
         contributions.keep(found)
         files.append({"file": name, "digest": found.digest, "refused": None})
         gpu = found.surface.gpu
-        known = contributed_speed(gpu)
+        known = contributions.contributed_speed(gpu)
         assert known is not None, "a file of it is kept"
         gpus[gpu] = {"files": known.files, "trials": known.trials}
         lines.append(f"{name}: steps take {times_predicted:.2f} times what the catalogue predicts")

@@ -66,9 +66,9 @@ _BENCHMARK_BYTES = {
     (12, 0): 96 * MIB,
 }
 """By compute capability. The compiler tries kernels out with a cleared second-level cache, and
-allocates a buffer of that cache's size for it (torch's ``benchmarking.py``). 60 MiB were read off an
-H200's allocator; the others are published sizes, and GPUs of one capability differ: an H100 is said
-to have 50 MB, an L4 48, an RTX 4090 72, an L40S 96. Kernels that are kept on the disk from an
+allocates a buffer of that cache's size for it (torch's ``benchmarking.py``). 60 MiB were read off
+an H200's allocator; the others are published sizes, and GPUs of one capability differ: an H100 is
+said to have 50 MB, an L4 48, an RTX 4090 72, an L40S 96. Kernels that are kept on the disk from an
 earlier training are not tried out again."""
 _OLDER_BENCHMARK_BYTES = 6 * MIB
 _PADDED_LENGTH = 128

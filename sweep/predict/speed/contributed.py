@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
-from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-from qlora_sweep.sweep.paths import runs_directory
 from qlora_sweep.sweep.predict.speed.steps import TERMS
 
 Array = NDArray[np.float64]
@@ -49,28 +46,3 @@ class Contributed:
     def spread(self) -> Array:
         """The covariance on a machine of which nothing is known."""
         return self.covariance + SESSION
-
-
-def directory() -> Path:
-    """Return where this machine keeps contributions."""
-    return runs_directory() / "contributions"
-
-
-def contributed_speed(gpu: str) -> Contributed | None:
-    """Return what this machine's contributions say of a GPU; None where there are none."""
-    paths = sorted(directory().glob(f"{gpu}.*.jsonl"))
-    if not paths:
-        return None
-    files = []
-    for path in paths:
-        files.append((path, path.stat().st_mtime_ns))
-    return _fitted(tuple(files))
-
-
-@lru_cache(maxsize=8)
-def _fitted(files: tuple[tuple[Path, int], ...]) -> Contributed | None:
-    """Return what files say, which are read again once one has changed."""
-    # It predicts with the catalogue's rates alone, by what imports this.
-    from qlora_sweep.sweep.predict import contributions
-
-    return contributions.of_files([path for path, _ in files])

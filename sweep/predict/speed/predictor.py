@@ -25,7 +25,7 @@ from qlora_sweep.search_spaces.estimates import Estimate
 from qlora_sweep.search_spaces.gpus import GpuSpec
 from qlora_sweep.search_spaces.models import ModelSpec
 from qlora_sweep.sweep.predict.on_dataset import ShapesOnDataset, full_rows, tokens_per_step
-from qlora_sweep.sweep.predict.speed.contributed import Contributed, contributed_speed
+from qlora_sweep.sweep.predict.speed.contributed import Contributed
 from qlora_sweep.sweep.predict.speed.kernels import MASKED_DOUBT
 from qlora_sweep.sweep.predict.speed.layers import layers_of
 from qlora_sweep.sweep.predict.speed.steps import (
@@ -120,7 +120,11 @@ def in_order(calibration: Calibration | None) -> Array:
 
 
 def calibrate(
-    observations: Sequence[tuple[TrialConfig, float]], *, model: ModelSpec, gpu: GpuSpec
+    observations: Sequence[tuple[TrialConfig, float]],
+    *,
+    model: ModelSpec,
+    gpu: GpuSpec,
+    evidence: Contributed | None = None,
 ) -> Calibration:
     """Fit the factors to measured trials.
 
@@ -128,12 +132,13 @@ def calibrate(
         observations: configurations that have a prediction, and their measured seconds per step.
         model: the model they were measured with.
         gpu: the GPU they were measured on.
+        evidence: what contributions say of that GPU.
     """
     assert observations, "calibrating needs trials"
     configs = list(map(itemgetter(0), observations))
     measured = np.array(list(map(itemgetter(1), observations)))  # (trials,)
     steps = StepPhases.of(configs, model=model, gpu=gpu)
-    means, spread = prior_of(gpu)
+    means, spread = prior_of(gpu, evidence)
     of_type = type_spreads(configs, model=model, gpu=gpu).max()
     spread = spread + _of_all_terms(of_type**2)
     factors = _fitted(steps, measured, means, spread)
@@ -167,9 +172,8 @@ def _left_open(slopes: Array, spread: Array, noise: float) -> Array:
     return np.asarray(spread - across @ np.linalg.solve(seen, across.T))
 
 
-def prior_of(gpu: GpuSpec) -> tuple[Array, Array]:
+def prior_of(gpu: GpuSpec, evidence: Contributed | None) -> tuple[Array, Array]:
     """Return mean and covariance of the factors' logarithms before anything was measured here."""
-    evidence = contributed_speed(gpu.name)
     if evidence is None:
         return np.zeros(len(FACTORS)), factor_covariance(gpu)
     return evidence.mean, evidence.spread
@@ -214,7 +218,9 @@ def type_spreads(configs: Sequence[TrialConfig], *, model: ModelSpec, gpu: GpuSp
     return np.where(is_grouped, EXPERTS_SPREAD, LOOPED_SPREAD)
 
 
-def ratio_spread(slopes: Array, others: Array, *, gpu: GpuSpec) -> float:
+def ratio_spread(
+    slopes: Array, others: Array, *, gpu: GpuSpec, evidence: Contributed | None = None
+) -> float:
     """Return how far two steps' ratio may be off by what they share: a logarithm's standard
     deviation. What is each step's own (`StepTimes.own_spread`) comes on top.
 
@@ -224,8 +230,11 @@ def ratio_spread(slopes: Array, others: Array, *, gpu: GpuSpec) -> float:
         slopes: by how much the log seconds of one rise with each log factor.
         others: those of the other.
         gpu: of both.
+        evidence: what contributions say of it.
     """
-    return float(np.sqrt((slopes - others) @ prior_of(gpu)[1] @ (slopes - others)))
+    _, spread = prior_of(gpu, evidence)
+    apart = slopes - others  # (factors,)
+    return float(np.sqrt(apart @ spread @ apart))
 
 
 @dataclass(frozen=True)
@@ -275,8 +284,7 @@ class StepTimes:
         gpu: what runs it.
         shapes: of the texts that are trained on; None where rows are full.
         calibration: factors fitted to trials on that GPU; None takes the catalogue's rates.
-        evidence: what contributions say of the GPU, beside the catalogue's rates; by default what
-            this machine keeps or the catalogue ships.
+        evidence: what contributions say of the GPU, beside the catalogue's rates.
 
     Seconds and what follows from them are not a number where the architecture is not known or the
     GPU has no rate for the compute type. By the logarithms of factors (`log_seconds`, `slopes`) all
@@ -291,12 +299,12 @@ class StepTimes:
         gpu: GpuSpec,
         shapes: ShapesOnDataset | None = None,
         calibration: Calibration | None = None,
-        evidence: Contributed | Literal["kept"] | None = "kept",
+        evidence: Contributed | None = None,
     ) -> None:
         self._model = model
         self._gpu = gpu
         self._calibration = calibration
-        self.evidence = contributed_speed(gpu.name) if evidence == "kept" else evidence
+        self.evidence = evidence
         # What is predicted is full rows; a step on texts takes some part of their seconds.
         self._full = full_rows(configs, shapes)
         self.phases = StepPhases.of(self._full, model=model, gpu=gpu)
@@ -383,7 +391,8 @@ class StepTimes:
         that is attention over packed rows, and how several GPUs wait for each other.
         """
         slopes = self.phases.log_slopes(self._factors)
-        of_factors = slopes @ np.linalg.cholesky(prior_of(self._gpu)[1])
+        _, spread = prior_of(self._gpu, self.evidence)
+        of_factors = slopes @ np.linalg.cholesky(spread)
         columns = [of_factors, self._attention_spread[:, None]]
         ways = [(config.data_parallel, config.sharding) for config in self._full]
         for way in sorted(set(ways)):

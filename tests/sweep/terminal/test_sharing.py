@@ -15,7 +15,7 @@ from qlora_sweep.storage.contributions import parse_contribution
 from qlora_sweep.storage.records import Carried, OutOfMemory, TrialRecord
 from qlora_sweep.storage.study import open_study
 from qlora_sweep.sweep.planning.question import PlanRequest
-from qlora_sweep.sweep.predict.speed.contributed import directory
+from qlora_sweep.sweep.predict.contributions import directory
 from qlora_sweep.sweep.sampling.samplers import make_sampler
 from qlora_sweep.sweep.terminal.plan import plan
 from tests.sweep.imagined_memory import ImaginedMemory, ImaginedPredictor
