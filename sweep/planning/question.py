@@ -533,12 +533,7 @@ def _gpu(name: str, read_gpu: Callable[[], GpuInfo | None]) -> GpuSpec:
     here = read_gpu()
     if here is None:
         raise InputError("no GPU is named and none is here: name one with --gpu (`sweep gpus`)")
-    if (spec := here.known) is None:
-        raise InputError(
-            f"the catalogue does not have the {here.size_and_product} that is here: name a GPU "
-            "with --gpu (`sweep gpus`)"
-        )
-    return spec
+    return here.spec()
 
 
 def _typed(options: Mapping[str, Any]) -> str:

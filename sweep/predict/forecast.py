@@ -45,7 +45,7 @@ from qlora_sweep.sweep.predict.memory.prediction import (
     predict_nothing,
 )
 from qlora_sweep.sweep.predict.memory.predictor import MemoryPredictor, Residuals, TracingPredictor
-from qlora_sweep.sweep.predict.memory.profile_store import OnProgress, tell_nobody
+from qlora_sweep.sweep.predict.memory.profile_store import OnProgress, ignore_progress
 from qlora_sweep.sweep.predict.memory.profiles import Untraceable
 from qlora_sweep.sweep.predict.on_dataset import (
     MemoryInTrainer,
@@ -95,7 +95,7 @@ def nothing_known(model: ModelSpec, why: InputError) -> str:
 
 def silent(_: str) -> OnProgress:
     """Report no progress."""
-    return tell_nobody
+    return ignore_progress
 
 
 @dataclass(frozen=True)
@@ -775,7 +775,7 @@ class Forecaster:
         return forecasts
 
     def whole_memory(
-        self, configs: Sequence[TrialConfig], *, on_progress: OnProgress = tell_nobody
+        self, configs: Sequence[TrialConfig], *, on_progress: OnProgress = ignore_progress
     ) -> WholeMemory:
         """Return what is predicted of the configurations' memory.
 

@@ -22,7 +22,7 @@ from qlora_sweep.sweep.data.epoch import Epoch
 from qlora_sweep.sweep.data.study_epochs import StudyEpochs, batch_key
 from qlora_sweep.sweep.predict.memory.prediction import Known, WholeMemory
 from qlora_sweep.sweep.predict.memory.predictor import MemoryPredictor
-from qlora_sweep.sweep.predict.memory.profile_store import OnProgress, tell_nobody
+from qlora_sweep.sweep.predict.memory.profile_store import OnProgress, ignore_progress
 from qlora_sweep.sweep.predict.trainers import factors_of, for_memory, for_speed
 
 ROWS_MAX = 10_000
@@ -147,7 +147,7 @@ class MemoryInTrainer(MemoryPredictor):
         self._predictor = predictor
 
     def predict_all(
-        self, configs: Sequence[TrialConfig], *, on_progress: OnProgress = tell_nobody
+        self, configs: Sequence[TrialConfig], *, on_progress: OnProgress = ignore_progress
     ) -> WholeMemory:
         """See `MemoryPredictor.predict_all`."""
         stand_ins = list(map(for_memory, configs))
@@ -179,7 +179,7 @@ class MemoryOnDataset(MemoryPredictor):
         self._shapes = shapes
 
     def predict_all(
-        self, configs: Sequence[TrialConfig], *, on_progress: OnProgress = tell_nobody
+        self, configs: Sequence[TrialConfig], *, on_progress: OnProgress = ignore_progress
     ) -> WholeMemory:
         """See `MemoryPredictor.predict_all`."""
         on_dataset = list(map(self._shapes.for_memory, configs))

@@ -57,6 +57,20 @@ class GpuInfo:
         """The catalogue's GPU that it is; None where it has none of this name and memory."""
         return match_product(self.product, self.memory_bytes)
 
+    def spec(self) -> GpuSpec:
+        """Return the catalogue's GPU that it is.
+
+        Raises:
+            InputError: the catalogue does not have it.
+        """
+        known = self.known
+        if known is None:
+            raise InputError(
+                f"the catalogue does not have the {self.size_and_product} that is here: name a "
+                "GPU with --gpu (`sweep gpus`)"
+            )
+        return known
+
     def is_like(self, other: GpuInfo) -> bool:
         """Whether it is a GPU of the same kind, of which one study may have several."""
         return self.product == other.product and self.known == other.known

@@ -29,7 +29,7 @@ from qlora_sweep.sweep.predict.memory.prediction import (
     stated_uncertainty,
 )
 from qlora_sweep.sweep.predict.memory.predictor import MemoryPredictor
-from qlora_sweep.sweep.predict.memory.profile_store import OnProgress, tell_nobody
+from qlora_sweep.sweep.predict.memory.profile_store import OnProgress, ignore_progress
 from qlora_sweep.sweep.sampling.encoding import identity
 
 PAUSE_SECONDS = 0.2
@@ -203,7 +203,7 @@ class RecordedPeaks(MemoryPredictor):
         self._peaks = peaks
 
     def predict_all(
-        self, configs: Sequence[TrialConfig], *, on_progress: OnProgress = tell_nobody
+        self, configs: Sequence[TrialConfig], *, on_progress: OnProgress = ignore_progress
     ) -> WholeMemory:
         """See `MemoryPredictor.predict_all`."""
         return WholeMemory(configs, list(map(self._known, configs)))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shlex
 
-from qlora_sweep.search_spaces.errors import InputError
 from qlora_sweep.search_spaces.presets import starting_text
 from qlora_sweep.search_spaces.schema import schema_text
 from qlora_sweep.storage.files import checked_output, write_output
@@ -47,9 +46,4 @@ def _gpu_here() -> str:
     if here is None:
         note("No NVIDIA GPU here, so the space is for the CPU; --gpu names a GPU.")
         return "cpu"
-    if here.known is None:
-        raise InputError(
-            f"the catalogue does not have the {here.size_and_product} that is here: name a GPU "
-            "with --gpu (`sweep gpus`)"
-        )
-    return here.known.name
+    return here.spec().name

@@ -16,7 +16,7 @@ from qlora_sweep.search_spaces.config import TrialConfig
 from qlora_sweep.search_spaces.errors import InputError
 from qlora_sweep.sweep.predict.memory.allocator import paged
 from qlora_sweep.sweep.predict.memory.peaks import KNOWN_PARTS, Peaks, alike, find_peaks
-from qlora_sweep.sweep.predict.memory.profile_store import OnProgress, tell_nobody
+from qlora_sweep.sweep.predict.memory.profile_store import OnProgress, ignore_progress
 from qlora_sweep.sweep.predict.memory.profiles import Untraceable
 from qlora_sweep.sweep.predict.memory.replay import (
     Step,
@@ -359,7 +359,7 @@ class WholeMemory:
         )
 
     def replay(
-        self, near: Collection[int] = (), *, on_progress: OnProgress = tell_nobody
+        self, near: Collection[int] = (), *, on_progress: OnProgress = ignore_progress
     ) -> Iterator[int]:
         """Replay every step whose reserved peak takes that, on all processors; yield each row as
         soon as it needs no more replay.

@@ -38,7 +38,7 @@ from qlora_sweep.sweep.predict.memory.profile_store import (
     ProfileStore,
     Tracer,
     TracingChildren,
-    tell_nobody,
+    ignore_progress,
 )
 from qlora_sweep.sweep.predict.memory.profiles import (
     TRACED_KEYS,
@@ -91,7 +91,7 @@ class MemoryPredictor(ABC):
 
     @abstractmethod
     def predict_all(
-        self, configs: Sequence[TrialConfig], *, on_progress: OnProgress = tell_nobody
+        self, configs: Sequence[TrialConfig], *, on_progress: OnProgress = ignore_progress
     ) -> WholeMemory:
         """Return what is predicted of many configurations, worked out together.
 
@@ -184,7 +184,7 @@ class TracingPredictor(MemoryPredictor):
         return self._profiles.other_versions
 
     def predict_all(
-        self, configs: Sequence[TrialConfig], *, on_progress: OnProgress = tell_nobody
+        self, configs: Sequence[TrialConfig], *, on_progress: OnProgress = ignore_progress
     ) -> WholeMemory:
         """See `MemoryPredictor.predict_all`."""
         shapes: list[_Shape] = list(map(_TRACED_VALUES, configs))
@@ -260,7 +260,7 @@ class CpuMemory(TracingPredictor):
         super().__init__(model, cache_dir=cache_dir, workspace_bytes=0, tracer=tracer)
 
     def predict_all(
-        self, configs: Sequence[TrialConfig], *, on_progress: OnProgress = tell_nobody
+        self, configs: Sequence[TrialConfig], *, on_progress: OnProgress = ignore_progress
     ) -> WholeMemory:
         """See `MemoryPredictor.predict_all`."""
         traced = super().predict_all(configs, on_progress=on_progress)

@@ -80,7 +80,7 @@ Traced = dict[str, Any] | InputError | EnvironmentFault
 """A profile as JSON values, or why there is none."""
 
 
-def tell_nobody(_done: int, _of: int) -> None:
+def ignore_progress(_done: int, _of: int) -> None:
     """Hear of no progress."""
 
 
@@ -136,7 +136,7 @@ class ProfileStore:
         self._last_fault = ""
 
     def fetch(
-        self, structures: Iterable[Structure], *, on_progress: OnProgress = tell_nobody
+        self, structures: Iterable[Structure], *, on_progress: OnProgress = ignore_progress
     ) -> dict[Structure, Profile | InputError]:
         """Return the profiles of structures, or why they have none; what is not there yet is
         traced, several at once.

@@ -31,7 +31,7 @@ from qlora_sweep.sweep.predict.memory.allocator import (
     OutOfSegments,
     grains,
 )
-from qlora_sweep.sweep.predict.memory.profile_store import OnProgress, tell_nobody
+from qlora_sweep.sweep.predict.memory.profile_store import OnProgress, ignore_progress
 from qlora_sweep.sweep.predict.memory.profiles import (
     Fetched,
     Profile,
@@ -545,7 +545,7 @@ def replay_all(
     steps: Sequence[Step],
     *,
     near: Collection[int] = (),
-    on_progress: OnProgress = tell_nobody,
+    on_progress: OnProgress = ignore_progress,
 ) -> Iterator[tuple[Sequence[int], Uncapped]]:
     """Yield what steps come to without a limit as soon as they are replayed, with the rows of all
     that come to the same.
