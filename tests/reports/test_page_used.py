@@ -29,16 +29,17 @@ from qlora_sweep.search_spaces.loading import load_space
 from qlora_sweep.search_spaces.prices import Offer
 from qlora_sweep.storage.definition import StudySnapshot, TargetSpeed
 from qlora_sweep.storage.records import Crashed
+from qlora_sweep.sweep.study.recorded import recorded_study
 from tests.reports.synthetic import (
     DIMENSIONS,
     HOSTILE,
+    SURFACES,
     definition,
     fits,
     hostile_study,
     one_of_each,
     plausible_study,
     record,
-    recorded_study,
     snapshot,
 )
 
@@ -445,7 +446,8 @@ NEEDS_THE_ENGINE = pytest.mark.skipif(
 
 
 def study_of_a_long_name() -> StudySnapshot:
-    return replace(recorded_study(budget_gib=21.5), name="a10-lora_rank-16-attention-" * 9)
+    study = recorded_study(str(SURFACES / "mistral-7b-v0.3_h200.jsonl"))
+    return replace(study, name="a10-lora_rank-16-attention-" * 9)
 
 
 @NEEDS_THE_ENGINE

@@ -96,10 +96,6 @@ ROWS: dict[str, tuple[str, str]] = {
         "UPDATE trial_user_attributes SET value_json = '{\"a' WHERE key = 'record' AND ",
         "Unterminated",
     ),
-    "a NUL byte": (
-        "UPDATE trial_user_attributes SET value_json = x'00' WHERE key = 'record' AND ",
-        "cannot be read",
-    ),
     "an unknown distribution": (
         'UPDATE trial_params SET distribution_json = \'{"name": "X"}\' WHERE ',
         "distribution",
