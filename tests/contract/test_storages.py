@@ -400,7 +400,9 @@ def test_a_result_whose_trial_somebody_closed_is_kept_and_taken_over_once(
         close_from_outside(url, trial.number)
         assert study.tell(trial, record).verdict is Verdict.LOST
         assert study.ledger.to_retry() == ()
+        assert study.ledger.trials_spent() == 1
     assert "trial 0 (fits)" in said[0]
+    assert f"--from {home}/study/spool.jsonl" in said[0]
     assert said == list(read_study("study", url=url, home=home).warnings)
     source = read_spooled_study(home / "study" / "spool.jsonl")
     for taken in (1, 0):

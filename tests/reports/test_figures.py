@@ -179,13 +179,6 @@ def test_the_targets_predicted_speed_is_drawn_where_another_gpu_stood_in() -> No
     assert of(study, "target_tokens_per_second") == ((2_400.0, "2,400 (2,000–2,900)"),)
 
 
-def test_a_measured_speed_is_drawn_with_its_interval() -> None:
-    itself = snapshot([fits(0, 8_000.0)], definition=definition(emulated_on=None))
-    (front,) = _traces(itself, "front")
-    assert list(front.error_y.array) == pytest.approx([80.8], abs=1)
-    assert list(front.error_y.arrayminus) == pytest.approx([79.2], abs=1)
-
-
 def test_an_empty_study_has_no_figures() -> None:
     empty = document_of(view_of(snapshot()))
     assert front_of(empty) is boundary_of(empty) is search_of(empty) is None
@@ -289,16 +282,6 @@ def test_errors_of_predictions_have_their_median_and_their_worst() -> None:
     assert speed.errors == pytest.approx({0: 0.0, 1: -0.1})
     assert "trial 2, was predicted 10 % too little" in str(memory)
     assert accuracy_of(document_of(view_of(snapshot([fits(0, 9_000.0)]))), "memory") is None
-
-
-def test_every_trial_has_a_bar_as_long_as_it_took() -> None:
-    study = plausible_study(1)
-    section = section_of(trust_of, study)
-    assert sum(int(number) for _, number, _ in section.spent) == len(study.records)
-    took: dict[int, float] = {}
-    for bar in section.figures[-1].figure.data:
-        took |= dict(zip(bar.customdata, bar.x, strict=True))
-    assert took == pytest.approx({r.number: 1000 * r.wall_seconds for r in study.records}, abs=1)
 
 
 def test_a_pause_is_cut_out_and_a_start_that_is_no_time_breaks_nothing() -> None:

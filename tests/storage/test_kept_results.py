@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import sqlite3
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +28,6 @@ from qlora_sweep.storage.records import (
     Lost,
     Outcome,
     OutOfMemory,
-    RunKind,
     TrialRecord,
     Verdict,
 )
@@ -111,48 +108,6 @@ def begin(
 ) -> tuple[Trial, TrialRecord]:
     trial = study.ask(DISTRIBUTIONS, params={"micro_batch_size": batch})
     return trial, begun(study, trial, a_record(trial.number, outcome, batch=batch))
-
-
-def execute(url: str, *statements: str) -> None:
-    with closing(sqlite3.connect(url.removeprefix("sqlite:///"))) as database, database:
-        for statement in statements:
-            database.execute(statement)
-
-
-ENDED = (
-    "UPDATE trials SET state = 'COMPLETE' WHERE number = 1",
-    "INSERT INTO trial_values (trial_id, objective, value, value_type) "
-    "SELECT trial_id, 0, 5.0, 'FINITE' FROM trials WHERE number = 1",
-)
-DELETED = ("DELETE FROM trials WHERE number = 1",)
-
-
-@pytest.mark.parametrize("statements", [ENDED, DELETED], ids=["ended", "deleted"])
-def test_a_result_whose_trial_was_closed_from_outside_is_kept_and_the_study_continues(
-    home: Path, url: str, statements: tuple[str, ...]
-) -> None:
-    said: list[str] = []
-    with open_it(url, home, warn=said.append) as study:
-        run_one(study, batch=1)
-        trial, record = begin(study)
-        execute(url, *statements)
-        assert isinstance(study.tell(trial, record).outcome, Lost)
-        assert study.spool.read().records[-1] == record
-        command = f"sweep run SPACE --study study --from {home}/study/spool.jsonl"
-        (line,) = said
-        assert command in line
-        assert "trial 1 (fits)" in line
-        assert study.ledger.to_retry() == ()
-        assert study.ledger.trials_spent() == 2
-        assert study.tell(*begin(study, batch=2)).verdict is Verdict.FITS
-    snapshot = read_study("study", url=url, home=home)
-    assert any(command in line for line in snapshot.warnings)
-    assert sorted(r.config.micro_batch_size for r in snapshot.records) == [1, 2]
-    with open_it(url, home) as study:
-        study.recover()
-        # Once the configuration was measured again nothing is left to say.
-        run_one(study, batch=8)
-    assert read_study("study", url=url, home=home).warnings == ()
 
 
 @pytest.mark.parametrize("is_in_place", [False, True], ids=["moved there", "written over it"])
@@ -288,25 +243,6 @@ def test_what_a_worker_left_is_judged_as_if_its_driver_had_lived(
     with open_it(url, home) as study:
         study.recover()
         assert [r.verdict for r in study.records()] == [verdict]
-
-
-def test_what_a_worker_left_of_a_deleted_trial_is_kept_with_its_purpose(
-    home: Path, url: str
-) -> None:
-    with open_it(url, home) as study:
-        run_kind = RunKind(purpose="confirm", series=1, confirms=0)
-        first = run_one(study, batch=4)
-        mine = study.begin(study.ask_again(), first.config, STARTED_AT, run_kind=run_kind)
-        left_behind(study).write(mine, first.config, agreeing(fits(1234.0), first.config))
-    execute(url, "DELETE FROM trials WHERE state = 'RUNNING'")
-    said: list[str] = []
-    with open_it(url, home, warn=said.append) as study:
-        study.recover()
-        (kept,) = [r for r in study.spool.read().records if r.attempt_id == mine.id]
-    assert "trial 1 (fits)" in " ".join(said)
-    assert kept.outcome == agreeing(fits(1234.0), kept.config)
-    assert (kept.number, kept.started_at, kept.attempt) == (1, STARTED_AT, 1)
-    assert (kept.purpose, kept.series, kept.confirms) == ("confirm", 1, 0)
 
 
 def test_a_spooled_result_goes_before_what_the_worker_left(home: Path, url: str) -> None:

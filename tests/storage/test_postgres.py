@@ -228,6 +228,7 @@ def test_studies_whose_names_have_one_checksum_are_driven_at_a_time(
         assert driven == {name, other}
 
 
+@pytest.mark.faults
 def test_of_many_that_want_one_study_one_drives_and_the_next_takes_over_from_a_killed_one(
     direct: str, home: Path
 ) -> None:

@@ -146,7 +146,7 @@ def test_the_front_of_any_trials_is_what_comparing_all_pairs_gives() -> None:
         assert undominated(points) == set(points) - beaten
 
 
-def test_what_overlaps_the_winner_is_close_and_a_tie_once_measured_beside_it() -> None:
+def test_a_trial_whose_interval_overlaps_the_winners_is_close_and_a_tie_once_confirmed() -> None:
     speeds = ((1000.0, 0.02), (985.0, 0.04), (900.0, 0.02), (960.0, 0.07))
     records = trials(*(fits(speed, spread=spread) for speed, spread in speeds), pruned(999.0))
     ranking = ranked(*records)
@@ -157,8 +157,7 @@ def test_what_overlaps_the_winner_is_close_and_a_tie_once_measured_beside_it() -
 
 
 @pytest.mark.parametrize(
-    ("objectives", "expected"),
-    [(MEMORY, (2,)), (("trainable_parameters",), (1, 2)), (BOTH, (2,)), (SPEED, (1, 2))],
+    ("objectives", "expected"), [(MEMORY, (2,)), (("trainable_parameters",), (1, 2)), (BOTH, (2,))]
 )
 def test_ties_are_in_what_is_ranked_by(
     objectives: tuple[Objective, ...], expected: tuple[int, ...]
@@ -287,7 +286,7 @@ def test_the_target_itself_measures_which_class_of_numerics_is_faster() -> None:
     assert (numbers(some.ranked), some.numerics_choice) == ([1, 3, 2, 0], "measured")
 
 
-def test_where_another_gpu_stands_in_what_is_predicted_of_the_target_decides() -> None:
+def test_where_another_gpu_stands_in_the_prediction_for_the_target_decides() -> None:
     ranking = for_a_target(*FOUR)
     assert (numbers(ranking.ranked), ranking.numerics_choice) == ([2, 3, 1, 0], "predicted")
     assert ranking.ranked[0].measurement == FOUR[2].measurement, "its measurement is its own"
@@ -387,7 +386,9 @@ def ends_of(ratio: Ratio | None) -> tuple[float, float]:
     return ratio.low, ratio.high
 
 
-def test_what_spreads_more_keeps_its_own_spread_and_what_agrees_is_no_surer_than_its_runs() -> None:
+def test_a_wild_configuration_has_a_wide_interval_and_a_steady_one_is_no_surer_than_its_runs() -> (
+    None
+):
     steady = [a_measurement(1000.0), a_measurement(1001.0)]
     wild = [a_measurement(900.0), a_measurement(1100.0)]
     spread = Spread.of_runs([steady, steady, steady, wild])
@@ -503,7 +504,7 @@ def in_turns(
 
 @pytest.mark.parametrize(
     ("configs", "rounds", "drift"),
-    [(2, 2, 0.0), (3, 2, NOISE), (5, 4, 3 * NOISE)],
+    [(2, 2, 0.0), (5, 4, 3 * NOISE)],
 )
 def test_the_interval_of_a_ratio_covers_the_truth_95_times_in_100(
     configs: int, rounds: int, drift: float
@@ -581,7 +582,7 @@ def test_an_interval_that_ends_a_confirmation_covers_the_truth_95_times_in_100(
         assert np.median(widths) < 0.03, "the baseline's uneven steps do not widen the winner's"
 
 
-def test_what_joins_later_is_paired_with_what_ran_beside_it() -> None:
+def test_a_run_that_joins_later_is_paired_with_the_runs_beside_it() -> None:
     """The GPU is half as fast from the third round on."""
     runs = Runs().runs(FAST, 200.0, 202.0, 101.0, 100.0).runs(BASE, 100.0, 100.0)
     third, fourth = (r.number for r in runs.records[2:4])
