@@ -386,9 +386,7 @@ def ends_of(ratio: Ratio | None) -> tuple[float, float]:
     return ratio.low, ratio.high
 
 
-def test_a_wild_configuration_has_a_wide_interval_and_a_steady_one_is_no_surer_than_its_runs() -> (
-    None
-):
+def test_each_configuration_keeps_its_own_spread_and_none_is_surer_than_its_runs() -> None:
     steady = [a_measurement(1000.0), a_measurement(1001.0)]
     wild = [a_measurement(900.0), a_measurement(1100.0)]
     spread = Spread.of_runs([steady, steady, steady, wild])
