@@ -182,7 +182,7 @@ def test_every_figure_is_drawn_and_a_narrow_screen_never_scrolls_sideways(
         figure.locator(".main-svg").first.wait_for()
     titles = "[...document.querySelectorAll('[data-title]')].map((button) => button.dataset.title)"
     buttons = page.evaluate(titles)
-    assert ("Reset axes" in buttons) is (name != "empty")
+    assert "Reset axes" in buttons or name == "empty"
     assert not any("hare" in button for button in buttons), "nothing is sent anywhere"
     assert page.locator("img").count() == 0
     page.set_viewport_size(NARROW)
