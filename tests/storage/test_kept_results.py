@@ -72,9 +72,11 @@ def test_a_spool_with_a_torn_last_line_gives_back_every_whole_result(
     second = a_record(1, Lost(), attempt_id="b")
     Spool(spool.path, "of an earlier study").append(a_record(0, fits(9.0)))
     spool.append(first)
-    # Torn, or a result that lacks its end alone.
     text = spool.path.read_bytes()
-    spool.path.write_bytes(text + torn if torn else text.removesuffix(b"\n"))
+    if not torn:
+        # The result lacks its end alone.
+        text = text.removesuffix(b"\n")
+    spool.path.write_bytes(text + torn)
     assert spool.read().records == (first,)
     assert spool.read().problems == ()
     spool.append(second)
