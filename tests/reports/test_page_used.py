@@ -103,7 +103,7 @@ class Reader:
         values = {"viewport": {"width": 1280, "height": 800}} | context
         self.context = browser.new_context(**values)
         self.page = self.context.new_page()
-        self.page.set_default_timeout(10_000)
+        self.page.set_default_timeout(60_000)
         self.complaints: list[str] = []
         self.requests: list[str] = []
         self.page.on("console", lambda message: self.complaints.append(message.text))
