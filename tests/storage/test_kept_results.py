@@ -99,6 +99,8 @@ def test_a_damaged_or_planted_outcome_is_none_and_is_replaced(home: Path, tmp_pa
         assert left.take(OTHER.id, CONFIG) is None
     left.write(OTHER, CONFIG, fits(2.0))
     assert left.take(OTHER.id, CONFIG) == fits(2.0)
+    assert left.take("another attempt", CONFIG) is None
+    assert left.take(OTHER.id, TrialConfig(micro_batch_size=4)) is None
     assert elsewhere.take(OTHER.id, CONFIG) == fits()
 
 
