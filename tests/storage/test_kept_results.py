@@ -157,6 +157,7 @@ def test_a_full_disk_keeps_no_result_from_a_healthy_database(tmp_path: Path) -> 
     url = f"sqlite:///{tmp_path}/elsewhere.db"
     said: list[str] = []
     with open_it(url, home, warn=said.append) as study:
+        study.recover()
         record = run_one(study)
         assert study.records() == (record,)
         assert any(str(home) in line for line in said)

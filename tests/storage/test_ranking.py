@@ -634,6 +634,13 @@ def test_trials_are_ranked_by_their_confirmation_and_their_soak(
     assert ranking.is_confirmed is (order[0] == FAST.number and isinstance(soak, Measured))
 
 
+def test_allocator_retries_of_a_soak_are_counted_and_flagged() -> None:
+    runs = Runs().runs(FAST, 205.0, 206.0).soak(FAST, allocator_retries=3)
+    measured = measured_again(FAST, runs=runs).trials[2].measurement
+    assert measured.allocator_retries == 3
+    assert "allocator_retries" in measured.flags
+
+
 def test_on_a_machine_that_got_slower_all_speeds_are_those_of_the_confirmation() -> None:
     third = trial(3, 205.0, spread=0.01)
     stopped = trial(4, 413.0).model_copy(update={"outcome": pruned(413.0)})

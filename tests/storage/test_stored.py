@@ -161,6 +161,7 @@ def definition(path: Path) -> dict[str, Any]:
 
 DEFINITIONS: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "a newer key": (lambda d: d | {"moon": 1}, "unknown key 'moon'"),
+    "a model without a name": (lambda d: d | {"model": {}}, "name"),
     "no budget": (lambda d: d | {"target": d["target"] | {"budget_bytes": 0}}, "budget_bytes"),
 }
 
