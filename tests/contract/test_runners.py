@@ -154,7 +154,7 @@ def at_once() -> Iterator[None]:
     assert time.monotonic() - began < 3
 
 
-def test_a_configuration_that_fits_is_measured_and_signs_of_life_come_in_order(
+def test_a_fitting_configuration_is_measured_and_its_progress_comes_in_order(
     case: Case, runner: Runner
 ) -> None:
     seen: list[Progress] = []
@@ -186,7 +186,7 @@ def test_a_configuration_that_fits_is_measured_and_signs_of_life_come_in_order(
     assert all(high is None or (rate is not None and high > 1.1 * rate) for rate, high in bounds)
 
 
-def test_one_that_does_not_fit_runs_out_of_memory_and_leaves_no_trace(
+def test_a_trial_that_runs_out_of_memory_leaves_no_trace_in_the_next(
     case: Case, runner: Runner
 ) -> None:
     fitting = TrialRequest(config=case.fits, steps=STEPS)
@@ -197,7 +197,6 @@ def test_one_that_does_not_fit_runs_out_of_memory_and_leaves_no_trace(
     after = measured(runner.run(fitting))
     assert after.peak_allocated_bytes == before.peak_allocated_bytes
     assert after.trainable_parameters == before.trainable_parameters
-    assert measured(runner.run(fitting)).peak_allocated_bytes == before.peak_allocated_bytes
 
 
 # What a trial does under such a budget is tested without a process (test_trial.py).
@@ -220,9 +219,7 @@ def test_a_byte_less_than_the_peak_is_out_of_memory_and_the_peak_itself_fits(
     assert f"{peak - 1:,}" in outcome.detail
 
 
-def test_an_observer_can_stop_a_trial_and_keeps_what_was_measured(
-    case: Case, runner: Runner
-) -> None:
+def test_a_trial_that_an_observer_stops_keeps_its_measurement(case: Case, runner: Runner) -> None:
     # So many that the interval is not given up as one that would never be narrow enough.
     changes = {"measured_max": 1_000_000, "relative_interval": 1e-3, "seconds_max": 60}
     outcome = runner.run(
@@ -234,7 +231,7 @@ def test_an_observer_can_stop_a_trial_and_keeps_what_was_measured(
     assert outcome.measurement.tokens_per_second > 0
 
 
-def test_without_time_a_trial_is_no_verdict_and_the_next_is_measured(
+def test_a_trial_without_time_is_interrupted_and_the_next_is_measured(
     case: Case, runner: Runner
 ) -> None:
     for is_soak in (False, True):
@@ -248,11 +245,11 @@ def test_without_time_a_trial_is_no_verdict_and_the_next_is_measured(
 @pytest.mark.parametrize(
     "case", ["worker-on-cpu", PARAMS[-1]], indirect=True, ids=["worker-on-cpu", "worker-on-ray"]
 )
-def test_what_was_measured_counts_where_the_time_ends(case: Case, runner: Runner) -> None:
+def test_a_trial_whose_time_ends_keeps_its_measurement(case: Case, runner: Runner) -> None:
     measured(runner.run(TrialRequest(config=case.fits, steps=STEPS)))
     changes = {"measured_max": 100_000, "relative_interval": 1e-9, "seconds_max": 600}
     endless = STEPS.model_copy(update=changes)
-    for seconds in (2.0, 8.0, 40.0):
+    for seconds in (1.0, 8.0, 40.0):
         # On a busy machine the first steps may take longer.
         outcome = runner.run(TrialRequest(config=case.fits, steps=endless, seconds_left=seconds))
         if not is_interrupted(outcome):
@@ -263,7 +260,7 @@ def test_what_was_measured_counts_where_the_time_ends(case: Case, runner: Runner
     assert cut.measured_seconds < seconds + cut.step_seconds
 
 
-def test_a_soak_evaluates_and_saves_and_says_so(case: Case, runner: Runner) -> None:
+def test_a_soak_evaluates_and_saves(case: Case, runner: Runner) -> None:
     steps = STEPS.model_copy(update={"measured_max": 20, "seconds_max": 2.0})
     soaked = measured(runner.run(TrialRequest(config=case.fits, steps=steps, is_soak=True))).soak
     assert soaked is not None
@@ -278,12 +275,12 @@ def test_a_soak_evaluates_and_saves_and_says_so(case: Case, runner: Runner) -> N
         ("replay", True),
         ("replay", False),
         ("worker-on-cpu", True),
-        ("worker-on-cpu", False),
+        pytest.param("worker-on-cpu", False, marks=pytest.mark.integration),
         pytest.param("worker-on-ray", True, marks=pytest.mark.integration),
     ],
     indirect=["case"],
 )
-def test_a_start_ahead_returns_at_once_and_a_cancel_ends_that_trial_and_every_later_one(
+def test_a_cancel_ends_the_trial_and_every_later_one(
     case: Case, tmp_path: Path, is_of_another_thread: bool
 ) -> None:
     fitting = TrialRequest(config=case.fits, steps=STEPS)
@@ -320,7 +317,7 @@ def test_a_start_ahead_returns_at_once_and_a_cancel_ends_that_trial_and_every_la
 
 
 @pytest.mark.parametrize("is_started", [True, False])
-def test_a_cancel_before_the_first_trial_ends_every_one_and_closing_twice_is_closing_once(
+def test_a_cancel_before_the_first_trial_ends_every_one(
     case: Case, tmp_path: Path, is_started: bool
 ) -> None:
     runner = case.start(tmp_path, case.budget_bytes)

@@ -29,14 +29,9 @@ def _let_no_file_grow_beyond(size: int) -> None:
 
 @pytest.mark.parametrize(
     "size",
-    [
-        1,
-        pytest.param(64 * KIB, marks=pytest.mark.faults),
-        pytest.param(128 * KIB, marks=pytest.mark.faults),
-        pytest.param(180 * KIB, marks=pytest.mark.faults),
-    ],
+    [1, pytest.param(128 * KIB, marks=pytest.mark.faults)],
 )
-def test_files_that_may_not_grow_end_a_study_that_goes_on_later(tmp_path: Path, size: int) -> None:
+def test_a_study_whose_files_may_not_grow_resumes_later(tmp_path: Path, size: int) -> None:
     place = Place(tmp_path)
     limit = partial(_let_no_file_grow_beyond, size)
     with a_driver(place, beat_seconds=0.0, prepare=limit) as process:
@@ -62,7 +57,7 @@ def small_disk(tmp_path: Path) -> Iterator[Place]:
 
 
 @pytest.mark.faults
-@pytest.mark.parametrize("left_kib", [0, 4, 16, 64])
+@pytest.mark.parametrize("left_kib", [0, 16])
 def test_a_disk_that_fills_up_loses_nothing_that_was_measured(
     small_disk: Place, left_kib: int
 ) -> None:
@@ -80,13 +75,12 @@ def test_a_disk_that_fills_up_loses_nothing_that_was_measured(
 
 
 @pytest.mark.faults
-@pytest.mark.parametrize("seconds", [0.5, 5.0])
-def test_a_driver_that_was_stopped_for_a_while_goes_on(tmp_path: Path, seconds: float) -> None:
+def test_a_driver_that_was_stopped_for_a_while_resumes(tmp_path: Path) -> None:
     place = Place(tmp_path)
     with a_driver(place) as process:
         wait_until(lambda: len(place.said("ran")) > 1, process)
         process.send_signal(signal.SIGSTOP)
-        time.sleep(seconds)
+        time.sleep(5.0)
         assert list(short_study.broken_at_once(place)) == []
         process.send_signal(signal.SIGCONT)
         assert process.wait(timeout=PATIENCE_SECONDS) == 0, said(place)

@@ -35,7 +35,6 @@ from qlora_sweep.storage.records import (
     TimedOut,
     TrialRecord,
 )
-from qlora_sweep.storage.surfaces import SurfaceRow, read_surface
 from tests.storage.builders import a_measurement
 from tests.sweep.prepared_dataset import a_summary
 
@@ -220,42 +219,6 @@ def plausible_study(seed: int = 0, *, trials: int = 40) -> StudySnapshot:
         )
         clock += timedelta(seconds=wall + 0.05)
     return snapshot(records, wall_seconds=(clock - START).total_seconds())
-
-
-def recorded_study(surface: str = "mistral-7b-v0.3", *, budget_gib: float = 139.0) -> StudySnapshot:
-    """Return a study of a committed surface: some 200 configurations that really ran on an H200."""
-    rows = read_surface(str(SURFACES / f"{surface}_h200.jsonl")).rows
-    values: dict[str, set[Any]] = {}
-    for row in rows:
-        for key in TrialConfig.model_fields:
-            values.setdefault(key, set()).add(getattr(row.config, key))
-    searched = {key: sorted(seen) for key, seen in values.items() if len(seen) > 1}
-    about = definition(
-        space={
-            "dimensions": {key: {"choices": seen} for key, seen in searched.items()},
-            "fixed": {key: seen.pop() for key, seen in values.items() if key not in searched},
-            "baseline": {},
-        },
-        budget_bytes=int(budget_gib * GIB),
-    )
-    records = [_recorded(number, row, about.target) for number, row in enumerate(rows)]
-    return snapshot(records, name=surface, definition=about)
-
-
-def _recorded(number: int, row: SurfaceRow, target: Target) -> TrialRecord:
-    if not row.fits(target.budget_bytes):
-        return record(number, OutOfMemory(stage="forward"), row.config)
-    speed, step, peak = row.tokens_per_second, row.step_seconds, row.peak_allocated_bytes
-    assert speed is not None
-    assert step is not None
-    assert peak is not None
-    measured = measurement(
-        speed,
-        step_seconds=step,
-        step_seconds_ci95=(0.99 * step, 1.01 * step),
-        peak_allocated_bytes=peak,
-    )
-    return record(number, Measured(measurement=measured), row.config)
 
 
 def _untried(rng: random.Random, records: list[TrialRecord]) -> TrialConfig:

@@ -58,8 +58,10 @@ def a_study(*records: TrialRecord, emulated_on: str | None = "NVIDIA H200") -> S
 
 def is_told_alike(study: StudySnapshot) -> None:
     """Hold every place that names a winner or its speed against the others."""
-    view, document = view_of(study), document_of(view_of(study))
-    winner, columns = view.winner, document.columns
+    view = view_of(study)
+    document = document_of(view)
+    winner = view.winner
+    columns = document.columns
     assert winner is not None
     told = json.loads(json.dumps(view.document()))
     speed = told["target_tokens_per_second"]
@@ -112,7 +114,7 @@ def test_a_winner_for_an_a10_that_an_h200_measured_lies_on_its_own_charts_front(
 
 
 @pytest.mark.parametrize("emulated_on", ["NVIDIA H200", None])
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(5))
 def test_every_place_tells_the_same_winner(seed: int, emulated_on: str | None) -> None:
     chance = random.Random(seed)
     configs: dict[str, TrialConfig] = {}

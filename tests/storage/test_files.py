@@ -13,7 +13,7 @@ import pytest
 from qlora_sweep.storage import files
 
 
-@pytest.fixture(autouse=True, params=[0o000, 0o022])
+@pytest.fixture(params=[0o000, 0o022])
 def umask(request: pytest.FixtureRequest) -> Iterator[None]:
     before = os.umask(request.param)
     yield
@@ -33,9 +33,8 @@ def replace(path: Path) -> None:
     files.replace(path, b"new")
 
 
-def test_what_is_new_is_for_its_owner_alone_and_what_was_there_keeps_its_readers(
-    tmp_path: Path,
-) -> None:
+@pytest.mark.usefixtures("umask")
+def test_a_new_file_is_its_owners_alone_and_an_old_one_keeps_its_readers(tmp_path: Path) -> None:
     for name, write in (("appended", append), ("replaced", replace)):
         path = tmp_path / name / "study" / "file"
         write(path)
@@ -73,12 +72,12 @@ def test_a_planted_link_or_a_second_name_is_not_written_through(tmp_path: Path) 
 @pytest.mark.parametrize(
     ("plant", "words"),
     [
-        (os.mkfifo, "is no file: remove it"),
-        (os.mkdir, "is no file: remove it"),
+        (os.mkfifo, "is no file"),
+        (os.mkdir, "is no file"),
         (lambda path: os.symlink("/dev/zero", path), "is a symbolic link"),
     ],
 )
-def test_what_is_no_file_is_named_and_nothing_waits(
+def test_a_path_that_is_no_file_is_refused_at_once(
     plant: Callable[[Path], None], words: str, tmp_path: Path
 ) -> None:
     path = tmp_path / "file"
@@ -132,7 +131,7 @@ def test_the_users_own_output_follows_links_and_the_umask(
     assert (read, target.is_fifo()) == ([b"text"], True)
 
 
-def test_what_killed_writers_left_is_swept_and_nothing_else(tmp_path: Path) -> None:
+def test_files_that_killed_writers_left_are_deleted_and_no_others(tmp_path: Path) -> None:
     left, linked, other = (f".{digit * 16}.sweep.tmp" for digit in "abc")
     (tmp_path / left).write_bytes(b"half")
     (tmp_path / "victim").write_bytes(b"mine")
@@ -144,7 +143,7 @@ def test_what_killed_writers_left_is_swept_and_nothing_else(tmp_path: Path) -> N
     files.sweep_temporary(tmp_path / "missing")
 
 
-def test_what_is_still_being_written_is_not_swept(
+def test_a_file_that_is_being_written_is_not_deleted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     swept = []

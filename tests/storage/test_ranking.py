@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import gc
 import math
 import random
-import weakref
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -25,15 +22,13 @@ from qlora_sweep.storage.confirmations import (
     pool,
     scaled,
 )
-from qlora_sweep.storage.definition import StudySnapshot, TargetSpeed
+from qlora_sweep.storage.definition import TargetSpeed
 from qlora_sweep.storage.ranking import (
     RankedGain,
     Ranking,
     measured_of,
     rank,
-    rank_study,
     undominated,
-    verdict_counts,
 )
 from qlora_sweep.storage.records import (
     Crashed,
@@ -45,10 +40,8 @@ from qlora_sweep.storage.records import (
     Outcome,
     OutOfMemory,
     PredictedOutOfMemory,
-    PredictionRecord,
     PrunedSlow,
     TrialRecord,
-    Verdict,
     need_of,
     predicted_need,
 )
@@ -102,53 +95,34 @@ COUNTED = trials(
     at(200, 4, trainable_parameters=10),
     at(100, 6, trainable_parameters=30),
 )
-ORDERS: dict[str, tuple[tuple[TrialRecord, ...], tuple[Objective, ...], list[int], list[int]]] = {
-    # records, objectives, their order, the front of several objectives
-    "the fastest that fits": (
-        trials(fits(100.0), pruned(900.0), fits(300.0), fits(200.0), OOM),
-        *(SPEED, [2, 3, 0], []),
-    ),
-    "less memory of equal speeds, then the earlier": (
-        trials(at(100, 9), at(100, 8), at(100, 8))[::-1],
-        *(SPEED, [1, 2, 0], []),
-    ),
-    "once, by its last measurement": (
-        (
-            a_record(0, fits(500.0), batch=1),
-            a_record(1, fits(300.0), batch=2),
-            a_record(2, fits(200.0), batch=1),
-        ),
-        *(SPEED, [1, 2], []),
-    ),
-    "out of memory after it fitted": (
-        (a_record(0, batch=1), a_record(1, OOM, batch=1), a_record(2, batch=2)),
-        *(SPEED, [2], []),
-    ),
-    "diverged after it fitted": ((a_record(0), a_record(1, Diverged(step=2))), SPEED, [], []),
-    "crashed after it fitted": (
-        (a_record(0), a_record(1, Crashed(phase="build")), a_record(2, pruned(10.0))),
-        *(SPEED, [0], []),
-    ),
-    "nothing": ((), BOTH, [], []),
-    "nothing that fits": (trials(OOM, pruned(10.0)), BOTH, [], []),
-    "memory": (COUNTED, MEMORY, [1, 2, 0], []),
-    "equal counts by speed": (COUNTED, ("trainable_parameters",), [2, 0, 1], []),
-    "the knee of several, and the front first": (
-        # The least memory, the fastest, the nearest to both, and what that one beats in both.
-        trials(at(100, 4), at(200, 12), at(180, 6), at(170, 7)),
-        *(BOTH, [2, 1, 0, 3], [2, 1, 0]),
-    ),
-    "of two ends the objective that was named first": (ENDS, BOTH, [1, 0], [1, 0]),
-    "of two ends the other": (ENDS, BOTH[::-1], [0, 1], [0, 1]),
-    "an objective in which all are equal": (
-        trials(at(100, 8), at(200, 8)),
-        *(("trainable_parameters", *BOTH), [1, 0], [1]),
-    ),
-}
 
 
-@pytest.mark.parametrize(("records", "objectives", "order", "front"), ORDERS.values(), ids=ORDERS)
-def test_trials_are_ordered_by_what_is_asked_for(
+@pytest.mark.parametrize(
+    ("records", "objectives", "order", "front"),
+    [
+        # Pruned trials and those out of memory are not ranked.
+        (trials(fits(100.0), pruned(900.0), fits(300.0), OOM), SPEED, [2, 0], []),
+        # Of equal speeds less memory comes first, then the earlier trial.
+        (trials(at(100, 9), at(100, 8), at(100, 8))[::-1], SPEED, [1, 2, 0], []),
+        # A configuration counts once, by its last measurement.
+        ((a_record(0, fits(500.0)), a_record(1, fits(200.0))), SPEED, [1], []),
+        ((a_record(0), a_record(1, OOM)), SPEED, [], []),
+        ((a_record(0), a_record(1, Diverged(step=2))), SPEED, [], []),
+        ((a_record(0), a_record(1, Crashed(phase="build"))), SPEED, [0], []),
+        (trials(OOM, pruned(10.0)), BOTH, [], []),
+        (COUNTED, MEMORY, [1, 2, 0], []),
+        # Equal counts are ordered by speed.
+        (COUNTED, ("trainable_parameters",), [2, 0, 1], []),
+        # The knee of two objectives comes first, then the rest of the front.
+        (trials(at(100, 4), at(200, 12), at(180, 6), at(170, 7)), BOTH, [2, 1, 0, 3], [2, 1, 0]),
+        # Of two ends that of the objective that was named first.
+        (ENDS, BOTH, [1, 0], [1, 0]),
+        (ENDS, BOTH[::-1], [0, 1], [0, 1]),
+        # All are equal in one objective.
+        (trials(at(100, 8), at(200, 8)), ("trainable_parameters", *BOTH), [1, 0], [1]),
+    ],
+)
+def test_trials_are_ordered_by_the_objectives(
     records: tuple[TrialRecord, ...],
     objectives: tuple[Objective, ...],
     order: list[int],
@@ -172,7 +146,7 @@ def test_the_front_of_any_trials_is_what_comparing_all_pairs_gives() -> None:
         assert undominated(points) == set(points) - beaten
 
 
-def test_what_overlaps_the_winner_is_close_and_a_tie_once_measured_beside_it() -> None:
+def test_a_trial_whose_interval_overlaps_the_winners_is_close_and_a_tie_once_confirmed() -> None:
     speeds = ((1000.0, 0.02), (985.0, 0.04), (900.0, 0.02), (960.0, 0.07))
     records = trials(*(fits(speed, spread=spread) for speed, spread in speeds), pruned(999.0))
     ranking = ranked(*records)
@@ -183,8 +157,7 @@ def test_what_overlaps_the_winner_is_close_and_a_tie_once_measured_beside_it() -
 
 
 @pytest.mark.parametrize(
-    ("objectives", "expected"),
-    [(MEMORY, (2,)), (("trainable_parameters",), (1, 2)), (BOTH, (2,)), (SPEED, (1, 2))],
+    ("objectives", "expected"), [(MEMORY, (2,)), (("trainable_parameters",), (1, 2)), (BOTH, (2,))]
 )
 def test_ties_are_in_what_is_ranked_by(
     objectives: tuple[Objective, ...], expected: tuple[int, ...]
@@ -197,22 +170,6 @@ def test_ties_are_in_what_is_ranked_by(
     assert searched.tied == (() if "tokens_per_second" in objectives else expected)
     ranking = rank(records, searched.definition, confirmed(*records))
     assert (numbers(ranking.ranked)[0], ranking.tied) == (0, expected)
-
-
-def test_every_verdict_is_counted_zero_included() -> None:
-    counts = verdict_counts(trials(OOM, fits(), fits()))
-    assert counts == dict.fromkeys(map(str, Verdict), 0) | {"oom": 1, "fits": 2}
-
-
-def test_a_study_is_ranked_once_and_a_changed_one_anew() -> None:
-    study = StudySnapshot("study", a_definition(), {}, (a_record(0),))
-    assert rank_study(study) is rank_study(study)
-    grown = replace(study, records=(a_record(0), a_record(1, fits(2_000.0), batch=2)))
-    assert numbers(rank_study(grown).ranked) == [1, 0]
-    kept = weakref.ref(study)
-    del study
-    gc.collect()
-    assert kept() is None, "a ranking keeps no study that nobody reads any more"
 
 
 # The baseline, and classes of capacity
@@ -229,6 +186,46 @@ def as_baseline(record: TrialRecord) -> TrialRecord:
     return record.model_copy(update={"is_baseline": True})
 
 
+def test_every_class_of_capacity_has_its_fastest_trial() -> None:
+    ranking = ranked(
+        classed(0, fits(100.0), lora_rank=8),
+        classed(1, fits(200.0), lora_rank=8, micro_batch_size=8),
+        classed(2, fits(150.0), lora_rank=8, target_modules="qv"),
+        classed(3, fits(120.0), lora_rank=8, seq_len=1024),
+        classed(4, OOM, lora_rank=128),
+        # The same modules by their names are no class of their own.
+        classed(5, fits(110.0), lora_rank=8, target_modules=["q_proj", "v_proj"]),
+        # A pruned trial stands for a class only where no trial was finished.
+        classed(6, pruned(900.0), lora_rank=8),
+        classed(7, pruned(50.0), lora_rank=16),
+        classed(8, pruned(70.0), lora_rank=16, micro_batch_size=8),
+        dimensions=CLASSES,
+    )
+    found = [
+        (best.lora_rank, best.target_modules, best.seq_len, best.number, best.is_partial)
+        for best in ranking.fastest_by_class
+    ]
+    assert found == [
+        (8, "attention", 512, 1, False),
+        (8, "attention", 1024, 3, False),
+        (8, "qv", 512, 2, False),
+        (16, "attention", 512, 8, True),
+    ]
+
+
+def test_the_baseline_has_a_recipe_in_every_class() -> None:
+    base = as_baseline(classed(0, fits(100.0), lora_rank=16))
+    other = classed(1, fits(300.0), lora_rank=64, target_modules="qv", micro_batch_size=8)
+    recipe = classed(2, fits(150.0), lora_rank=64, target_modules="qv")
+    ranking = ranked(base, other, dimensions=CLASSES)
+    assert ranking.recipe_for(base.config) == TrialConfig()
+    assert ranking.recipe_for(other.config) == recipe.config
+    assert ranking.reference_for(base.config).record == base
+    assert ranking.reference_for(other.config) is None
+    ranking = ranked(base, other, recipe, dimensions=CLASSES)
+    assert ranking.reference_for(other.config).record == recipe
+
+
 def test_a_baseline_outside_the_space_is_a_reference_and_never_ranked() -> None:
     outside = as_baseline(classed(0, fits(900.0), lora_rank=16))
     inside = classed(1, fits(100.0), lora_rank=64, micro_batch_size=2)
@@ -239,49 +236,6 @@ def test_a_baseline_outside_the_space_is_a_reference_and_never_ranked() -> None:
         assert (ranking.baseline.record, ranking.is_baseline_in_space) == (outside, False)
     again = [as_baseline(a_record(n, outcome)) for n, outcome in enumerate((fits(), fits(), OOM))]
     assert ranked(*again).baseline.record == again[1], "as it was last measured"
-
-
-def test_every_class_of_capacity_has_its_fastest_trial() -> None:
-    ranking = ranked(
-        classed(0, fits(100.0), lora_rank=8),
-        classed(1, fits(200.0), lora_rank=8, micro_batch_size=8),
-        classed(2, fits(150.0), lora_rank=8, target_modules="qv"),
-        classed(3, fits(90.0), lora_rank=64, target_modules=["v_proj", "q_proj"]),
-        classed(4, fits(120.0), lora_rank=8, seq_len=1024),
-        classed(5, OOM, lora_rank=128),
-        # The same modules by their names: no class of its own.
-        classed(6, fits(110.0), lora_rank=8, target_modules=["q_proj", "v_proj"]),
-        # What was stopped stands for a class only where nothing was finished.
-        classed(7, pruned(900.0), lora_rank=8),
-        classed(8, pruned(50.0), lora_rank=16),
-        classed(9, pruned(70.0), lora_rank=16, micro_batch_size=8),
-        dimensions=CLASSES,
-    )
-    found = [
-        (b.lora_rank, b.target_modules, b.seq_len, b.number, b.is_partial)
-        for b in ranking.fastest_by_class
-    ]
-    assert found == [
-        (8, "attention", 512, 1, False),
-        (8, "attention", 1024, 4, False),
-        (8, "qv", 512, 2, False),
-        (16, "attention", 512, 9, True),
-        (64, ("q_proj", "v_proj"), 512, 3, False),
-    ]
-
-
-def test_the_baseline_has_a_recipe_in_every_class_and_is_its_own() -> None:
-    base = as_baseline(classed(0, fits(100.0), lora_rank=16))
-    own = classed(1, fits(200.0), lora_rank=16, micro_batch_size=8)
-    other = classed(2, fits(300.0), lora_rank=64, target_modules="qv", micro_batch_size=8)
-    ranking = ranked(base, own, other, dimensions=CLASSES)
-    assert ranking.recipe_for(own.config) == TrialConfig()
-    assert ranking.recipe_for(other.config) == TrialConfig(lora_rank=64, target_modules="qv")
-    assert ranking.reference_for(own.config).record == base
-    assert ranking.reference_for(other.config) is None
-    recipe = classed(3, fits(150.0), lora_rank=64, target_modules="qv")
-    ranking = ranked(base, other, recipe, dimensions=CLASSES)
-    assert ranking.reference_for(other.config).record == recipe
 
 
 # Classes of numerics, where another GPU may stand in for the target
@@ -332,7 +286,7 @@ def test_the_target_itself_measures_which_class_of_numerics_is_faster() -> None:
     assert (numbers(some.ranked), some.numerics_choice) == ([1, 3, 2, 0], "measured")
 
 
-def test_where_another_gpu_stands_in_what_is_predicted_of_the_target_decides() -> None:
+def test_where_another_gpu_stands_in_the_prediction_for_the_target_decides() -> None:
     ranking = for_a_target(*FOUR)
     assert (numbers(ranking.ranked), ranking.numerics_choice) == ([2, 3, 1, 0], "predicted")
     assert ranking.ranked[0].measurement == FOUR[2].measurement, "its measurement is its own"
@@ -346,19 +300,19 @@ def test_where_another_gpu_stands_in_what_is_predicted_of_the_target_decides() -
     assert for_a_target(*FOUR, runs=confirmed(FOUR[0], FOUR[2])).is_confirmed
 
 
-def test_a_gain_is_the_targets_and_the_stand_ins_is_named_beside_it() -> None:
-    baseline = as_baseline(FOUR[0])
-    gain = for_a_target(baseline, *FOUR[1:2]).gain
+def test_a_gain_on_the_target_stands_beside_that_on_the_gpu_that_ran() -> None:
+    trials = (as_baseline(FOUR[0]), FOUR[1])
+    gain = for_a_target(*trials).gain
     assert gain.reason == "not_shown", "1.1 times, give or take 0.12"
     surer = {0: predicted(500.0, 0.3, own=0.01), 1: predicted(550.0, 0.3, own=0.01)}
-    gain = for_a_target(baseline, *FOUR[1:2], speeds=surer).gain
+    gain = for_a_target(*trials, speeds=surer).gain
     assert gain.ratio is not None
     assert gain.measured is not None
     assert gain.ratio.value == pytest.approx(1.1)
-    # What both are off by in common cancels.
+    # The error that both predictions have in common cancels.
     assert gain.ratio.high == pytest.approx(1.1 * math.exp(1.645 * math.hypot(0.01, 0.01)))
     assert gain.measured.value == pytest.approx(2.0)
-    assert for_a_target(baseline, *FOUR[1:2], emulated_on=None).gain.measured is None
+    assert for_a_target(*trials, emulated_on=None).gain.measured is None
 
 
 @pytest.mark.parametrize(
@@ -419,30 +373,20 @@ def test_the_recommendation_is_of_the_class_nearest_to_the_standard_recipes() ->
 # Runs that measure again: their pooled speed and its interval
 
 
-def ends(measured: Measurement) -> tuple[float, float]:
+def ends(measured: Measurement | None) -> tuple[float, float]:
+    assert measured is not None
     assert measured.step_seconds_ci95 is not None
     return measured.step_seconds_ci95
 
 
-def test_the_interval_covers_the_truth_between_runs_95_times_in_100() -> None:
-    """Runs differ by 3 %, the steps within one by a tenth of that."""
-    rng = np.random.default_rng(0)
-
-    def drawn() -> Measurement:
-        return a_measurement(1000.0 * math.exp(rng.normal(0, 0.03)), spread=0.003)
-
-    covered = alone = 0
-    for _ in range(400):
-        groups = [[drawn(), drawn()] for _ in range(3)]
-        low, high = ends(pool(groups[0], spread=Spread.of_runs(groups)))
-        covered += low <= 4.096 <= high
-        one_low, one_high = ends(groups[0][0])
-        alone += one_low <= 4.096 <= one_high
-    assert covered / 400 >= 0.94
-    assert alone / 400 < 0.2, "an interval of one run would have missed it most of the time"
+def ends_of(ratio: Ratio | None) -> tuple[float, float]:
+    assert ratio is not None
+    assert ratio.low is not None
+    assert ratio.high is not None
+    return ratio.low, ratio.high
 
 
-def test_what_spreads_more_keeps_its_own_spread_and_what_agrees_is_no_surer_than_its_runs() -> None:
+def test_each_configuration_keeps_its_own_spread_and_none_is_surer_than_its_runs() -> None:
     steady = [a_measurement(1000.0), a_measurement(1001.0)]
     wild = [a_measurement(900.0), a_measurement(1100.0)]
     spread = Spread.of_runs([steady, steady, steady, wild])
@@ -452,21 +396,6 @@ def test_what_spreads_more_keeps_its_own_spread_and_what_agrees_is_no_surer_than
     low, high = ends(pool(same, spread=Spread.of_runs([same, same])))
     error = math.hypot(math.log(1.04 / 0.96) / 2 / ERRORS_OF_STEPS, BETWEEN_RUNS)
     assert math.log(high / low) / 2 == pytest.approx(1.96 * error / math.sqrt(2), rel=1e-6)
-
-
-def test_what_runs_spent_adds_up_and_their_energy_is_a_mean() -> None:
-    spent = {"setup_seconds": 2.0, "measured_seconds": 3.0, "training_seconds": 4.0}
-    one = a_measurement(**spent, joules_per_token=0.04, compile_seconds=5.0, flags=("noisy", "x"))
-    two = a_measurement(**spent, joules_per_token=0.05, compile_seconds=0.5, flags=("x",))
-    both = pool([one, two], spread=Spread(0.001, 4))
-    assert (both.setup_seconds, both.measured_seconds, both.training_seconds) == (4, 6, 8)
-    assert (both.compile_seconds, both.joules_per_token) == (5.5, pytest.approx(0.045))
-    # Runs that disagree are noisy, and uneven steps alone are not.
-    assert (both.flags, both.is_noisy) == (("x",), False)
-    plain = pool([a_measurement()] * 2, spread=Spread(0.0, 1))
-    assert (plain.joules_per_token, plain.compile_seconds) == (None, None)
-    busy = [a_measurement(1000.0), a_measurement(300.0)]
-    assert pool(busy, spread=Spread.of_runs([busy])).is_noisy
 
 
 def trial(number: int, speed: float, **changes: Any) -> TrialRecord:
@@ -511,6 +440,35 @@ BASE, SLOW, FAST = trial(0, 100.0), trial(1, 200.0, spread=0.01), trial(2, 210.0
 THREE = (BASE, SLOW, FAST)
 
 
+def test_pooled_runs_add_up_their_seconds_and_average_their_energy() -> None:
+    spent = {"setup_seconds": 2.0, "measured_seconds": 3.0, "training_seconds": 4.0}
+    one = a_measurement(**spent, joules_per_token=0.04, compile_seconds=5.0, flags=("noisy", "x"))
+    two = a_measurement(**spent, joules_per_token=0.05, compile_seconds=0.5, flags=("x",))
+    both = pool([one, two], spread=Spread(0.001, 4))
+    assert (both.setup_seconds, both.measured_seconds, both.training_seconds) == (4, 6, 8)
+    assert both.compile_seconds == 5.5
+    assert both.joules_per_token == pytest.approx(0.045)
+    # Runs that disagree are noisy; uneven steps alone are not.
+    assert both.flags == ("x",)
+    assert not both.is_noisy
+    busy = [a_measurement(1000.0), a_measurement(300.0)]
+    assert pool(busy, spread=Spread.of_runs([busy])).is_noisy
+
+
+def test_a_winner_is_confirmed_once_it_was_measured_twice_and_soaked() -> None:
+    again = Runs().runs(FAST, 209.0, 210.0)
+    assert not measured_again(FAST, runs=again).is_confirmed
+    assert measured_again(FAST, runs=again, confirm={"soak_seconds": 0}).is_confirmed
+    soaked = measured_again(FAST, runs=again.soak(FAST))
+    assert soaked.is_confirmed
+    assert len(soaked.runs_of(FAST.config)) == 2
+    assert soaked.soak is not None
+    # A faster trial of a further search wins until it is measured again.
+    further = measured_again(BASE, FAST, trial(3, 220.0), runs=again)
+    assert numbers(further.ranked)[0] == 3
+    assert not further.is_confirmed
+
+
 def test_the_speed_of_several_runs_is_their_middle_and_one_run_confirms_nothing() -> None:
     runs = Runs().runs(FAST, 190.0, 200.0, peak=11 * GIB)
     measured = measured_again(SLOW, FAST, runs=runs).trials[2].measurement
@@ -522,24 +480,8 @@ def test_the_speed_of_several_runs_is_their_middle_and_one_run_confirms_nothing(
     assert not once.is_measured_again(once.trials[2])
 
 
-def test_confirmed_is_measured_again_and_soaked() -> None:
-    again = Runs().runs(FAST, 209.0, 210.0)
-    assert not measured_again(FAST, runs=again).is_confirmed
-    assert measured_again(FAST, runs=again, confirm={"soak_seconds": 0}).is_confirmed
-    soaked = measured_again(FAST, runs=again.soak(FAST))
-    assert (soaked.is_confirmed, len(soaked.runs_of(FAST.config)), soaked.soak is None) == (
-        True,
-        2,
-        False,
-    )
-    # What a further search finds faster wins until it is measured again.
-    further = measured_again(BASE, FAST, trial(3, 220.0), runs=again)
-    assert (numbers(further.ranked)[0], further.is_confirmed) == (3, False)
-
-
 NOISE = 0.02
-MIDDLE = 0.2674
-"""The median of a product of an exponential and a uniform draw."""
+STUDIES = 200
 CONFIGS = [TrialConfig(micro_batch_size=n) for n in range(1, 6)]
 """The first is twice as fast as the second."""
 
@@ -560,78 +502,85 @@ def in_turns(
 
 @pytest.mark.parametrize(
     ("configs", "rounds", "drift"),
-    [(2, 2, 0.0), (2, 2, 3 * NOISE), (2, 4, NOISE), (3, 2, NOISE), (3, 3, 0.0), (5, 4, 3 * NOISE)],
+    [(2, 2, 0.0), (5, 4, 3 * NOISE)],
 )
 def test_the_interval_of_a_ratio_covers_the_truth_95_times_in_100(
     configs: int, rounds: int, drift: float
 ) -> None:
     """Where rounds drift it is narrower than the intervals of both."""
-    rng, covered, widths, apart = np.random.default_rng(0), 0, list[float](), list[float]()
-    for _ in range(300):
+    rng = np.random.default_rng(0)
+    covered = 0
+    widths: list[float] = []
+    apart: list[float] = []
+    for _ in range(STUDIES):
         known = Confirmations(tuple(in_turns(rng, configs=configs, rounds=rounds, drift=drift)))
-        ratio = known.ratio(CONFIGS[0], CONFIGS[1])
-        assert ratio is not None
-        assert ratio.low is not None
-        assert ratio.high is not None
-        covered += ratio.low <= 2.0 <= ratio.high
-        widths.append(math.log(ratio.high / ratio.low))
-        both = [ends(pooled) for c in CONFIGS[:2] if (pooled := known.pooled(c)) is not None]
-        apart.append(math.hypot(*(math.log(high / low) for low, high in both)))
-    assert covered / 300 >= 0.93
-    if drift == 3 * NOISE and rounds > 2:
+        low, high = ends_of(known.ratio(CONFIGS[0], CONFIGS[1]))
+        covered += low <= 2.0 <= high
+        widths.append(math.log(high / low))
+        pooled = [ends(known.pooled(config)) for config in CONFIGS[:2]]
+        apart.append(math.hypot(*(math.log(high / low) for low, high in pooled)))
+    assert covered / STUDIES >= 0.93
+    if rounds > 2:
         assert np.median(widths) < 0.8 * np.median(apart)
-    if (rounds, drift) == (2, 0.0):
-        assert np.quantile(widths, 0.9) < 16 * NOISE, "two rounds on a quiet GPU tell it closely"
+    if drift == 0.0:
+        assert np.quantile(widths, 0.9) < 16 * NOISE, "two rounds on a quiet GPU are enough"
 
 
-@pytest.mark.parametrize(
-    ("between", "uneven", "drift"),
-    [
-        (0.005, 0.06, 0.0),
-        (0.005, 0.06, 0.02),
-        (0.02, 0.06, 0.01),
-        (0.02, 0.004, 0.0),
-        (0.005, 0.01, 0.04),
-    ],
-)
-def test_the_interval_at_which_a_confirmation_ends_covers_the_truth_95_times_in_100(
-    between: float, uneven: float, drift: float
+EVEN, UNEVEN = 0.004, 0.06
+"""How far steps are held up, of a winner and of a baseline."""
+MIDDLE = 0.2674
+"""The median of a product of an exponential and a uniform draw."""
+
+
+def held_up_run(
+    number: int, rng: np.random.Generator, *, between: float, drift: float
+) -> TrialRecord:
+    """A run of two configurations in the order A B B A A B, on a GPU that gets slower."""
+    (run,) = Runs().runs(BASE, 1.0).records
+    which = (number + 1) // 2 % 2
+    luck = rng.normal(0, between) + drift * number / 2 - math.log(2 - which)
+    delays = (EVEN, UNEVEN)[which] * rng.exponential(size=8) * rng.random(8)
+    steps = np.sort(np.exp(luck + delays))
+    measured = scaled(measured_of(run), run.measurement.step_seconds / float(np.median(steps)))
+    interval = (float(steps[0]), float(steps[-1]))
+    measured = measured.model_copy(update={"step_seconds_ci95": interval})
+    outcome = Measured.model_construct(measurement=measured)
+    changes = {"number": number, "config": CONFIGS[which], "outcome": outcome}
+    return run.model_copy(update=changes)
+
+
+@pytest.mark.parametrize(("between", "drift"), [(0.005, 0.0), (0.02, 0.01)])
+def test_an_interval_that_ends_a_confirmation_covers_the_truth_95_times_in_100(
+    between: float, drift: float
 ) -> None:
-    """Of a winner whose steps are even and a baseline whose steps are held up now and then, in two
-    rounds where that says enough, and three where it does not; the GPU gets slower all the time."""
-    rng, (run,) = np.random.default_rng(0), Runs().runs(BASE, 1.0).records
-    covered, ended, own = 0, 0, list[float]()
-    for _ in range(300):
+    """It ends after two rounds where they say enough, and after three where they do not."""
+    rng = np.random.default_rng(0)
+    covered = ended_early = 0
+    widths: list[float] = []
+    for _ in range(STUDIES):
         records: list[TrialRecord] = []
-        for number in range(6):
-            # In the order A B B A A B.
-            which = (number + 1) // 2 % 2
-            config, spread = CONFIGS[which], (0.004, uneven)[which]
-            luck = rng.normal(0, between) + drift * number / 2 - math.log(2 - which)
-            steps = np.sort(np.exp(luck + spread * rng.exponential(size=8) * rng.random(8)))
-            median, low, high = float(np.median(steps)), float(steps[0]), float(steps[-1])
-            ran = scaled(measured_of(run), run.measurement.step_seconds / median)
-            ran = ran.model_copy(update={"step_seconds_ci95": (low, high)})
-            outcome = Measured.model_construct(measurement=ran)
-            changes = {"number": number, "config": config, "outcome": outcome}
-            records.append(run.model_copy(update=changes))
+        low = high = math.inf
+        for rounds in (1, 2, 3):
+            for number in (2 * rounds - 2, 2 * rounds - 1):
+                records.append(held_up_run(number, rng, between=between, drift=drift))
             known = Confirmations(tuple(records), looks=2)
-            ratio = known.ratio(*CONFIGS[:2]) if number % 2 else None
-            if ratio is not None and ratio.low and ratio.high - ratio.low < 0.1 * ratio.value:
-                break
-        middle = np.exp(np.array((0.004, uneven)) * MIDDLE)
-        assert ratio is not None
-        covered += ratio.low <= 2.0 * middle[1] / middle[0] <= ratio.high
-        ended += number < 5
+            ratio = known.ratio(*CONFIGS[:2])
+            if ratio is not None and ratio.low is not None:
+                low, high = ends_of(ratio)
+                if high - low < 0.1 * ratio.value:
+                    break
+        true = 2.0 * math.exp((UNEVEN - EVEN) * MIDDLE)
+        covered += low <= true <= high
+        ended_early += rounds < 3
         low, high = ends(known.pooled(CONFIGS[0]))
-        own.append(math.log(high / low))
-    assert covered / 300 >= 0.94
-    if (between, drift) == (0.005, 0.0):
-        assert ended / 300 > 0.3
-        assert np.median(own) < 0.03, "what is uneven about the baseline is not the winner's"
+        widths.append(math.log(high / low))
+    assert covered / STUDIES >= 0.94
+    if drift == 0.0:
+        assert ended_early / STUDIES > 0.3
+        assert np.median(widths) < 0.03, "the baseline's uneven steps do not widen the winner's"
 
 
-def test_what_joins_later_is_paired_with_what_ran_beside_it() -> None:
+def test_a_run_that_joins_later_is_paired_with_the_runs_beside_it() -> None:
     """The GPU is half as fast from the third round on."""
     runs = Runs().runs(FAST, 200.0, 202.0, 101.0, 100.0).runs(BASE, 100.0, 100.0)
     third, fourth = (r.number for r in runs.records[2:4])
@@ -647,68 +596,66 @@ def test_what_joins_later_is_paired_with_what_ran_beside_it() -> None:
     assert ranking.ratio(ranking.trials[0], ranking.trials[1]).is_open
 
 
-def test_noise_takes_no_gain_away_that_is_sure_and_leaves_none_that_may_not_be() -> None:
+def test_noise_hides_a_gain_only_where_there_may_be_none() -> None:
     sure = Runs().runs(FAST, 210.0, 130.0, 300.0).runs(BASE, 20.0, 11.0, 26.0).soak(FAST)
     ranking = measured_again(BASE, FAST, runs=sure)
     assert ranking.ranked[0].measurement.is_noisy
     assert ranking.is_confirmed
-    ratio = ranking.gain.ratio
-    assert ratio is not None
-    assert ratio.low is not None
-    assert 5.0 < ratio.low < 10.0 < ratio.value
+    low, high = ends_of(ranking.gain.ratio)
+    assert 5.0 < low < 10.0 < high
     unsure = Runs().runs(FAST, 210.0, 20.0, 300.0).runs(BASE, 100.0, 90.0, 8.0).soak(FAST)
     ranking = measured_again(BASE, FAST, runs=unsure)
-    assert (ranking.is_confirmed, ranking.tied) == (True, (BASE.number,))
-    assert (ranking.gain.ratio, ranking.gain.reason) == (None, "not_shown")
+    assert ranking.is_confirmed
+    assert ranking.tied == (BASE.number,)
+    assert ranking.gain.ratio is None
+    assert ranking.gain.reason == "not_shown"
 
 
 @pytest.mark.parametrize(
-    ("fast", "slow", "soak", "order", "tied", "fallen"),
+    ("fast", "soak", "order", "tied"),
     [
-        # The fastest is recommended, and of what is as fast what needs less memory.
-        ((205.0, 206.0), (204.0, 206.5), {}, [1, 2, 0], (2,), []),
-        ((230.0, 231.0), (204.0, 205.0), {}, [2, 1, 0], (), []),
-        # An allocator that gave memory back counts against a tie.
-        ((205.0, 206.0), (204.0, 206.5), {"allocator_retries": 3}, [1, 2, 0], (2,), []),
-        # What runs out in its soak does not fit; a crash of the machine takes nothing away.
-        ((230.0, 231.0), (204.0, 205.0), OOM, [1, 0], (), [2]),
-        ((230.0, 231.0), (204.0, 205.0), Crashed(phase="measure"), [2, 1, 0], (), []),
+        # Of a tie the trial that needs less memory is recommended.
+        (205.0, fits(soak=SOAKED), [1, 2, 0], (2,)),
+        (230.0, fits(soak=SOAKED), [2, 1, 0], ()),
+        # A trial that runs out of memory in its soak does not fit; one that crashes may.
+        (230.0, OOM, [1, 0], ()),
+        (230.0, Crashed(phase="measure"), [2, 1, 0], ()),
     ],
 )
-def test_what_was_measured_again_and_soaked_is_ranked_by_that(
-    fast: tuple[float, ...],
-    slow: tuple[float, ...],
-    soak: Any,
-    order: list[int],
-    tied: tuple[int, ...],
-    fallen: list[int],
+def test_trials_are_ranked_by_their_confirmation_and_their_soak(
+    fast: float, soak: Outcome, order: list[int], tied: tuple[int, ...]
 ) -> None:
-    runs = Runs().runs(FAST, *fast, peak=19 * GIB).runs(SLOW, *slow, peak=11 * GIB)
-    runs = runs.soak(FAST, **soak) if isinstance(soak, dict) else runs.soak(FAST, soak)
-    ranking = measured_again(*THREE, runs=runs.runs(FAST, fast[0]))
-    assert (numbers(ranking.ranked), ranking.tied, list(ranking.fallen)) == (order, tied, fallen)
-    assert ranking.is_confirmed is (isinstance(soak, dict) and order[0] == 2)
-    if soak == {"allocator_retries": 3}:
-        measured = ranking.trials[2].measurement
-        assert (measured.allocator_retries, "allocator_retries" in measured.flags) == (3, True)
+    runs = Runs().runs(FAST, fast, fast + 1.0, peak=19 * GIB)
+    runs.runs(SLOW, 204.0, 206.5, peak=11 * GIB).soak(FAST, soak).runs(FAST, fast)
+    ranking = measured_again(*THREE, runs=runs)
+    assert numbers(ranking.ranked) == order
+    assert ranking.tied == tied
+    assert (FAST.number in ranking.fallen) is (soak == OOM)
+    assert ranking.is_confirmed is (order[0] == FAST.number and isinstance(soak, Measured))
 
 
-def test_on_a_machine_that_got_slower_all_speeds_are_of_the_confirmation() -> None:
-    third, fourth = trial(3, 205.0, spread=0.01), trial(4, 413.0)
-    stopped = fourth.model_copy(update={"outcome": pruned(413.0)})
+def test_allocator_retries_of_a_soak_are_counted_and_flagged() -> None:
+    runs = Runs().runs(FAST, 205.0, 206.0).soak(FAST, allocator_retries=3)
+    measured = measured_again(FAST, runs=runs).trials[2].measurement
+    assert measured.allocator_retries == 3
+    assert "allocator_retries" in measured.flags
+
+
+def test_on_a_machine_that_got_slower_all_speeds_are_those_of_the_confirmation() -> None:
+    third = trial(3, 205.0, spread=0.01)
+    stopped = trial(4, 413.0).model_copy(update={"outcome": pruned(413.0)})
     runs = Runs().runs(FAST, 104.0, 106.0, 105.0).runs(SLOW, 99.0, 100.0, 99.5)
     ranking = measured_again(*THREE, third, stopped, runs=runs)
     assert numbers(ranking.ranked) == [2, 1, 3, 0]
     speeds = {n: trial.measurement.tokens_per_second for n, trial in ranking.trials.items()}
     expected = {0: 50.0, 1: 99.5, 2: 105.0, 3: 102.5, 4: 206.5}
     assert speeds == pytest.approx(expected, rel=1e-3)
-    # It was never measured beside the winner, and the search told them apart.
-    assert (ranking.tied, ranking.close) == ((), ())
-    # The scale is that of the fastest of the space and not of a faster baseline.
+    # The third was never measured beside the winner, and the search told them apart.
+    assert ranking.tied == ranking.close == ()
+    # A faster baseline outside the space sets no scale.
     outside = as_baseline(a_record(0, fits(300.0), batch=64))
     runs = Runs().runs(FAST, 105.0, 105.0).runs(outside, 300.0, 300.0)
-    ranking = measured_again(outside, trial(1, 190.0), FAST, runs=runs)
-    assert (numbers(ranking.ranked), ranking.scale) == ([2, 1], pytest.approx(0.5))
+    assert measured_again(outside, trial(1, 190.0), FAST, runs=runs).scale == pytest.approx(0.5)
 
 
 def test_speeds_are_those_of_the_newest_series_in_which_anything_ran_twice() -> None:
@@ -748,135 +695,95 @@ def searched(*found: tuple[Outcome, dict[str, Any]]) -> list[TrialRecord]:
     return [as_baseline(records[0]), *records[1:]]
 
 
-def noisy(speed: float, flag: str = "noisy") -> Measured:
-    return fits(speed, spread=0.3, flags=(flag,))
+def gain_of(
+    *found: tuple[Outcome, dict[str, Any]], space: dict[str, Any], again: tuple[int, ...] = (0, 1)
+) -> RankedGain:
+    """Return the gain of a search of which some trials were measured again."""
+    records = searched(*found)
+    runs = confirmed(*(records[number] for number in again))
+    return rank(records, a_definition(**space), runs).gain
 
 
 @pytest.mark.parametrize(
-    ("baseline", "winner", "config", "space", "gain"),
+    ("baseline", "winner", "config", "space", "ends"),
     [
-        (fits(100.0, spread=0.01), fits(250.0, spread=0.02), TWO, SPACE, (2.4, 2.5, 2.6)),
-        # Noise widens the interval; only where it may have made all of it there is no gain.
-        (noisy(100.0), noisy(250.0), TWO, SPACE, (1.0, 2.5, 6.0)),
-        (noisy(100.0), noisy(250.0, "neighbour"), TWO, SPACE, (1.0, 2.5, 6.0)),
-        (noisy(100.0), noisy(120.0), TWO, SPACE, "not_shown"),
-        # Runs of a few steps have a gain where they agree.
-        (fits(100.0), fits(250.0, **FEW), TWO, SPACE, (2.4, 2.5, 2.6)),
-        # So has a GPU that its power limit slows down steadily.
-        (fits(100.0), fits(250.0, flags=("emulated", "throttled")), TWO, SPACE, (2.4, 2.5, 2.6)),
+        (fits(100.0, spread=0.01), fits(250.0, spread=0.02), TWO, SPACE, (2.4, 2.6)),
+        # Noise widens the interval.
+        (fits(100.0, spread=0.3), fits(250.0, spread=0.3, flags=("noisy",)), TWO, SPACE, (1, 6)),
+        # Two runs that agree give an interval, however few steps they have.
+        (fits(100.0), fits(250.0, **FEW), TWO, SPACE, (2.4, 2.6)),
         # Another spelling of the target modules is no other class.
-        (fits(100.0), fits(200.0), {"target_modules": BY_NAME}, MODULES, (1.9, 2.0, 2.1)),
-        (OutOfMemory(stage="load"), fits(), TWO, SPACE, "not_measured"),
-        (fits(100.0), fits(300.0), {"lora_rank": 64, **TWO}, LARGER, "not_measured"),
+        (fits(100.0), fits(250.0), {"target_modules": BY_NAME}, MODULES, (2.4, 2.6)),
     ],
 )
-def test_a_gain_is_over_the_baseline_with_the_ends_of_both_intervals(
+def test_a_gain_is_over_the_baseline_within_an_interval(
     baseline: Outcome,
     winner: Outcome,
     config: dict[str, Any],
     space: dict[str, Any],
-    gain: tuple[float, float, float] | str,
+    ends: tuple[float, float],
 ) -> None:
-    records = searched((baseline, {}), (winner, config))
-    found = rank(records, a_definition(**space), confirmed(*records)).gain
-    if isinstance(gain, str):
-        assert (found.ratio, found.reason) == (None, gain)
-        return
-    least, value, most = gain
-    assert found.ratio is not None
-    assert found.ratio.low is not None
-    assert found.ratio.high is not None
-    assert found.ratio.value == pytest.approx(value)
-    assert least < found.ratio.low <= value <= found.ratio.high < most
-
-
-@pytest.mark.parametrize("again", [[], [0], [1]])
-def test_the_gain_of_what_was_not_measured_again_is_that_of_the_search(again: list[int]) -> None:
-    records = searched((fits(100.0, spread=0.02), {}), (fits(200.0, spread=0.02), TWO))
-    runs = confirmed(*(records[number] for number in again), soak=False)
-    found = rank(records, a_definition(**SPACE), runs).gain
-    assert found.ratio is not None
-    assert found.ratio.low is not None
-    assert 1.8 < found.ratio.low < found.ratio.value == pytest.approx(2.0)
-
-
-def test_a_gain_without_intervals_has_none_and_the_baseline_gained_nothing_for_sure() -> None:
-    bare = searched((fits(100.0), {}), (fits(250.0, **FEW), TWO))
-    assert rank(bare, a_definition(**SPACE)).gain.ratio == Ratio(2.5, None, None)
-    alone = rank(searched((fits(100.0, spread=0.02), {})), a_definition(**SPACE)).gain.ratio
-    assert alone is not None
-    assert (alone.value, alone.low, alone.high) == (1.0, 1.0, 1.0)
-    lost = searched((fits(100.0), {"lora_rank": 8}), (OOM, {}))
-    assert rank(lost, a_definition(**SPACE)).gain.reason == "no_winner"
-    other = searched((fits(100.0), {}), (fits(200.0), {"target_modules": "qv"}))
-    only = {"dimensions": {"target_modules": {"choices": ["qv", "all-linear"]}}}
-    over = rank(other, a_definition(**only), confirmed(*other)).gain.over
-    assert over is not None
-    assert over.number == 1, "the winner is the baseline's recipe on q,v itself"
-
-
-def test_across_capacity_classes_the_baselines_own_class_has_its_gain() -> None:
-    records = searched(
-        (fits(100.0), {"lora_rank": 64}),
-        (fits(300.0), {"lora_rank": 16, **TWO}),
-        (fits(150.0), {"lora_rank": 64, **TWO}),
-        (fits(140.0), {"lora_rank": 64, "micro_batch_size": 1}),
-    )
-    space = a_definition(**SPACE, baseline={"lora_rank": 64})
-    ranking = rank(records, space, confirmed(*records))
-    assert (ranking.gain.ratio, ranking.gain.reason) == (None, "not_measured")
-    fastest = ranking.fastest_of_baselines_class
-    assert fastest is not None
-    assert fastest.number == 2
-    of_class = ranking.gain_of(fastest).ratio
-    assert of_class is not None
-    assert of_class.value == pytest.approx(1.5)
-
-
-def in_another_class(config: dict[str, Any], *outcomes: Outcome) -> RankedGain:
-    """Return the gain of a winner of rank 64 where a confirmation ran another recipe as well."""
-    records = searched((fits(100.0), {}), (fits(300.0, spread=0.01), {"lora_rank": 64, **TWO}))
-    run_kind = {"purpose": "confirm", "series": 1, "confirms": None}
-    recipe = [
-        TrialRecord.model_validate({"number": 2000 + n, "config": config, "outcome": o} | run_kind)
-        for n, o in enumerate(outcomes)
-    ]
-    return rank(records, a_definition(**LARGER), (*confirmed(records[1]), *recipe)).gain
+    ratio = gain_of((baseline, {}), (winner, config), space=space).ratio
+    assert ratio is not None
+    assert ratio.value == pytest.approx(2.5)
+    low, high = ends_of(ratio)
+    assert ends[0] < low <= 2.5 <= high < ends[1]
 
 
 @pytest.mark.parametrize(
-    ("config", "outcomes", "reason"),
+    ("baseline", "winner", "config", "space", "reason"),
     [
-        # Run once, of a third class, or out of memory.
-        ({"lora_rank": 64}, (fits(150.0),), "not_measured"),
-        ({"lora_rank": 32}, (fits(150.0), fits(150.0)), "not_measured"),
-        ({"lora_rank": 64}, (OOM,), "did_not_fit"),
-        ({"lora_rank": 64}, (fits(148.0), fits(152.0)), None),
+        (fits(100.0, spread=0.3), fits(120.0, spread=0.3), TWO, SPACE, "not_shown"),
+        (OutOfMemory(stage="load"), fits(), TWO, SPACE, "not_measured"),
+        (fits(100.0), fits(300.0), {"lora_rank": 64, **TWO}, LARGER, "not_measured"),
+        (fits(100.0), OOM, {}, LARGER, "no_winner"),
     ],
 )
-def test_in_another_class_the_gain_is_over_the_recipe_in_that_class(
-    config: dict[str, Any], outcomes: tuple[Outcome, ...], reason: str | None
+def test_without_a_gain_there_is_a_reason(
+    baseline: Outcome, winner: Outcome, config: dict[str, Any], space: dict[str, Any], reason: str
 ) -> None:
-    found = in_another_class(config, *outcomes)
-    assert found.reason == reason
-    assert (found.ratio is None) is (found.over is None) is (reason is not None)
-    if found.ratio is not None and found.over is not None:
-        # One of its runs alone had the winner beside it.
-        assert found.ratio.value == pytest.approx(300 / 148, rel=0.001)
-        assert found.ratio.low < 2.0 < found.ratio.high
-        assert found.over.config == TrialConfig(lora_rank=64)
+    gain = gain_of((baseline, {}), (winner, config), space=space)
+    assert gain.ratio is None
+    assert gain.reason == reason
 
 
-def test_a_recipe_that_the_search_measured_is_what_a_gain_is_over_before_a_confirmation() -> None:
-    records = searched(
-        (fits(100.0), {"lora_rank": 16}),
-        (fits(300.0, spread=0.01), {"lora_rank": 64, **TWO}),
-        (fits(150.0, spread=0.01), {"lora_rank": 64}),
-    )
-    found = rank(records, a_definition(**LARGER)).gain
-    assert found.over.record == records[2]
-    assert found.ratio is not None
-    assert found.ratio.value == pytest.approx(2.0)
+def test_unless_both_were_measured_again_a_gain_is_that_of_the_search() -> None:
+    for again in ((), (1,)):
+        found = (fits(100.0, spread=0.02), {}), (fits(200.0, spread=0.02), TWO)
+        low, high = ends_of(gain_of(*found, space=SPACE, again=again).ratio)
+        assert 1.8 < low < 2.0 < high
+    bare = gain_of((fits(100.0), {}), (fits(250.0, **FEW), TWO), space=SPACE, again=())
+    assert bare.ratio == Ratio(2.5, None, None)
+    alone = gain_of((fits(100.0, spread=0.02), {}), space=SPACE, again=())
+    assert alone.ratio is not None
+    assert alone.ratio.value == 1.0
+    assert ends_of(alone.ratio) == (1.0, 1.0)
+
+
+def test_in_another_class_a_gain_is_over_the_recipe_in_that_class() -> None:
+    recipe = (fits(150.0, spread=0.01), {"lora_rank": 64})
+    trials = ((fits(100.0), {}), (fits(300.0, spread=0.01), {"lora_rank": 64, **TWO}))
+    searched_too = gain_of(*trials, recipe, space=LARGER, again=())
+    assert searched_too.over.record.number == 2
+    assert searched_too.ratio.value == pytest.approx(2.0)
+
+    def of_runs(rank_of_recipe: int, *outcomes: Outcome) -> RankedGain:
+        records = searched(*trials)
+        config = {"lora_rank": rank_of_recipe}
+        run = {"config": config, "purpose": "confirm", "series": 1, "confirms": None}
+        runs = [
+            TrialRecord.model_validate({"number": 2000 + n, "outcome": outcome} | run)
+            for n, outcome in enumerate(outcomes)
+        ]
+        return rank(records, a_definition(**LARGER), (*confirmed(records[1]), *runs)).gain
+
+    assert of_runs(64, fits(150.0)).reason == "not_measured", "one run confirms nothing"
+    assert of_runs(32, fits(150.0), fits(150.0)).reason == "not_measured", "of a third class"
+    assert of_runs(64, OOM).reason == "did_not_fit"
+    gain = of_runs(64, fits(148.0), fits(152.0))
+    assert gain.over.config == TrialConfig(lora_rank=64)
+    # Only one of its runs was beside the winner's.
+    assert gain.ratio.value == pytest.approx(300 / 148, rel=0.001)
 
 
 # What did not fit needs more than the budget
@@ -888,37 +795,32 @@ def ran_out(gib: float | None = None) -> OutOfMemory:
 
 
 @pytest.mark.parametrize(
-    ("outcome", "predicted", "expected"),
+    ("outcome", "predicted", "gib", "is_predicted"),
     [
-        (ran_out(), None, (20, False)),
-        # Below the budget is where it was, not what it needs.
-        (ran_out(15), None, (20, False)),
-        (ran_out(22), None, (22, False)),
-        (ran_out(19), 23, (23, True)),
-        (ran_out(19), 18, (20, False)),
-        (ran_out(24), 23, (24, False)),
-        (DominatedOutOfMemory(by=0), None, (20, False)),
-        (DominatedOutOfMemory(by=0), 30, (30, True)),
-        (fits(), 30, None),
-        (Crashed(phase="build"), 30, None),
+        (ran_out(), None, 20, False),
+        # A peak below the budget is no bound of the need.
+        (ran_out(15), None, 20, False),
+        (ran_out(22), None, 22, False),
+        (ran_out(19), 23, 23, True),
+        (ran_out(19), 18, 20, False),
+        (ran_out(24), 23, 24, False),
+        (DominatedOutOfMemory(by=0), 30, 30, True),
     ],
 )
-def test_what_ran_out_needs_at_least_the_budget_what_was_seen_and_what_was_predicted(
-    outcome: Outcome, predicted: int | None, expected: tuple[int, bool] | None
+def test_a_trial_out_of_memory_needs_the_largest_of_budget_peak_and_prediction(
+    outcome: Outcome, predicted: int | None, gib: int, is_predicted: bool
 ) -> None:
-    record = a_record(0, outcome)
+    prediction = None
     if predicted is not None:
-        size = {"peak_allocated_bytes": predicted * GIB, "peak_reserved_bytes": 0}
-        record = record.model_copy(update={"prediction": PredictionRecord(**size)})
-    found = need_of(record, budget_bytes=BUDGET)
-    if expected is None:
-        assert found is None
-    else:
-        gib, is_predicted = expected
-        assert found == Need(gib * GIB, is_lower_bound=True, is_predicted=is_predicted)
+        prediction = {"peak_allocated_bytes": predicted * GIB, "peak_reserved_bytes": 0}
+    found = need_of(a_record(0, outcome, prediction=prediction), budget_bytes=BUDGET)
+    assert found == Need(gib * GIB, is_lower_bound=True, is_predicted=is_predicted)
 
 
-def test_what_was_never_launched_has_a_prediction_and_no_bound() -> None:
+def test_only_what_did_not_fit_has_a_need() -> None:
+    assert need_of(a_record(0, fits()), budget_bytes=BUDGET) is None
+    assert need_of(a_record(0, Crashed(phase="build")), budget_bytes=BUDGET) is None
+    # A trial that was never launched has a prediction and no bound.
     record = a_record(0, PredictedOutOfMemory(predicted_bytes=25 * GIB))
     expected = Need(25 * GIB, is_lower_bound=False, is_predicted=True)
     assert need_of(record, budget_bytes=BUDGET) == expected

@@ -76,11 +76,6 @@ def stored_text(path: Path, key: str, *, number: int = DAMAGED) -> Any:
     return json.loads(text)
 
 
-def measured(record: dict[str, Any]) -> Any:
-    record["outcome"]["measurement"] |= {"tokens_per_second": "fast"}
-    return record
-
-
 def configured(record: dict[str, Any], **changes: Any) -> Any:
     return record | {"config": record["config"] | changes}
 
@@ -90,11 +85,8 @@ UNSOUND: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
         lambda r: r | {"outcome": {"verdict": "melted"}},
         "outcome has an unknown 'verdict': 'melted'",
     ),
-    "an unknown key": (lambda r: r | {"moon": "full"}, "unknown key 'moon'"),
     "a newer configuration": (lambda r: configured(r, lora_colour="red"), "unknown key 'lora_col"),
     "the result of another trial": (lambda r: r | {"number": 0}, "is of trial 0"),
-    "no outcome": (lambda r: r | {"outcome": None}, "outcome"),
-    "a speed in words": (measured, "tokens_per_second"),
     "a rank beyond bounds": (lambda r: configured(r, lora_rank=10**300), "lora_rank"),
 }
 
@@ -103,10 +95,6 @@ ROWS: dict[str, tuple[str, str]] = {
     "text that is cut": (
         "UPDATE trial_user_attributes SET value_json = '{\"a' WHERE key = 'record' AND ",
         "Unterminated",
-    ),
-    "a NUL byte": (
-        "UPDATE trial_user_attributes SET value_json = x'00' WHERE key = 'record' AND ",
-        "cannot be read",
     ),
     "an unknown distribution": (
         'UPDATE trial_params SET distribution_json = \'{"name": "X"}\' WHERE ',
@@ -118,7 +106,7 @@ ROWS: dict[str, tuple[str, str]] = {
 
 
 @pytest.mark.parametrize("what", [*UNSOUND, *ROWS])
-def test_a_trial_that_is_not_sound_is_left_out_and_the_others_stay(what: str, path: Path) -> None:
+def test_an_unsound_trial_is_left_out_and_the_others_stay(what: str, path: Path) -> None:
     if what in ROWS:
         query, words = ROWS[what]
         assert change(path, query + OF_TRIAL, DAMAGED)
@@ -135,7 +123,7 @@ def test_a_trial_that_is_not_sound_is_left_out_and_the_others_stay(what: str, pa
         assert len(study.study.get_trials(states=(TrialState.COMPLETE,))) == 3
 
 
-def test_a_time_that_is_none_is_a_fault_of_the_database(path: Path) -> None:
+def test_a_malformed_time_is_a_fault_of_the_database(path: Path) -> None:
     change(path, f"UPDATE trials SET datetime_start = 'next week' WHERE {OF_TRIAL}", DAMAGED)
     with pytest.raises(EnvironmentFault, match=r"next week.*put a copy in its place"):
         the_study(path)
@@ -146,7 +134,7 @@ def test_a_study_without_runs_is_read(path: Path) -> None:
     assert (the_study(path).environment, len(the_study(path).records)) == ({}, 4)
 
 
-def test_what_was_asked_for_or_closed_unbegun_is_no_trial_and_no_fault(path: Path) -> None:
+def test_a_trial_that_was_never_begun_is_no_trial_and_no_fault(path: Path) -> None:
     change(path, f"DELETE FROM trial_user_attributes WHERE {OF_TRIAL}", 4)
     for state in ("RUNNING", "WAITING", "FAIL"):
         change(path, f"UPDATE trials SET state = ? WHERE {OF_TRIAL}", state, 4)
@@ -172,17 +160,14 @@ def definition(path: Path) -> dict[str, Any]:
 
 
 DEFINITIONS: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
-    "a list": (lambda _: [], "no JSON object|must map"),
     "a newer key": (lambda d: d | {"moon": 1}, "unknown key 'moon'"),
-    "no budget": (lambda d: d | {"target": d["target"] | {"budget_bytes": 0}}, "budget_bytes"),
     "a model without a name": (lambda d: d | {"model": {}}, "name"),
+    "no budget": (lambda d: d | {"target": d["target"] | {"budget_bytes": 0}}, "budget_bytes"),
 }
 
 
 @pytest.mark.parametrize("what", DEFINITIONS)
-def test_a_study_that_cannot_be_read_is_a_line_of_the_list_and_others_stay(
-    what: str, path: Path
-) -> None:
+def test_an_unreadable_study_is_listed_beside_the_others(what: str, path: Path) -> None:
     how, words = DEFINITIONS[what]
     of_study("definition", json.dumps(how(definition(path))))(path)
     assert_only_mine_is_unreadable(path, words)
@@ -198,7 +183,7 @@ def assert_only_mine_is_unreadable(path: Path, words: str) -> None:
         the_study(path)
 
 
-def test_studies_of_other_tools_are_nobodys_fault(path: Path) -> None:
+def test_studies_of_other_tools_are_not_listed(path: Path) -> None:
     change(path, "INSERT INTO studies VALUES (77, 'theirs')")
     change(path, "INSERT INTO study_directions VALUES (77, 'MAXIMIZE', 77, 0)")
     change(path, "INSERT INTO study_user_attributes VALUES (77, 77, 'colour', '1')")
@@ -207,8 +192,10 @@ def test_studies_of_other_tools_are_nobodys_fault(path: Path) -> None:
         the_study(path, "theirs")
 
 
-@pytest.mark.parametrize("name", ["../../x", "a/b", "\x1b[31mred", "nul\x00", "x" * 400, ""])
-def test_a_name_that_is_no_directorys_is_read_and_touches_no_file(name: str, path: Path) -> None:
+@pytest.mark.parametrize("name", ["../../x", "\x1b[31mred", "nul\x00", "x" * 400, ""])
+def test_a_study_whose_name_is_no_file_name_is_read_and_touches_no_file(
+    name: str, path: Path
+) -> None:
     change(path, "UPDATE studies SET study_name = ? WHERE study_name = 'mine'", name)
     first, _ = list_studies(f"sqlite:///{path}", path.parent)
     assert isinstance(first, StudySnapshot)
@@ -223,17 +210,15 @@ def test_a_name_that_is_no_directorys_is_read_and_touches_no_file(name: str, pat
     ("key", "text", "words"),
     [
         ("definition", "7", "study 'mine' cannot be .*definition"),
-        ("runs", "7", "study 'mine' cannot be .*runs"),
         (
             "runs",
             '[{"started_at": "", "environment": {"versions": 1}}]',
             "study 'mine' cannot be .*versions must map",
         ),
-        ("format", '"two"', "study 'mine' cannot be .*format"),
         ("format", str(FORMAT_WRITTEN + 1), r"a newer sweep wrote it \(format 2.*pip install -U"),
     ],
 )
-def test_a_study_that_cannot_be_read_is_not_gone_on_with_and_left_as_it_is(
+def test_an_unreadable_study_is_not_continued_and_not_changed(
     key: str, text: str, words: str, path: Path
 ) -> None:
     of_study(key, text)(path)
@@ -248,7 +233,7 @@ def test_a_study_that_cannot_be_read_is_not_gone_on_with_and_left_as_it_is(
 # What tools for Optuna see of it
 
 
-def test_one_study_is_shown_with_what_tools_look_for_and_nothing_can_be_written(
+def test_tools_for_optuna_see_one_study_and_cannot_write_to_it(
     tmp_path: Path,
 ) -> None:
     url = f"sqlite:///{tmp_path}/sweep.db"
@@ -268,8 +253,6 @@ def test_one_study_is_shown_with_what_tools_look_for_and_nothing_can_be_written(
         for write in (
             lambda: storage.delete_study(number),
             lambda: storage.create_new_trial(number),
-            lambda: storage.set_study_user_attr(number, "a", 1),
-            lambda: storage.set_trial_user_attr(1, "a", 1),
             lambda: storage.set_trial_state_values(1, TrialState.FAIL),
         ):
             with pytest.raises((StorageInternalError, UpdateFinishedTrialError)):
@@ -280,7 +263,7 @@ def test_one_study_is_shown_with_what_tools_look_for_and_nothing_can_be_written(
     assert fitted.system_attrs["constraints"][0] < 0 < ran_out.system_attrs["constraints"][0]
 
 
-def test_it_is_seen_as_it_goes_on_and_without_what_measures_again(tmp_path: Path) -> None:
+def test_tools_for_optuna_see_new_trials_and_no_confirmations(tmp_path: Path) -> None:
     url = f"sqlite:///{tmp_path}/sweep.db"
     with open_it(url, tmp_path) as study, shown_storage("study", url=url) as storage:
         number = storage.get_study_id_from_name("study")

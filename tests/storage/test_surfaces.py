@@ -66,26 +66,21 @@ def test_a_surface_says_what_was_measured_and_a_key_left_out_takes_its_default(
     assert surface.fitting(8 * GIB) == (fits,)
 
 
-PACKED = {"config": {"packing": "packed"}}
-
-
 @pytest.mark.parametrize(
     ("lines", "message"),
     [
         ([], "the file is empty"),
         ([HEADER], "no trial in it"),
         ([ROW], "line 1: surface is missing"),
-        ([HEADER | {"surface": 2}, ROW], "line 1: surface is of version 2, and this sweep reads 1"),
+        ([HEADER | {"surface": 2}, ROW], "line 1: surface is of version 2"),
         ([HEADER | {"gpu": "h2000"}, ROW], "line 1: gpu: unknown GPU 'h2000'; did you mean 'h200'"),
-        ([HEADER | {"measured_on": "Voodoo 2"}, ROW], "measured_on: unknown GPU 'Voodoo 2'"),
         ([HEADER, {"config": {}, "verdict": "fits"}], "line 2: tokens_per_second must be a number"),
-        ([HEADER, ROW | {"step_seconds": "1"}], "line 2: step_seconds must be a number, got '1'"),
-        ([HEADER, ROW | {"peak_allocated_bytes": 10**400}], "peak_allocated_bytes must be less th"),
-        ([HEADER, ROW | {"config": {"micro_batch": 8}}], "key 'micro_batch' under config; did you"),
-        ([HEADER, ROW | PACKED], "line 2: config packing packed is of texts"),
+        ([HEADER, ROW | {"peak_allocated_bytes": 10**400}], "line 2: peak_allocated_bytes"),
+        ([HEADER, ROW | {"config": {"micro_batch": 8}}], "line 2: unknown key 'micro_batch'"),
+        ([HEADER, ROW | {"config": {"packing": "packed"}}], "line 2: config packing"),
         ([HEADER, "{"], "line 2: not valid JSON"),
-        ([HEADER, ROW, ROW | {"tokens_per_second": 9000.0}], "9000.0 contradicts line 2, which sa"),
-        ([HEADER, ROW, OOM], "line 3: verdict 'oom' contradicts line 2, which says 'fits'"),
+        ([HEADER, ROW, ROW | {"tokens_per_second": 9000.0}], "9000.0 contradicts line 2"),
+        ([HEADER, ROW, OOM], "line 3: verdict 'oom' contradicts line 2"),
     ],
 )
 def test_a_bad_surface_is_refused_naming_file_line_and_key(
