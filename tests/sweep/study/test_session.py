@@ -529,7 +529,7 @@ ODD = a_gpu("rtx-4060-ti-16gb", memory_bytes=32 * GIB)
 
 
 @pytest.mark.parametrize(
-    ("changes", "gpu", "gpu", "budget_bytes", "emulated_on"),
+    ("changes", "gpu_here", "gpu", "budget_bytes", "emulated_on"),
     [
         ({"gpu": "auto"}, a_gpu("h200"), "h200", find_gpu("h200").budget_bytes, None),
         ({"gpu": "a10"}, a_gpu("a10"), "a10", A10.budget_bytes, None),
