@@ -306,11 +306,7 @@ def test_capacity_classes_are_of_modules_and_of_what_fits() -> None:
 
 @pytest.mark.parametrize(
     ("gpu", "classes", "ties"),
-    [
-        ("a100-40gb", {"16-bit", "int8"}, True),
-        ("l40s", {"16-bit", "fp8", "int8"}, True),
-        ("h200", {"16-bit", "fp8", "int8"}, False),
-    ],
+    [("a100-40gb", {"16-bit", "int8"}, True), ("h200", {"16-bit", "fp8", "int8"}, False)],
 )
 def test_the_fastest_of_each_class_of_numerics_is_named(
     gpu: str, classes: set[str], ties: bool

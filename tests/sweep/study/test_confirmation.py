@@ -370,16 +370,6 @@ def test_a_further_search_that_finds_a_faster_one_begins_a_series(tmp_path: Path
             assert ranking_of(study).is_confirmed
 
 
-def test_anew_all_is_measured_once_more_also_where_the_space_says_no(tmp_path: Path) -> None:
-    for section, series in ((CONFIRM, {1}), (CONFIRM, {1, 2}), (False, {1, 2, 3})):
-        with a_grid(tmp_path, **(SPACE | {"confirm": section})) as study:
-            is_anew = series != {1}
-            reason = drive(study, a_runner(), is_anew=is_anew)
-            assert reason is (StopReason.CONFIRMED if is_anew else StopReason.EXHAUSTED)
-            assert {r.series for r in study.confirmations()} == series
-            assert len(batches(study.confirmations(), "soak")) == len(series)
-
-
 def test_the_fastest_of_the_baselines_own_class_is_confirmed_too(tmp_path: Path) -> None:
     def gpu(config: TrialConfig) -> Outcome:
         speed = 1_000.0 * config.micro_batch_size * (1.5 if config.lora_rank == 8 else 1.0)

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -83,14 +82,3 @@ def test_who_is_told_what_came_of_it_is_not_disturbed_unless_that_hangs() -> Non
         for number in STOP_SIGNALS:
             with pytest.raises(KeyboardInterrupt):
                 signal.raise_signal(number)
-
-
-def test_a_study_that_is_driven_from_another_thread_leaves_signals_to_the_main_one() -> None:
-    before = [signal.getsignal(number) for number in STOP_SIGNALS]
-
-    def inside() -> list[object]:
-        with Interruption().handling_signals(), undisturbed():
-            return [signal.getsignal(number) for number in STOP_SIGNALS]
-
-    with ThreadPoolExecutor(1) as pool:
-        assert pool.submit(inside).result(timeout=5.0) == before

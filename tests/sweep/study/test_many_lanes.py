@@ -45,7 +45,7 @@ from tests.sweep.study.driven import a_grid, drive
 from tests.sweep.study.test_confirmation import SPACE, soaking
 from tests.sweep.study.test_quality_of_studies import SPACE as LEARNING
 from tests.sweep.study.test_quality_of_studies import Learning, qualities, slower_by_rank
-from tests.sweep.study.test_session import a_gpu, run, small_a10
+from tests.sweep.study.test_session import a_gpu, prepared, run, small_a10
 
 EIGHT = {
     "dimensions": {
@@ -391,10 +391,10 @@ def test_money_is_of_the_gpu_that_is_there(tmp_path: Path, monkeypatch: pytest.M
     assert after_an_hour_on("a10") == (StopReason.TRIALS_SPENT, 2)
 
 
-def test_what_measuring_a_winner_again_may_cost_can_be_raised() -> None:
-    gpu = a_gpu("a10")
-    request = RunRequest(space="a10", overrides={"max_dollars": 1.0}, study="paid")
-    stored = prepare(request, read_gpu=lambda: gpu)
-    for typed, dollars in ((None, 1.0), (2.0, 2.0)):
-        asked = {"confirm": {}, "max_dollars": typed, "gpu": lambda: gpu}
-        assert prepare_again("paid", stored.definition, **asked).space.max_dollars == dollars
+@pytest.mark.parametrize(("typed", "dollars"), [(None, 1.0), (2.0, 2.0)])
+def test_what_measuring_a_winner_again_may_cost_can_be_raised(
+    typed: float | None, dollars: float
+) -> None:
+    definition = prepared("a10", max_dollars=1.0).definition
+    asked = {"confirm": {}, "max_dollars": typed, "read_gpu": lambda: a_gpu("a10")}
+    assert prepare_again("paid", definition, **asked).space.max_dollars == dollars

@@ -14,7 +14,6 @@ from qlora_sweep.reports.view import view_of
 from qlora_sweep.search_spaces.config import TrialConfig
 from qlora_sweep.search_spaces.errors import InputError
 from qlora_sweep.storage.ranking import rank_study
-from qlora_sweep.storage.reading import read_study
 from qlora_sweep.storage.records import INTERRUPTED, Measured, Outcome, Verdict
 from qlora_sweep.sweep.paths import runs_directory
 from qlora_sweep.sweep.running.replay import ReplayRunner
@@ -25,7 +24,7 @@ from qlora_sweep.sweep.study.prepared import prepare_again
 from qlora_sweep.sweep.study.run_time import CommandStart
 from qlora_sweep.sweep.study.stopping import Stopping
 from tests.sweep.simulated_device import a_measurement, a_study, peak_bytes, tokens_per_second
-from tests.sweep.study.driven import a_forecaster, a_grid, drive
+from tests.sweep.study.driven import a_forecaster, a_grid, drive, stored
 from tests.sweep.study.test_session import prepared, run
 from tests.sweep.study.timed_device import TimedRunner
 
@@ -61,10 +60,6 @@ def on_a_budget(
     with a_grid(home, **SPACE | {"time_budget_seconds": seconds} | changes) as study:
         reason = drive(study, device, clock=lambda: device.seconds)
     return reason, device
-
-
-def stored(home: Path) -> Any:
-    return read_study("study", url=f"sqlite:///{home}/sweep.db", home=home)
 
 
 @pytest.mark.parametrize("seconds", [12.0, 90.0])

@@ -18,8 +18,8 @@ from qlora_sweep.search_spaces.config import TrialConfig
 from qlora_sweep.search_spaces.errors import EnvironmentFault, InputError
 from qlora_sweep.search_spaces.gpus import GIB, find_gpu
 from qlora_sweep.search_spaces.space import Objective
+from qlora_sweep.storage.definition import StudySnapshot
 from qlora_sweep.storage.ranking import rank, rank_study
-from qlora_sweep.storage.reading import read_study
 from qlora_sweep.storage.records import (
     Crashed,
     Lost,
@@ -31,7 +31,7 @@ from qlora_sweep.storage.records import (
     TrialRecord,
     Verdict,
 )
-from qlora_sweep.storage.study import OpenStudy, open_study
+from qlora_sweep.storage.study import OpenStudy
 from qlora_sweep.sweep.planning.evidence import with_target_speeds
 from qlora_sweep.sweep.predict.forecast import SpeedForecast
 from qlora_sweep.sweep.running.wire import Progress
@@ -64,7 +64,7 @@ from tests.sweep.simulated_device import (
     tokens_per_second,
     train,
 )
-from tests.sweep.study.driven import a_forecaster, drive
+from tests.sweep.study.driven import a_forecaster, drive, stored
 
 
 class Physical:
@@ -87,12 +87,12 @@ class SmallerIsFaster(Physical):
         return tokens_per_second(config) * (0.9 if config.lora_rank == 8 else 0.6)
 
 
-def run(
-    home: Path, answer: Any = train, speed: Physical | None = None, **changes: Any
-) -> tuple[StopReason, OpenStudy]:
-    """Run a guided study of the simulated GPU to its end."""
-    space = a_space(**changes)
-    forecaster = a_forecaster(predictor=Exact(), speed=speed or Physical())
+def run(home: Path, answer: Any = train, **changes: Any) -> tuple[StopReason, OpenStudy]:
+    """Run a guided study of the simulated GPU to its end; speeds are predicted by what is named."""
+    speed = changes.pop("speed", None) or Physical()
+    target_speed = changes.pop("target_speed", None)
+    forecaster = a_forecaster(predictor=Exact(), speed=speed, target_speed=target_speed)
+    space = a_definition(**changes).space
     sampler = make_sampler("guided", space, seed=0, forecaster=forecaster, model=MODEL)
     assert isinstance(sampler, GuidedSampler)
     with a_study(home, sampler=sampler, **changes) as study:
@@ -112,7 +112,7 @@ def test_a_guided_study_ends_when_it_knows_and_says_what_is_left(tmp_path: Path)
     assert len(records) < 30
     found = max(r.measurement.tokens_per_second for r in records if r.measurement)
     assert found > 0.98 * best_speed(a_space())
-    snapshot = read_study("study", url=f"sqlite:///{tmp_path}/sweep.db", home=tmp_path)
+    snapshot = stored(tmp_path)
     assert snapshot.ended["reason"] == "gain_spent"
     assert 0 <= snapshot.ended["most_promising"]["gain"] < 0.02
     promising = snapshot.ended["most_promising"]
@@ -142,10 +142,10 @@ def of_rank(study: OpenStudy, rank: int) -> list[TrialRecord]:
 def test_the_class_that_is_asked_for_is_searched_and_of_others_the_fastest_is_predicted(
     tmp_path: Path,
 ) -> None:
-    reason, study = run(tmp_path, two_ranks, SmallerIsFaster(), **TWO_RANKS)
+    reason, study = run(tmp_path, two_ranks, speed=SmallerIsFaster(), **TWO_RANKS)
     assert reason is StopReason.GAIN_SPENT
     assert not of_rank(study, 8)
-    found = read_study("study", url=f"sqlite:///{tmp_path}/sweep.db", home=tmp_path)
+    found = stored(tmp_path)
     winner = rank_study(found).winner
     assert winner.config.lora_rank == 16
     assert tokens_per_second(winner.config) > 0.98 * best_speed(a_space())
@@ -171,7 +171,9 @@ def test_where_the_class_that_is_asked_for_does_not_fit_the_nearest_is_searched(
         is_lost = config.lora_rank == 16
         return OutOfMemory(stage="forward") if is_lost else two_ranks(config)
 
-    _, study = run(tmp_path, never, SmallerIsFaster(), dimensions=few, fixed=TWO_RANKS["fixed"])
+    _, study = run(
+        tmp_path, never, speed=SmallerIsFaster(), dimensions=few, fixed=TWO_RANKS["fixed"]
+    )
     ranks = [record.config.lora_rank for record in study.records() if not record.is_baseline]
     assert ranks[0] == 16
     assert ranks[-1] == 8
@@ -180,12 +182,14 @@ def test_where_the_class_that_is_asked_for_does_not_fit_the_nearest_is_searched(
 def test_trials_that_are_to_be_used_up_go_to_other_classes_once_that_one_is_settled(
     tmp_path: Path,
 ) -> None:
-    _, study = run(tmp_path, two_ranks, SmallerIsFaster(), **TWO_RANKS, stop_below_gain=0)
+    _, study = run(tmp_path, two_ranks, speed=SmallerIsFaster(), **TWO_RANKS, stop_below_gain=0)
     assert of_rank(study, 16)[0].number < of_rank(study, 8)[0].number
 
 
 def test_nothing_more_is_owed_where_speed_is_not_asked_for(tmp_path: Path) -> None:
-    _, study = run(tmp_path, two_ranks, SmallerIsFaster(), **TWO_RANKS, objectives=["peak_memory"])
+    _, study = run(
+        tmp_path, two_ranks, speed=SmallerIsFaster(), **TWO_RANKS, objectives=["peak_memory"]
+    )
     assert not of_rank(study, 16)
 
 
@@ -203,7 +207,7 @@ def test_the_baseline_of_a_guided_search_is_measured_beside_the_winner_alone(
     _, study = run(tmp_path, confirm={"soak_seconds": 0})
     assert not any(record.is_baseline for record in study.records())
     assert sum(record.is_baseline for record in study.confirmations()) >= 2
-    found = read_study("study", url=f"sqlite:///{tmp_path}/sweep.db", home=tmp_path)
+    found = stored(tmp_path)
     document, ranking = view_of(found).document(), rank_study(found)
     assert document["gain"]["over"]["baseline"]
     best, over = ranking.winner.config, ranking.baseline.config
@@ -220,12 +224,11 @@ def test_a_search_that_money_may_end_measures_the_baseline_itself(tmp_path: Path
     assert any(record.is_baseline for record in study.records())
 
 
-@pytest.mark.parametrize("confirm", [False, {"seconds": 5}])
 def test_where_nothing_can_fit_a_verdict_says_so_and_the_search_ends(
-    tmp_path: Path, confirm: Any
+    tmp_path: Path,
 ) -> None:
     huge = {
-        "confirm": confirm,
+        "confirm": {"seconds": 5},
         "dimensions": {"micro_batch_size": {"choices": [200, 400, 800]}},
         "fixed": {"seq_len": 4096},
         "baseline": {"micro_batch_size": 300},
@@ -476,25 +479,16 @@ def slower_in_int8(config: TrialConfig) -> Outcome:
     return at_speed(config, 0.8 * tokens_per_second(config))
 
 
-def study_of(home: Path, *, emulated_on: str | None, **changes: Any) -> Any:
-    """Drive a guided study for an A10 to its end, and return it as every reader sees it."""
-    definition = a_definition(emulated_on=emulated_on, **(BOTH | changes))
-    a10, h200 = (SpeedForecast(model=MODEL, gpu=find_gpu(name)) for name in ("a10", "h200"))
-    is_a10 = emulated_on is None
-    forecaster = a_forecaster(
-        predictor=Exact(), speed=a10 if is_a10 else h200, target_speed=None if is_a10 else a10
-    )
-    sampler = make_sampler("guided", definition.space, seed=0, forecaster=forecaster)
-    about = {"definition": definition, "environment": {}, "home": home}
-    url = f"sqlite:///{home}/sweep.db"
-    with open_study("study", url=url, sampler=sampler, **about) as study:
-        stopping = Stopping(
-            definition.space,
-            outlook=lambda besides: sampler.outlook(study.study, besides=besides),
-            fastest_of=partial(sampler.fastest_of, study.study),
-        )
-        drive(study, slower_in_int8, forecaster=forecaster, stopping=stopping)
-    return with_target_speeds(read_study("study", url=url, home=home))
+def study_of(home: Path, *, emulated_on: str | None) -> StudySnapshot:
+    """Drive a guided study for an A10 to its end."""
+    speed = SpeedForecast(model=MODEL, gpu=find_gpu("a10"))
+    target_speed = None
+    if emulated_on is not None:
+        target_speed = speed
+        speed = SpeedForecast(model=MODEL, gpu=find_gpu("h200"))
+    speeds = {"speed": speed, "target_speed": target_speed}
+    run(home, slower_in_int8, emulated_on=emulated_on, **speeds, **BOTH)
+    return with_target_speeds(stored(home))
 
 
 def test_int8_that_may_be_faster_on_the_target_is_tried_and_said_second(tmp_path: Path) -> None:
