@@ -113,14 +113,15 @@ def test_they_teach_more_than_trials_at_random(found: Lessons, tmp_path: Path) -
     answers = [best.config for best in found.survey.fastest_by_numerics.values()]
     assert len(answers) > 1
     taught = Drawn([lesson.forecast.config for lesson in found.lessons], answers)
-    own = np.mean([taught.interval(draw, tmp_path / "a10.jsonl")[0] for _ in range(5)])
-    forecaster = a_forecaster()
+    own = np.mean([taught.interval(draw, tmp_path / "a10.jsonl")[0] for _ in range(12)])
     spreads = []
-    for _ in range(5):
-        trials: list[TrialConfig] = []
+    for _ in range(12):
+        trials = []
         while len(trials) < TRIALS:
             row = {key: draw.choice(space.values_of(key)).item() for key in space.dimensions}
-            if not space.leaves_out(row) and forecaster.is_valid(space.config(row)):
-                trials.append(space.config(row))
-        spreads.append(Drawn(trials, answers).interval(draw, tmp_path / "a10.jsonl")[0])
+            config = None if space.leaves_out(row) else space.config(row)
+            if config is not None and a_forecaster().is_valid(config):
+                trials.append(config)
+        drawn = Drawn(trials, answers)
+        spreads.append(drawn.interval(draw, tmp_path / "a10.jsonl")[0])
     assert own < np.mean(spreads)

@@ -6,8 +6,6 @@ from pathlib import Path
 from types import FunctionType
 from typing import Any
 
-from qlora_sweep.storage.definition import StudySnapshot
-from qlora_sweep.storage.reading import read_study
 from qlora_sweep.storage.study import OpenStudy
 from qlora_sweep.sweep.predict.forecast import Forecaster
 from qlora_sweep.sweep.running.replay import ReplayRunner
@@ -48,8 +46,3 @@ def drive(
     runner = ReplayRunner(otherwise=runner) if isinstance(runner, FunctionType) else runner
     values = {"forecaster": a_forecaster(), "clock": Clock()} | changes
     return tune(Driver(study, runner=runner, **values), is_anew=is_anew)
-
-
-def stored(home: Path, name: str = "study") -> StudySnapshot:
-    """Read a study as every reader sees it."""
-    return read_study(name, url=f"sqlite:///{home}/sweep.db", home=home)

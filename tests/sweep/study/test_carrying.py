@@ -12,6 +12,7 @@ import pytest
 from qlora_sweep.search_spaces.config import TrialConfig
 from qlora_sweep.search_spaces.errors import InputError
 from qlora_sweep.storage.definition import StudySnapshot, Target
+from qlora_sweep.storage.reading import read_study
 from qlora_sweep.storage.records import Diverged, OutOfMemory
 from qlora_sweep.storage.study import OpenStudy, open_study
 from qlora_sweep.sweep.running.replay import ReplayRunner
@@ -19,7 +20,7 @@ from qlora_sweep.sweep.sampling.samplers import make_sampler
 from qlora_sweep.sweep.study.carrying import carry_over, holding, refuse_incomparable
 from tests.storage.builders import confirmed
 from tests.sweep.simulated_device import BUDGET, a_definition, a_record, a_space, train
-from tests.sweep.study.driven import a_forecaster, drive, stored
+from tests.sweep.study.driven import a_forecaster, drive
 from tests.sweep.terminal.test_summary import a_snapshot
 
 WIDER = {
@@ -44,12 +45,16 @@ def anything(_: TrialConfig) -> bool:
     return True
 
 
+def snapshot(home: Path, name: str) -> StudySnapshot:
+    return read_study(name, url=f"sqlite:///{home}/sweep.db", home=home)
+
+
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> StudySnapshot:
     home = tmp_path_factory.mktemp("source")
     with opened(home, "narrow", trials=8) as study:
         drive(study)
-    return stored(home, "narrow")
+    return snapshot(home, "narrow")
 
 
 def test_what_is_taken_over_costs_nothing(source: StudySnapshot, tmp_path: Path) -> None:
@@ -61,15 +66,15 @@ def test_what_is_taken_over_costs_nothing(source: StudySnapshot, tmp_path: Path)
         assert carry_over(study, source, is_valid=anything) == len(kept)
         assert study.ledger.trials_spent() == 0
         assert sampler.outlook(study.study).gain < math.inf
-    taken = stored(tmp_path, "wide").records
-    assert [r.config for r in taken] == [r.config for r in kept]
-    assert [r.outcome for r in taken] == [r.outcome for r in kept]
-    assert {(r.carried.study, r.carried.number) for r in taken} == {
+    stored = snapshot(tmp_path, "wide").records
+    assert [r.config for r in stored] == [r.config for r in kept]
+    assert [r.outcome for r in stored] == [r.outcome for r in kept]
+    assert {(r.carried.study, r.carried.number) for r in stored} == {
         ("narrow", r.number) for r in kept
     }
-    assert sum(r.device_seconds + r.wall_seconds for r in taken) == 0.0
-    assert [r.number for r in taken] == list(range(len(taken)))
-    assert sum(r.is_baseline for r in taken) == 1
+    assert sum(r.device_seconds + r.wall_seconds for r in stored) == 0.0
+    assert [r.number for r in stored] == list(range(len(stored)))
+    assert sum(r.is_baseline for r in stored) == 1
 
 
 def test_it_is_never_run_again(source: StudySnapshot, tmp_path: Path) -> None:
@@ -87,7 +92,7 @@ def test_to_carry_over_again_takes_nothing_twice(source: StudySnapshot, tmp_path
     with opened(tmp_path, "wide", **WIDER) as study:
         assert study.recover() == ()
         assert carry_over(study, source, is_valid=anything) == 0
-    again = stored(tmp_path, "wide")
+    again = snapshot(tmp_path, "wide")
     with opened(tmp_path, "wider", **WIDER) as study:
         assert carry_over(study, again, is_valid=anything) == first
         assert carry_over(study, source, is_valid=anything) == 0
@@ -95,25 +100,27 @@ def test_to_carry_over_again_takes_nothing_twice(source: StudySnapshot, tmp_path
     assert {mark.study for mark in marks if mark} == {"narrow"}
 
 
-def test_a_study_that_was_killed_takes_over_the_rest_and_nothing_twice(
+def test_killed_it_goes_on(
     source: StudySnapshot, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with opened(tmp_path, "wide", **WIDER) as study:
-        add = study.study.add_trial
+        add, left = study.study.add_trial, [2]
 
         def dying(trial: Any) -> None:
-            add(trial)
-            if len(study.study.trials) == 2:
+            left[0] -= 1
+            if left[0] < 0:
                 raise KeyboardInterrupt
+            add(trial)
 
         monkeypatch.setattr(study.study, "add_trial", dying)
         with pytest.raises(KeyboardInterrupt):
             carry_over(study, source, is_valid=anything)
+    assert len(snapshot(tmp_path, "wide").records) == 2
     with opened(tmp_path, "wide", **WIDER) as study:
         assert study.recover() == ()
-        rest = carry_over(study, source, is_valid=anything)
-    configs = [r.config for r in stored(tmp_path, "wide").records]
-    assert len(set(configs)) == len(configs) == rest + 2
+        whole = carry_over(study, source, is_valid=anything)
+    configs = [r.config for r in snapshot(tmp_path, "wide").records]
+    assert len(set(configs)) == len(configs) == whole + 2
 
 
 FITS, RAN_OUT = a_record(TrialConfig(), number=0), OutOfMemory(stage="forward")
@@ -127,9 +134,12 @@ BASELINE = {"lora_rank": 64, "micro_batch_size": 4}
         ({}, None, {}, True),
         ({}, RAN_OUT, {}, True),
         ({}, Diverged(step=3), {}, True),
+        ({}, {"verdict": "invalid", "rule": "r"}, {}, False),
+        ({}, {"verdict": "dominated_oom", "by": 1}, {}, False),
         ({}, {"verdict": "predicted_oom", "predicted_bytes": 1}, {}, False),
         ({}, {"verdict": "crashed", "phase": "attach"}, {}, False),
         ({"lora_rank": 64}, None, {}, False),
+        ({"lora_rank": 64}, None, {"baseline": BASELINE | {"micro_batch_size": 8}}, False),
         (BASELINE, None, {"baseline": BASELINE}, True),
         ({}, None, LONGER, False),
         ({}, RAN_OUT, LONGER, True),

@@ -20,6 +20,7 @@ from qlora_sweep.storage.records import (
     NEIGHBOUR,
     RETRYABLE,
     Crashed,
+    Measured,
     Outcome,
     TrialRecord,
     Verdict,
@@ -45,7 +46,7 @@ from tests.sweep.study.driven import a_grid, drive
 from tests.sweep.study.test_confirmation import SPACE, soaking
 from tests.sweep.study.test_quality_of_studies import SPACE as LEARNING
 from tests.sweep.study.test_quality_of_studies import Learning, qualities, slower_by_rank
-from tests.sweep.study.test_session import a_gpu, prepared, run, small_a10
+from tests.sweep.study.test_session import a_gpu, run, small_a10
 
 EIGHT = {
     "dimensions": {
@@ -55,6 +56,7 @@ EIGHT = {
     "fixed": {},
     "confirm": None,
 }
+"""No test waits so long unless it fails."""
 
 SECONDS = 20.0
 """No test waits so long unless it fails."""
@@ -236,22 +238,25 @@ def test_what_another_gpu_is_to_try_again_is_waited_for(tmp_path: Path) -> None:
     assert len(tried) == 8
 
 
-def test_a_gpu_that_a_neighbour_had_for_a_moment_is_not_lost(tmp_path: Path) -> None:
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_gpu_that_a_neighbour_had_for_a_moment_is_not_lost(tmp_path: Path, count: int) -> None:
     runs = [0]
 
     def beside_a_neighbour(config: TrialConfig) -> Outcome:
         runs[0] += 1
-        if runs[0] == 1:
-            return at_speed(config, 1_000.0, flags=(NEIGHBOUR,))
         if runs[0] == 2:
             raise EnvironmentFault("the worker cannot use the device: no memory is free")
-        return by_batch(config)
+        outcome = by_batch(config)
+        if runs[0] > 1 or not isinstance(outcome, Measured):
+            return outcome
+        flagged = outcome.measurement.model_copy(update={"flags": (NEIGHBOUR,)})
+        return Measured(measurement=flagged)
 
     events: list[Event] = []
     with eight(tmp_path, trials=4) as study:
-        where = lanes(beside_a_neighbour, train)
+        where = lanes(beside_a_neighbour, *[train] * (count - 1))
         assert drive(study, where, on_event=events.append) is StopReason.TRIALS_SPENT
-    assert len(where.working) == 2
+    assert len(where.working) == count
     assert not any(isinstance(event, LaneLost) for event in events)
 
 
@@ -279,15 +284,15 @@ def test_where_losses_are_asked_for_the_others_wait_for_the_first_speed(tmp_path
 def test_what_one_gpu_measured_again_is_not_set_beside_what_another_did(tmp_path: Path) -> None:
     ran = [0]
 
+    def dies_in_the_middle(config: TrialConfig) -> Outcome:
+        ran[0] += 1
+        if ran[0] == 8 + 3:
+            raise GpuLost("it fell off the bus")
+        return train(config)
+
     def lives(config: TrialConfig) -> Outcome:
         ran[0] += 1
         return train(config)
-
-    def dies_in_the_middle(config: TrialConfig) -> Outcome:
-        outcome = lives(config)
-        if ran[0] == 8 + 3:
-            raise GpuLost("it fell off the bus")
-        return outcome
 
     with eight(tmp_path, trials=8, confirm={"seconds": 30}) as study:
         drive(study, lanes(dies_in_the_middle, lives))
@@ -391,10 +396,10 @@ def test_money_is_of_the_gpu_that_is_there(tmp_path: Path, monkeypatch: pytest.M
     assert after_an_hour_on("a10") == (StopReason.TRIALS_SPENT, 2)
 
 
-@pytest.mark.parametrize(("typed", "dollars"), [(None, 1.0), (2.0, 2.0)])
-def test_what_measuring_a_winner_again_may_cost_can_be_raised(
-    typed: float | None, dollars: float
-) -> None:
-    definition = prepared("a10", max_dollars=1.0).definition
-    asked = {"confirm": {}, "max_dollars": typed, "read_gpu": lambda: a_gpu("a10")}
-    assert prepare_again("paid", definition, **asked).space.max_dollars == dollars
+def test_what_measuring_a_winner_again_may_cost_can_be_raised() -> None:
+    gpu = a_gpu("a10")
+    request = RunRequest(space="a10", overrides={"max_dollars": 1.0}, study="paid")
+    stored = prepare(request, read_gpu=lambda: gpu)
+    for typed, dollars in ((None, 1.0), (2.0, 2.0)):
+        asked = {"confirm": {}, "max_dollars": typed, "read_gpu": lambda: gpu}
+        assert prepare_again("paid", stored.definition, **asked).space.max_dollars == dollars

@@ -119,8 +119,10 @@ def test_tokens_are_as_named_or_as_the_study_chose_before(tmp_path: Path) -> Non
     ("speed", "loss_tokens", "tokens"),
     [
         (1_234.0, None, 74_000),
+        (1_234.0, 10**9, 74_000),
         (1_234.0, 20_400, 20_000),
         (0.1, 10**9, 250),
+        (0.1, 3, 250),
     ],
 )
 def test_a_minute_or_an_epoch(speed: float, loss_tokens: int | None, tokens: int) -> None:
@@ -136,10 +138,6 @@ def test_the_front_holds_what_speed_alone_would_not(searched: Any) -> None:
     assert {r.config.lora_rank for r in ranking.front} == {8, 16, 32, 64}
     least = min(ranking.front, key=lambda r: r.measurement.quality.eval_loss)
     assert least.measurement.quality.eval_loss == pytest.approx(loss_of(64, 0))
-
-
-def test_what_was_not_trained_for_its_loss_is_not_ranked(searched: Any) -> None:
-    _, ranking = searched
     fastest = max(ranking.front, key=lambda r: r.measurement.tokens_per_second)
     bare = fastest.measurement.model_copy(update={"quality": None})
     without = fastest.record.model_copy(update={"outcome": Measured(measurement=bare)})
@@ -180,7 +178,7 @@ def test_a_loss_that_the_held_out_examples_do_not_tell_from_the_lowest_counts_as
 def test_the_interval_of_a_difference_holds_it_as_often_as_it_says() -> None:
     random = np.random.default_rng(1)
     held = []
-    for _ in range(200):
+    for _ in range(300):
         texts = random.normal(2.0, 0.5, 64)
         one, other = (texts + by + random.normal(0, 0.05, 64) for by in (0.02, 0.0))
         reports = [a_report(2.0).model_copy(update=blocks(losses)) for losses in (one, other)]

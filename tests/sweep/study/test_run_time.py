@@ -14,6 +14,7 @@ from qlora_sweep.reports.view import view_of
 from qlora_sweep.search_spaces.config import TrialConfig
 from qlora_sweep.search_spaces.errors import InputError
 from qlora_sweep.storage.ranking import rank_study
+from qlora_sweep.storage.reading import read_study
 from qlora_sweep.storage.records import INTERRUPTED, Measured, Outcome, Verdict
 from qlora_sweep.sweep.paths import runs_directory
 from qlora_sweep.sweep.running.replay import ReplayRunner
@@ -23,8 +24,9 @@ from qlora_sweep.sweep.study.events import StopReason
 from qlora_sweep.sweep.study.prepared import prepare_again
 from qlora_sweep.sweep.study.run_time import CommandStart
 from qlora_sweep.sweep.study.stopping import Stopping
+from qlora_sweep.sweep.terminal.summary import last_screen
 from tests.sweep.simulated_device import a_measurement, a_study, peak_bytes, tokens_per_second
-from tests.sweep.study.driven import a_forecaster, a_grid, drive, stored
+from tests.sweep.study.driven import a_forecaster, a_grid, drive
 from tests.sweep.study.test_session import prepared, run
 from tests.sweep.study.timed_device import TimedRunner
 
@@ -62,7 +64,11 @@ def on_a_budget(
     return reason, device
 
 
-@pytest.mark.parametrize("seconds", [12.0, 90.0])
+def stored(home: Path) -> Any:
+    return read_study("study", url=f"sqlite:///{home}/sweep.db", home=home)
+
+
+@pytest.mark.parametrize("seconds", [12.0, 35.0, 90.0, 130.0])
 def test_a_run_takes_its_time_budget_and_a_step_at_most(tmp_path: Path, seconds: float) -> None:
     reason, device = on_a_budget(tmp_path, seconds)
     longest = max(step_seconds(config) for config, _, _ in device.ran)
@@ -91,6 +97,7 @@ def test_where_the_end_is_too_short_for_a_confirmation_none_is_begun(tmp_path: P
     study = stored(tmp_path)
     assert study.confirmations == ()
     assert view_of(study).document()["confirmed"] is False
+    assert "not confirmed" in last_screen(study)
 
 
 def test_a_soak_that_time_makes_shorter_confirms_nothing_and_is_made_up_for(
@@ -99,6 +106,8 @@ def test_a_soak_that_time_makes_shorter_confirms_nothing_and_is_made_up_for(
     confirm = {**SPACE["confirm"], "soak_seconds": 60.0}
     on_a_budget(tmp_path, 90.0, confirm=confirm)
     (soak,) = [r for r in stored(tmp_path).confirmations if r.purpose == "soak"]
+    assert soak.measurement is not None
+    assert soak.measurement.soak is not None
     assert 0.0 < soak.measurement.soak.seconds < 60.0
     assert not rank_study(stored(tmp_path)).is_confirmed
     on_a_budget(tmp_path, None, confirm=confirm)
@@ -134,18 +143,12 @@ def test_a_run_that_resumes_has_its_time_budget_to_itself(tmp_path: Path) -> Non
     assert max(first, second) < 40.0
 
 
-@pytest.mark.parametrize(
-    ("budget", "lanes", "reason"),
-    [
-        ({"time_budget_seconds": 50.0}, 1, StopReason.TIME_SPENT),
-        ({"max_dollars": 0.05}, 2, StopReason.DOLLARS_SPENT),
-    ],
-)
+@pytest.mark.parametrize("budget", [{"time_budget_seconds": 50.0}, {"max_dollars": 0.05}])
+@pytest.mark.parametrize("lanes", [1, 2])
 def test_what_does_not_stop_by_itself_is_ended(
-    tmp_path: Path, budget: dict[str, float], lanes: int, reason: StopReason
+    tmp_path: Path, budget: dict[str, float], lanes: int
 ) -> None:
     """A compiler, say, which looks at no clock."""
-    clock = [0.0]
 
     class Compiles(ReplayRunner):
         def __init__(self) -> None:
@@ -158,16 +161,19 @@ def test_what_does_not_stop_by_itself_is_ended(
 
         def run(self, request: TrialRequest, *, observe: Observer = keep_going) -> Outcome:
             if request.config.micro_batch_size == 4:
-                return fits(request.config)
+                return Measured(measurement=a_measurement(request.config))
             clock[0] = 3600.0
             assert self._cancelled.wait(WAIT_SECONDS), "nobody ended it"
             return INTERRUPTED
 
+    clock = [0.0]
     where = Lanes([Lane(Compiles(), f"GPU {at}") for at in range(lanes)])
     with a_grid(tmp_path, **SPACE | {"confirm": None} | budget) as study:
         stopping = Stopping(study.definition.space, usd_per_hour=1.0)
-        assert drive(study, where, clock=lambda: clock[0], stopping=stopping) is reason
+        reason = drive(study, where, clock=lambda: clock[0], stopping=stopping)
         records = study.records()
+    expected = StopReason.TIME_SPENT if "time_budget_seconds" in budget else None
+    assert reason is (expected or StopReason.DOLLARS_SPENT)
     assert 1 <= sum(record.is_interrupted for record in records) <= lanes
     assert {r.verdict for r in records if not r.is_interrupted} <= {Verdict.FITS}
 
@@ -184,7 +190,7 @@ def test_a_step_that_is_being_measured_is_waited_for(tmp_path: Path) -> None:
         def run(self, request: TrialRequest, *, observe: Observer = keep_going) -> Outcome:
             tokens = request.config.tokens_per_step / 10.0
             observe(Progress(phase="measure", step=3, tokens_per_second=tokens))
-            for clock[0] in (31.0, 39.0):
+            for clock[0] in (5.0, 29.0, 31.0, 39.0):
                 time.sleep(0.25)
                 assert not ended
             clock[0] = 41.0
@@ -215,7 +221,7 @@ def started(seconds: float, imports: float = 1.5) -> CommandStart:
 
 @pytest.mark.parametrize(
     ("space", "spent", "budget"),
-    [("cpu-demo", 60.0, 61.0), ("a10", 2.0, 20.0)],
+    [("cpu-demo", 1.5, 5.0), ("cpu-demo", 60.0, 61.0), ("a10", 2.0, 20.0)],
 )
 def test_a_budget_too_short_for_one_trial_says_so_and_begins_nothing(
     home: Path, space: str, spent: float, budget: float
@@ -223,8 +229,10 @@ def test_a_budget_too_short_for_one_trial_says_so_and_begins_nothing(
     runner = ReplayRunner()
     url = f"sqlite:///{home}/sweep.db"
     what = prepared(space, time_budget_seconds=budget)
-    with pytest.raises(InputError, match=r"--time-budget \d+s"):
-        run(what, url, start=started(spent), new_runner=lambda _: runner)
+    options: dict[str, Any] = {"new_runner": lambda _: runner}
+    with pytest.raises(InputError, match=r"too short for one trial.*--time-budget \d+s") as short:
+        run(what, url, start=started(spent), **options)
+    assert short.value.exit_code == 2
     assert runner.ran == []
     assert not runs_directory().exists()
 

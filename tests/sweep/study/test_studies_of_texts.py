@@ -9,14 +9,14 @@ import pytest
 
 from qlora_sweep.reports.view import view_of
 from qlora_sweep.search_spaces.config import TrialConfig
-from qlora_sweep.search_spaces.errors import InputError
+from qlora_sweep.search_spaces.errors import EnvironmentFault, InputError
 from qlora_sweep.search_spaces.learning_rates import in_words, learning_rate_of
 from qlora_sweep.storage.records import Measured, Outcome, OutOfMemory
 from qlora_sweep.sweep.data.collation import split
 from qlora_sweep.sweep.data.prepared_dataset import dataset_directory
 from qlora_sweep.sweep.request import RunRequest
 from qlora_sweep.sweep.running.replay import ReplayRunner
-from qlora_sweep.sweep.study.prepared import Prepared, prepare
+from qlora_sweep.sweep.study.prepared import Prepared, prepare, prepare_again
 from tests.sweep.prepared_dataset import Reader, prepared_dataset
 from tests.sweep.simulated_device import a_measurement
 from tests.sweep.study.test_session import home as home
@@ -65,23 +65,20 @@ def test_texts_that_are_named_are_kept_with_the_study(reader: Reader, home: Path
     assert what.name == "cpu-demo-mine"
 
 
-def test_a_presets_lengths_are_those_of_the_texts(reader: Reader) -> None:
+def test_a_presets_lengths_are_those_of_the_texts(reader: Reader, home: Path) -> None:
     what = prepared(reader)
     assert what.space.dimensions["seq_len"].values() == (384, 448)
     assert what.space.dimensions["packing"].values() == ("none", "packed", "grouped")
     assert what.space.baseline_config().packing == "none"
-
-
-def test_a_length_that_was_typed_is_kept_and_what_it_cuts_is_said(reader: Reader) -> None:
+    assert len(what.notes) == 2
     held = prepared(reader, held={"seq_len": 128, "packing": "packed"})
     assert held.space.fixed.items() >= {"seq_len": 128, "packing": "packed"}.items()
     assert not {"seq_len", "packing"} & set(held.space.dimensions)
+    # A length that was typed is kept, and what it costs is said.
     (said,) = held.notes
-    assert "140 of the 200" in said
+    assert "Length 128 cuts 140 of the 200 examples" in said
     assert prepared(reader, held={"seq_len": 448, "packing": "packed"}).notes == ()
-
-
-def test_lengths_of_a_file_of_ones_own_are_kept(reader: Reader, home: Path) -> None:
+    # Those of a file of one's own are kept.
     own = prepared(reader, **own_space(home))
     assert own.space.dimensions["seq_len"].values() == (64, 128)
     assert own.name == "own"
@@ -127,6 +124,7 @@ def test_a_search_for_loss_begins_at_the_rate_of_the_rule(home: Path, searched: 
     assert first.learning_rate == (rule.recommended if searched else None)
     assert rule.value == rule.recommended
     (said,) = (note for note in found.notes if "learning rate" in note)
+    assert in_words(rule.value) in said
     assert in_words(rule.high) in said
     # What is fixed is asked for.
     fixed = prepared(answers, space="own.yaml", data=None, held={"learning_rate": 3e-3})
@@ -141,18 +139,13 @@ def test_typed_texts_take_the_place_of_a_files(reader: Reader, home: Path) -> No
     assert data.eval_fraction == 0.2
 
 
-@pytest.mark.parametrize(
-    ("typed", "said"),
-    [
-        ({"data": {"text_column": "x"}}, "--data"),
-        ({"data": None, "held": {"packing": "packed"}}, "needs a dataset"),
-    ],
-)
-def test_what_can_be_refused_without_reading_texts_is(
-    reader: Reader, typed: dict[str, Any], said: str
-) -> None:
-    with pytest.raises(InputError, match=said):
-        prepared(reader, **typed)
+def test_what_can_be_refused_without_reading_texts_is(reader: Reader) -> None:
+    with pytest.raises(InputError, match=r"data.text_column is about a dataset.*--data"):
+        prepared(reader, data={"text_column": "x"})
+    with pytest.raises(InputError, match="packing packed needs a dataset"):
+        prepared(reader, data=None, held={"packing": "packed"})
+    with pytest.raises(EnvironmentFault, match="no NVIDIA GPU"):
+        prepared(reader, space="a10")
     assert reader.asked == []
 
 
@@ -187,11 +180,17 @@ def test_a_study_goes_on_with_its_own_texts(reader: Reader, home: Path, url: str
     again = prepared(reader, study="mine", data=None, url=url)
     assert again.definition.texts == what.definition.texts
     assert len(reader.asked) == 2
+    driven(again, url)
     # With what was prepared, where that is kept and the source is gone.
     kept = prepared_dataset(dataset_directory() / "cafe")
     (home / "mine.jsonl").unlink()
     again = prepared(reader, study="mine", data=None, url=url)
     assert again.texts.directory == kept.directory
+    stored = read(url, "mine").definition
+    confirmed = prepare_again(
+        "mine", stored, confirm={}, read_gpu=lambda: None, read_dataset=reader
+    )
+    assert confirmed.definition.texts == what.definition.texts
     assert len(reader.asked) == 2
 
 
@@ -211,6 +210,7 @@ def test_a_space_file_goes_on_without_its_texts(reader: Reader, home: Path, url:
     ("typed", "said"),
     [
         ({"data": None}, r"texts: .*cafe.* -> none"),
+        ({"seed": 5}, "seed: 0 -> 5"),
         ({"data": {"texts": "mine.jsonl", "eval_fraction": 0.2}}, "eval_fraction: 0.05 -> 0.2"),
         ({}, r"texts: .*cafe.* -> .*beef"),
     ],
