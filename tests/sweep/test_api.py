@@ -150,15 +150,16 @@ def test_a_study_in_another_thread_leaves_signals_alone(
 def test_a_plan_is_what_the_command_prints(
     sweep: Sweep, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    planned = plan("a10", gpu="l4", model="demo", exact=True, micro_batch_size=8)
+    planned = plan("a10", model="demo", exact=True, micro_batch_size=8)
+    other = plan("a10", gpu="l4", model="demo", exact=True)
     assert capsys.readouterr() == ("", "")
-    typed = ("a10", "--gpu", "l4", "--model", "demo", "--exact", "--micro-batch-size", "8")
-    document = json.loads(sweep("plan", *typed, "--json").out)
+    typed = ("a10", "--model", "demo", "--exact", "--micro-batch-size", "8", "--json")
+    document = json.loads(sweep("plan", *typed).out)
     assert planned.document() == document
     assert planned.config == TrialConfig(micro_batch_size=8)
     assert planned.fits is True
     assert planned.peak_allocated_bytes == document["peak_allocated_bytes"]
-    assert planned.gpu.name == "l4"
+    assert (planned.gpu.name, other.gpu.name) == ("a10", "l4")
 
 
 IMPORT = """

@@ -54,34 +54,16 @@ def loaded(recipe: Record, weights: str) -> Any:
     return peft.get_peft_model(model, ours.peft_config(recipe))
 
 
-def trained_by(
-    kind: Any, arguments: Any, recipe: Record, weights: str, rows: list[dict[str, str]]
-) -> tuple[Any, Any]:
-    """Train two steps with a trainer of TRL; return it, and the callback that counted."""
-    from datasets import Dataset
-
-    said = ours.ThroughputCallback(recipe, lambda _: None)
-    kwargs = ours.model_kwargs(recipe)
-    trainer = kind(
-        model=transformers.AutoModelForCausalLM.from_pretrained(weights, **kwargs),
-        args=arguments,
-        peft_config=ours.peft_config(recipe),
-        train_dataset=Dataset.from_list(rows),
-        processing_class=transformers.AutoTokenizer.from_pretrained(weights),
-        callbacks=[said],
-    )
-    assert trainer.train().global_step == 2
-    return trainer, said
-
-
 @pytest.mark.parametrize(
     "settings",
     [
+        {},
         {"upcast_fp32": False, "checkpoint_fraction": 0.0, "target_modules": "all-linear"},
         {"checkpoint_fraction": 0.5, "lora_rank": 4, "lora_alpha": 6.0, "adapter_dtype": "bf16"},
         {"quantization": "none", "target_modules": ("up_proj",), "attention": "eager"},
         {"quantized_fraction": 0.5, "quantization": "fp4", "double_quant": False},
         {"quantization": "fp8", "compute_dtype": "fp8"},
+        {"quantization": "nf4", "compute_dtype": "int8", "upcast_fp32": False},
     ],
     ids=str,
 )
@@ -99,10 +81,10 @@ def test_a_loaded_model_is_the_one_of_the_trial_and_stays_so_in_trainer(
 
 def test_the_libraries_own_way_says_what_it_leaves_out(weights: str, tmp_path: Path) -> None:
     recipe = a_recipe(tiny_config(compile=True, expandable_segments=True))
-    with pytest.warns(UserWarning, match="from_pretrained") as warned:
+    with pytest.warns(UserWarning, match="Not done by from_pretrained") as warned:
         model = loaded(recipe, weights)
     said = str(warned[0].message)
-    assert all(key in said for key in ("upcast_fp32", "compile", "expandable_segments"))
+    assert all(key in said for key in ("upcast_fp32", "compile true", "expandable_segments"))
     assert trained(model, recipe, tmp_path) == 2
     assert all(layer.gradient_checkpointing for layer in model.get_base_model().model.layers)
     # It is silent where nothing is left out.
@@ -116,11 +98,12 @@ def test_the_libraries_own_way_says_what_it_leaves_out(weights: str, tmp_path: P
 
 @pytest.mark.filterwarnings("ignore")
 def test_trl_is_told_what_its_file_says_and_trains(weights: str, tmp_path: Path) -> None:
+    from datasets import Dataset
     from trl import SFTConfig, SFTTrainer
 
     config = tiny_config(optimizer="adamw_torch_fused", effective_batch_size=4)
     recipe = a_recipe(config)
-    with pytest.warns(UserWarning, match="kernels hf") as warned:
+    with pytest.warns(UserWarning, match="(?s)Not done by SFTTrainer:.*kernels hf: TRL") as warned:
         arguments = ours.trl_args(recipe, output_dir=str(tmp_path), max_steps=2)
     assert "upcast_fp32" in str(warned[0].message)
     assert type(arguments) is SFTConfig
@@ -128,8 +111,16 @@ def test_trl_is_told_what_its_file_says_and_trains(weights: str, tmp_path: Path)
     known = {field.name for field in dataclasses.fields(SFTConfig)} & written.keys()
     for key in known - {"output_dir", "report_to", "accelerator_config"}:
         assert getattr(arguments, key) == written[key], key
-    rows = [{"text": "the quick brown fox " * 9}] * 20
-    _, said = trained_by(SFTTrainer, arguments, recipe, weights, rows)
+    kwargs = ours.model_kwargs(recipe)
+    trainer = SFTTrainer(
+        model=transformers.AutoModelForCausalLM.from_pretrained(weights, **kwargs),
+        args=arguments,
+        peft_config=ours.peft_config(recipe),
+        train_dataset=Dataset.from_list([{"text": "the quick brown fox " * 9}] * 20),
+        processing_class=transformers.AutoTokenizer.from_pretrained(weights),
+        callbacks=[said := ours.ThroughputCallback(recipe, lambda _: None)],
+    )
+    assert trainer.train().global_step == 2
     assert said.tokens_per_second
 
 
@@ -145,14 +136,25 @@ def test_trl_is_told_of_a_template_that_marks_the_assistants_turns() -> None:
 def test_trl_trains_on_pairs_and_the_reference_counts_no_tokens(
     weights: str, tmp_path: Path
 ) -> None:
+    from datasets import Dataset
     from trl import DPOConfig, DPOTrainer
 
     recipe = a_recipe(tiny_config(method="dpo", loss_type="ipo", seq_len=64))
     arguments = ours.trl_args(recipe, output_dir=str(tmp_path), max_steps=2)
     assert (type(arguments), arguments.loss_type) == (DPOConfig, ["ipo"])
+    kwargs = ours.model_kwargs(recipe)
     pair = {"prompt": "the quick ", "chosen": "brown fox", "rejected": "lazy dog"}
-    trainer, said = trained_by(DPOTrainer, arguments, recipe, weights, [pair] * 8)
+    trainer = DPOTrainer(
+        model=transformers.AutoModelForCausalLM.from_pretrained(weights, **kwargs),
+        args=arguments,
+        peft_config=ours.peft_config(recipe),
+        train_dataset=Dataset.from_list([pair] * 8),
+        processing_class=transformers.AutoTokenizer.from_pretrained(weights),
+        callbacks=[said := ours.ThroughputCallback(recipe, lambda _: None)],
+    )
+    assert trainer.train().global_step == 2
     supervised = next(iter(trainer.get_train_dataloader()))["completion_mask"].sum()
+    assert said.tokens_per_second is not None
     assert said.tokens_per_second * said.seconds()[1] == pytest.approx(int(supervised))
 
 
@@ -160,12 +162,12 @@ def test_what_cannot_be_loaded_as_measured_is_refused_or_said(weights: str) -> N
     sharded = tiny_config(data_parallel=2, sharding="fsdp")
     with pytest.raises(InputError, match="sharding fsdp"):
         ours.load_model(a_recipe(sharded), weights, seed=0)
-    with pytest.raises(InputError, match="use load_model"):
+    with pytest.raises(InputError, match="no base in fp8 as measured: use load_model"):
         ours.model_kwargs(a_recipe(tiny_config(quantization="fp8")))
     recipe = a_recipe(tiny_config())
     demo = RecordedModel(**load_model_spec("demo").to_json())
     recipe = recipe.model_copy(update={"model": demo})
-    with pytest.warns(UserWarning, match="demo"):
+    with pytest.warns(UserWarning, match="is no demo, which was measured"):
         ours.load_model(recipe, weights, seed=0)
 
 
