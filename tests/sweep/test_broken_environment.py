@@ -52,9 +52,7 @@ def ended(
     ("module", "cure"),
     [
         ("optuna", "pip install 'optuna"),
-        ("yaml", "pip install 'pyyaml"),
         ("typer", "pip install 'typer"),
-        ("sqlalchemy", "pip install 'sqlalchemy"),
         # Of a library of ours.
         ("alembic", "pip install alembic"),
         # Of the worker's alone.
@@ -90,7 +88,6 @@ def limited(kind: int, value: int) -> Callable[[], None]:
 @pytest.mark.parametrize(
     ("kind", "value", "cure"),
     [
-        (resource.RLIMIT_AS, 300_000 * 1024, "ulimit -v"),
         (resource.RLIMIT_AS, 400_000 * 1024, "ulimit -v"),
         (resource.RLIMIT_FSIZE, 1024, "ulimit -f"),
         (resource.RLIMIT_NOFILE, 8, "ulimit -n"),
@@ -103,6 +100,7 @@ def test_a_limit_that_is_too_low_is_said(kind: int, value: int, cure: str, tmp_p
     assert "Traceback" not in said
 
 
+@pytest.mark.integration
 def test_ctrl_c_pressed_on_until_the_end_ends_a_study_as_one_does(tmp_path: Path) -> None:
     with subprocess.Popen(
         [*COMMAND, *RUN, "--trials", "40"],

@@ -6,13 +6,11 @@ tests that train.
 
 from __future__ import annotations
 
-import inspect
 import os
 import re
 import shlex
 import shutil
 from collections.abc import Iterator
-from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -23,7 +21,7 @@ import typer
 from qlora_sweep.search_spaces.config import TrialConfig
 from qlora_sweep.search_spaces.presets import preset_texts
 from qlora_sweep.storage.records import Measured, Outcome
-from qlora_sweep.sweep.cli import CALLED, app, main
+from qlora_sweep.sweep.cli import app, main
 from tests.sweep.predict.contributed import path_of
 from tests.sweep.simulated_device import a_measurement
 from tests.sweep.simulated_drive import driving_on
@@ -78,13 +76,6 @@ def at_home(home: Path, patch: pytest.MonkeyPatch) -> None:
     patch.setenv("CUDA_VISIBLE_DEVICES", "")
     patch.setattr("qlora_sweep.sweep.terminal.driving.drive", driving_on(measured))
     patch.chdir(home)
-
-
-@pytest.mark.parametrize("name", CALLED)
-def test_what_does_a_command_takes_its_options_by_name(name: str) -> None:
-    module, _, function = CALLED[name].rpartition(".")
-    called = getattr(import_module(f"qlora_sweep.sweep.terminal.{module}"), function)
-    inspect.signature(called).bind(**{each.name: None for each in commands()[name].params})
 
 
 def test_every_command_shows_how_it_is_used() -> None:

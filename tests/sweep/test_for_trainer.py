@@ -2,33 +2,28 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from optuna.samplers import RandomSampler
 
 from qlora_sweep.search_spaces.config import TrialConfig, parse_config
 from qlora_sweep.search_spaces.gpus import GIB, find_gpu
 from qlora_sweep.search_spaces.rules import Setting, broken_rules
-from qlora_sweep.search_spaces.space import SearchSpace
 from qlora_sweep.search_spaces.trainers import TRAINERS
-from qlora_sweep.storage.definition import StudyDefinition, Target
 from qlora_sweep.storage.reading import read_study
-from qlora_sweep.storage.records import Measured
-from qlora_sweep.storage.study import open_study
 from qlora_sweep.sweep.api import plan
-from qlora_sweep.sweep.predict.forecast import Forecaster
-from qlora_sweep.sweep.running.replay import ReplayRunner
-from qlora_sweep.sweep.study.driver import Driver
-from qlora_sweep.sweep.study.tuner import tune
+from tests.golden.stored_studies import store
+from tests.reports import synthetic
 from tests.sweep.imagined_study import MISTRAL
 from tests.sweep.simulated_device import at_speed
 from tests.sweep.typed import Sweep
 
 DATA = Path(__file__).parents[1] / "data"
+GPUS = ("a100-80gb", "a10")
 OTHERS = [name for name in TRAINERS if name != "sweep"]
 A10 = find_gpu("a10")
 HEADLINE = TrialConfig(
@@ -66,8 +61,7 @@ def _document(said: Any) -> dict[str, Any]:
 # Plans
 
 
-@pytest.mark.parametrize("trainer", OTHERS)
-@pytest.mark.parametrize("gpu", ["a10", "a100-80gb"])
+@pytest.mark.parametrize(("trainer", "gpu"), list(zip(OTHERS, itertools.cycle(GPUS), strict=False)))
 def test_what_is_recommended_for_a_trainer_is_what_it_can_run(
     sweep: Sweep, trainer: str, gpu: str
 ) -> None:
@@ -123,26 +117,24 @@ def test_what_a_line_or_an_exact_question_leaves_out_is_what_the_trainer_does(
 
 
 @pytest.mark.parametrize(
-    ("trainer", "typed", "words"),
+    ("trainer", "typed"),
     [
-        ("trl", "compile=true", ["TRL", "compile", "true"]),
-        ("trl", "compute_dtype=int8", ["TRL", "compute_dtype", "int8"]),
-        ("trl", "quantized_fraction=0.5", ["TRL", "quantized_fraction", "0.5"]),
-        ("trl", "checkpoint_fraction=0.375", ["TRL", "checkpoint_fraction", "0.375"]),
-        ("trl", "adapter_dtype=fp32", ["TRL", "adapter_dtype", "fp32"]),
-        ("axolotl", "checkpoint_fraction=0.5", ["axolotl", "checkpoint_fraction", "0.5"]),
-        ("llama-factory", "compute_dtype=fp32", ["LLaMA-Factory", "compute_dtype", "fp32"]),
-        ("llama-factory", "kernels=fused-loss", ["LLaMA-Factory", "kernels", "fused-loss"]),
-        ("unsloth", "quantization=int8", ["Unsloth", "quantization", "int8"]),
+        ("trl", "compile=true"),
+        ("trl", "checkpoint_fraction=0.375"),
+        ("trl", "adapter_dtype=fp32"),
+        ("axolotl", "checkpoint_fraction=0.5"),
+        ("llama-factory", "kernels=fused-loss"),
+        ("unsloth", "quantization=int8"),
     ],
 )
 def test_a_typed_value_that_the_trainer_cannot_run_is_refused(
-    sweep: Sweep, trainer: str, typed: str, words: list[str]
+    sweep: Sweep, trainer: str, typed: str
 ) -> None:
     options = ["--set", "quantization=nf4"] if typed.startswith("adapter") else []
     said = sweep("plan", "a10", "--for", trainer, "--set", typed, *options)
     assert (said.code, said.out) == (2, "")
-    assert all(word in said.err for word in words)
+    assert TRAINERS[trainer].label in said.err
+    assert all(word in said.err for word in typed.split("="))
     assert sweep("run", "a10", "--for", trainer, "--set", typed, *options).code == 2
 
 
@@ -181,16 +173,13 @@ def test_of_a_persons_own_list_what_the_trainer_cannot_run_is_left_out_and_named
     assert config["micro_batch_size"] in (2, 4), "nothing is added to a list"
 
 
-@pytest.mark.parametrize("line", ["compile: [true]", "quantization: [fp8, int8]"])
-def test_a_list_of_which_the_trainer_runs_nothing_is_refused(
-    sweep: Sweep, home: Path, line: str
-) -> None:
+def test_a_list_of_which_the_trainer_runs_nothing_is_refused(sweep: Sweep, home: Path) -> None:
     space = home / "mine.yaml"
-    space.write_text(OWN.format(line))
+    space.write_text(OWN.format("quantization: [fp8, int8]"))
     said = sweep("plan", space, "--for", "trl")
     assert said.code == 2
     assert "TRL" in said.err
-    assert line.partition(":")[0] in said.err
+    assert "quantization" in said.err
 
 
 def test_shares_of_recomputed_layers_are_each_nth_of_the_models(sweep: Sweep, home: Path) -> None:
@@ -256,35 +245,19 @@ def a10(home: Path) -> str:
 def _study(home: Path, config: TrialConfig, baseline: dict[str, Any]) -> str:
     fixed = config.model_dump(mode="json")
     searched = {"micro_batch_size": {"choices": [fixed.pop("micro_batch_size")]}}
-    space = {
-        "name": "a10",
-        "gpu": "a10",
-        "trials": 2,
-        "confirm": False,
-        "sampler": "random",
-        "dimensions": searched,
-        "fixed": fixed,
-        "baseline": baseline,
-    }
-    definition = StudyDefinition(
-        space=SearchSpace.model_validate(space),
-        model=MISTRAL.to_json(),
-        model_fingerprint=MISTRAL.fingerprint,
-        target=Target(gpu="a10", device="cuda", budget_bytes=A10.budget_bytes),
-    )
-    made: Any = {"definition": definition, "sampler": RandomSampler(seed=0)}
-    forecaster = Forecaster(model=MISTRAL, budget_bytes=A10.budget_bytes, violation=lambda _: None)
-
-    def run(config: TrialConfig) -> Measured:
-        speed = 2000.0 if config.compile else 500.0
-        return at_speed(config, speed, peak_allocated_bytes=16 * GIB)
-
-    with open_study("a10", url=_url(home), environment={}, home=home / "runs", **made) as study:
-        tune(Driver(study, runner=ReplayRunner(otherwise=run), forecaster=forecaster))
+    space = {"dimensions": searched, "fixed": fixed, "baseline": baseline}
+    model = {"model": MISTRAL.to_json(), "model_fingerprint": MISTRAL.fingerprint}
+    about = synthetic.definition(space=space, emulated_on=None).model_copy(update=model)
+    trials = [
+        synthetic.record(number, at_speed(tried, speed, peak_allocated_bytes=16 * GIB), tried)
+        for number, speed, tried in ((0, 500.0, about.space.baseline_config()), (1, 2000.0, config))
+    ]
+    known = synthetic.snapshot(trials, name="a10", definition=about)
+    store(known, url=_url(home), home=home / "runs")
     return "a10"
 
 
-@pytest.mark.parametrize("trainer", ["trl", "axolotl", "llama-factory", "unsloth"])
+@pytest.mark.parametrize("trainer", ["trl", "unsloth"])
 def test_a_winner_that_runs_out_of_memory_in_its_trainer_is_not_written(
     sweep: Sweep, a10: str, home: Path, trainer: str
 ) -> None:
@@ -293,16 +266,12 @@ def test_a_winner_that_runs_out_of_memory_in_its_trainer_is_not_written(
     assert (said.code, said.out) == (1, "")
     assert not path.exists()
     words = " ".join(said.err.split())
-    assert TRAINERS[trainer].label in words
-    assert "21.48 GiB" in words
-    assert f"sweep export a10 --for {trainer}" in words
-    assert "--force" in words
+    for needed in (TRAINERS[trainer].label, "21.5", f"--for {trainer}", "--force"):
+        assert needed in words
     # Both ways out.
     assert sweep("export", a10, "--format", trainer, "-o", path, "--force").code == 0
     assert path.exists()
-    best = sweep("export", a10, "--for", trainer, "-o", path, "--force")
-    assert best.code == 0
-    assert "predicted" in best.err
+    assert sweep("export", a10, "--for", trainer, "-o", path, "--force").code == 0
 
 
 def test_the_best_that_a_trainer_can_do_fits_there(sweep: Sweep, a10: str, home: Path) -> None:
@@ -314,21 +283,20 @@ def test_the_best_that_a_trainer_can_do_fits_there(sweep: Sweep, a10: str, home:
     asked = ["plan", "a10", "--exact", "--json", *_options(config, "--for", "trl")]
     found = _document(sweep(*asked))
     assert found["fits"] is True
-    assert found["peak_allocated_bytes"] < 21.48 * GIB
+    assert found["peak_allocated_bytes"] < A10.budget_bytes
     told = yaml.safe_load(path.read_text())
     assert told["per_device_train_batch_size"] == config.micro_batch_size
 
 
-@pytest.mark.parametrize("trainer", ["axolotl", "llama-factory"])
 def test_a_study_on_pairs_stays_one_in_a_trainer_whose_pairs_are_not_predicted(
-    sweep: Sweep, home: Path, trainer: str
+    sweep: Sweep, home: Path
 ) -> None:
     pairs = LEAN.changed(method="dpo", kernels="liger", adapter_dtype="fp32")
     study = _study(home, pairs, {"micro_batch_size": 1})
-    said = sweep("export", study, "--for", trainer)
+    said = sweep("export", study, "--for", "axolotl")
     assert said.code == 0
     assert "dpo" in said.out
-    assert "GiB of" not in said.err, "nothing is predicted of it"
+    assert "GiB of" not in said.err
 
 
 def test_another_trial_is_judged_alike(sweep: Sweep, a10: str, home: Path) -> None:

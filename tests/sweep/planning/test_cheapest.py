@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from typing import Any
 
@@ -27,7 +26,6 @@ from qlora_sweep.sweep.planning.candidates import Asked, is_faster, own_space
 from qlora_sweep.sweep.planning.documents import cheapest_document, longest_document
 from qlora_sweep.sweep.planning.evidence import evidence_from
 from qlora_sweep.sweep.planning.plan import TASK_KEYS, Use, few, what_ifs
-from qlora_sweep.sweep.planning.survey import survey
 from qlora_sweep.sweep.predict.forecast import Forecaster
 from qlora_sweep.sweep.predict.memory.predictor import Fit
 from qlora_sweep.sweep.predict.memory.profiles import Untraceable
@@ -66,13 +64,11 @@ def test_what_is_not_typed_of_a_job_is_the_recipes() -> None:
     }
     assert job({"lora_rank": 64, "micro_batch_size": 10})["effective_batch_size"] == 20
     fixed = {"seq_len": 2048, "micro_batch_size": 10, "effective_batch_size": None}
-    assert job({}, fixed=fixed)["seq_len"] == 2048
-    assert job({}, fixed=fixed)["effective_batch_size"] == 20
+    assert job({}, fixed=fixed).items() >= {"seq_len": 2048, "effective_batch_size": 20}.items()
     assert job({"seq_len": 64}, fixed=fixed)["seq_len"] == 64
-    assert job({"effective_batch_size": 64, "micro_batch_size": 8})["effective_batch_size"] == 64
 
 
-@pytest.mark.parametrize("gpus", [2, 3, 8])
+@pytest.mark.parametrize("gpus", [2, 3])
 def test_nobody_typed_the_effective_batch_so_it_is_one_that_all_gpus_can_make(gpus: int) -> None:
     spaces = [own_space(gpu, None)[0] for gpu in ("t4", "a10", "a100-80gb", "h200")]
     held = job({"data_parallel": gpus}, spaces=spaces)
@@ -81,20 +77,11 @@ def test_nobody_typed_the_effective_batch_so_it_is_one_that_all_gpus_can_make(gp
         asked = with_fixed(space, held)
         assert isinstance(asked, SearchSpace)
         assert {effective for *_, effective in asked.batches} == {held["effective_batch_size"]}
-    alone = job({"data_parallel": gpus})
-    assert TrialConfig.model_validate(alone).accumulation_steps >= 1
     typed = job({"data_parallel": gpus, "micro_batch_size": 5})
     assert typed["effective_batch_size"] % (5 * gpus) == 0
     # What a space searches of GPUs goes into it too.
     either = a_space(dimensions={"data_parallel": {"choices": [1, gpus]}})
     assert job({}, spaces=[either])["effective_batch_size"] % gpus == 0
-
-
-@pytest.mark.parametrize("gpu", ["t4", "a10", "h200"])
-def test_a_gpu_does_it_with_what_a_survey_recommends(gpu: str) -> None:
-    best, for_job = survey(the_job(gpu), a_forecaster(gpu=gpu)).recommended, a_gpu(gpu)
-    assert for_job.forecast.config == best.config
-    assert (for_job.outcome, for_job.bill.workload.samples) == (Outcome.IN_TIME, 10_000)
 
 
 def test_a_deadline_is_met_missed_or_open_inside_the_uncertainty_of_the_speed() -> None:
@@ -133,9 +120,7 @@ def test_the_cheapest_and_the_smallest_are_of_those_in_time() -> None:
     assert answer.smallest is gpus[0]
     assert answer.that(Outcome.TOO_SLOW) == (gpus[3],)
     assert answer.that(Outcome.TOO_SMALL) == (gpus[4],)
-    assert gpus[4].least_bytes is not None
     assert gpus[4].least_bytes > 3 * 2**30
-    json.dumps(cheapest_document(answer), allow_nan=False)
 
 
 def test_gpus_whose_costs_overlap_are_not_told_apart() -> None:
@@ -197,7 +182,7 @@ def one_by_one(forecaster: Forecaster, batch: int) -> tuple[int, int]:
     return longest[Fit.YES], max(longest[Fit.YES], longest[Fit.UNCERTAIN])
 
 
-@pytest.mark.parametrize("budget_gib", [5.2, 6.3, 7.77, 12, 30])
+@pytest.mark.parametrize("budget_gib", [5.2, 7.77, 30])
 def test_the_longest_rows_are_those_that_asking_of_every_length_finds(budget_gib: float) -> None:
     asked, fresh = (a_forecaster(model=SHORT, budget_gib=budget_gib) for _ in range(2))
     answer = longest_rows(SPACE, asked)
@@ -229,8 +214,7 @@ def test_one_configuration_is_asked_about_at_its_micro_batch_or_at_all() -> None
 
 
 @pytest.mark.parametrize(
-    ("gpus", "effective", "batches"),
-    [(1, 12, [1, 2, 4]), (2, 16, [1, 2, 4, 8]), (2, 24, [1, 2, 4]), (3, 24, [1, 2, 4, 8])],
+    ("gpus", "effective", "batches"), [(1, 12, [1, 2, 4]), (3, 24, [1, 2, 4, 8])]
 )
 def test_only_micro_batches_that_go_into_the_effective_batch_are_asked_about(
     gpus: int, effective: int, batches: list[int]
@@ -245,14 +229,6 @@ def test_only_micro_batches_that_go_into_the_effective_batch_are_asked_about(
         )
 
 
-def test_the_document_is_json_and_names_its_grain() -> None:
-    answer = longest_rows(SPACE, a_forecaster(model=SHORT))
-    document = json.loads(json.dumps(longest_document(answer), allow_nan=False))
-    assert document["multiple_of"] == LENGTH_STEP
-    assert document["longest"]["seq_len"] == max(row["seq_len"] for row in document["rows"])
-    assert document["longest"]["answer"]["tokens_per_second"] > 0
-
-
 # Behaviour of single changes: what is turned, what that does, and which are worth a line
 
 RECIPE = TrialConfig(micro_batch_size=8)
@@ -264,51 +240,45 @@ UNTURNED = {
 is one GPU and one training: preference tuning is another."""
 
 
-def test_each_change_turns_one_knob_and_every_knob_that_matters_is_turned() -> None:
+def test_each_change_is_of_one_setting_and_every_setting_that_matters_is_changed() -> None:
     changes = what_ifs(a_forecaster().expect(RECIPE))
     for change in changes:
         assert set(change.forecast.config.changes_from(RECIPE)) == {change.key}
         assert change.forecast.violation is None
     assert {change.key for change in changes} == set(KNOBS) - UNTURNED
     assert len({change.forecast.config for change in changes}) == len(changes)
-
-
-def test_what_is_faster_and_fits_comes_before_what_saves_memory_and_what_does_not_fit() -> None:
-    forecaster = a_forecaster(budget_gib=10)
-    shown = forecaster.expect(RECIPE)
-    changes = what_ifs(shown)
-    assert [change.use for change in changes] == sorted(change.use for change in changes)
-    # A step in int8 may be slower, though it is predicted to be faster.
-    eight_bits = next(change for change in changes if change.key == "compute_dtype")
-    assert (eight_bits.value, eight_bits.use) == ("int8", Use.NONE)
-    assert eight_bits.speed_change > 0.03
-    for change in changes:
-        is_useful = is_faster(change.forecast, shown)
-        match change.use:
-            case Use.FASTER:
-                assert is_useful
-                assert change.forecast.fit is not Fit.NO
-            case Use.LEANER:
-                assert not is_useful
-                assert change.memory_change_bytes < 0
-                assert change.forecast.fit is not Fit.NO
-            case Use.FASTER_WHERE_IT_FITS:
-                assert is_useful
-                assert change.forecast.fit is Fit.NO
-            case Use.NONE:
-                assert not (is_useful and change.forecast.fit is Fit.YES)
-    without = next(c for c in changes if (c.key, c.value) == ("checkpoint_fraction", 0.0))
-    assert without.use is Use.FASTER_WHERE_IT_FITS
-    upcast = next(c for c in changes if c.key == "upcast_fp32")
-    assert (upcast.value, upcast.use) == (False, Use.FASTER)
-
-
-def test_only_useful_changes_that_leave_the_task_alone_are_worth_a_line() -> None:
-    changes = what_ifs(a_forecaster().expect(RECIPE))
+    # Worth a line are useful ones that leave the task alone.
     shown = few(changes)
     assert 0 < len(shown) < len(changes) / 2
     assert not {change.key for change in shown} & set(TASK_KEYS)
     assert Use.NONE not in {change.use for change in shown}
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "use"),
+    [
+        ("checkpoint_fraction", 0.0, Use.FASTER_WHERE_IT_FITS),
+        ("upcast_fp32", False, Use.FASTER),
+        # A step in int8 may be slower, though it is predicted to be faster.
+        ("compute_dtype", "int8", Use.NONE),
+    ],
+)
+def test_a_change_is_of_use_by_what_it_surely_does_to_speed_and_memory(
+    key: str, value: Any, use: Use
+) -> None:
+    shown = a_forecaster(budget_gib=10).expect(RECIPE)
+    (change,) = (c for c in what_ifs(shown) if (c.key, c.value) == (key, value))
+    assert change.use is use
+    assert change.speed_change > 0.03
+    assert is_faster(change.forecast, shown) is (use is not Use.NONE)
+
+
+def test_changes_come_by_their_use_and_leaner_ones_save_memory() -> None:
+    changes = what_ifs(a_forecaster(budget_gib=10).expect(RECIPE))
+    assert [change.use for change in changes] == sorted(change.use for change in changes)
+    leaner = [change for change in changes if change.use is Use.LEANER]
+    assert leaner
+    assert all(change.memory_change_bytes < 0 for change in leaner)
 
 
 def test_a_measured_configuration_is_compared_by_what_is_predicted_of_both() -> None:

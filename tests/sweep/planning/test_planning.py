@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-import json
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -23,9 +21,8 @@ from qlora_sweep.search_spaces.models import ModelSpec
 from qlora_sweep.search_spaces.preference import TIE
 from qlora_sweep.search_spaces.space import SearchSpace
 from qlora_sweep.storage.records import OutOfMemory, PredictionRecord
-from qlora_sweep.sweep.planning import candidates
 from qlora_sweep.sweep.planning import survey as surveys
-from qlora_sweep.sweep.planning.candidates import is_faster, own_space, speed_ratio
+from qlora_sweep.sweep.planning.candidates import is_faster, speed_ratio
 from qlora_sweep.sweep.planning.documents import (
     comparison_document,
     forecast_document,
@@ -54,7 +51,6 @@ from tests.sweep.imagined_study import (
     a_space,
 )
 from tests.sweep.planning.imagined import a_forecaster, an_offer
-from tests.sweep.predict.predicted_steps import predict_step
 
 UNKNOWN = ModelSpec("mine", "directory", {**MISTRAL.config, "model_type": "mine"})
 A10 = find_gpu("a10")
@@ -62,10 +58,6 @@ A10 = find_gpu("a10")
 
 def choices(**dimensions: Any) -> dict[str, Any]:
     return {"dimensions": {key: {"choices": list(values)} for key, values in dimensions.items()}}
-
-
-def every(space: SearchSpace) -> list[TrialConfig]:
-    return [space.config(params) for params in space.combinations()]
 
 
 def planned(space: SearchSpace, forecaster: Forecaster) -> GpuPlan:
@@ -94,19 +86,16 @@ def test_an_uncertain_fit_is_given_a_best_guess(budget_gib: float, fit: Fit, fit
 def test_what_a_rule_forbids_does_not_fit_and_costs_nothing() -> None:
     # It may be unpredictable as well.
     predictor = ImaginedPredictor(fault=InputError("no such modules"))
-    for known in (None, predictor):
-        forecast = a_forecaster(gpu="t4", budget_gib=100, predictor=known).expect(TrialConfig())
-        assert forecast.violation.rule == "bf16-needs-ampere"
-        assert (forecast.fits, forecast.fit, forecast.step_seconds) == (False, Fit.NO, None)
-        assert bill_offers(forecast, work=AskedWork(), offers=[an_offer()]) == ()
-    assert forecast.memory is None
+    forecast = a_forecaster(gpu="t4", budget_gib=100, predictor=predictor).expect(TrialConfig())
+    assert forecast.violation.rule == "bf16-needs-ampere"
+    assert (forecast.fits, forecast.fit, forecast.step_seconds) == (False, Fit.NO, None)
+    assert bill_offers(forecast, work=AskedWork(), offers=[an_offer()]) == ()
     assert forecast_document(forecast, bills=())["peak_allocated_bytes"] is None
 
 
 def test_what_cannot_be_traced_is_not_known_to_fit_and_a_note_says_why() -> None:
     predictor = ImaginedPredictor(fault=Untraceable("cannot be traced: mine.attention"))
     forecast = a_forecaster(predictor=predictor).expect(TrialConfig())
-    assert (forecast.memory, forecast.fit, forecast.fits) == (None, Fit.UNCERTAIN, None)
     document = forecast_document(forecast, bills=())
     assert document["fits"] is document["invalid"] is document["peak_allocated_bytes"] is None
     assert "mine.attention" in document["notes"][0]
@@ -114,13 +103,6 @@ def test_what_cannot_be_traced_is_not_known_to_fit_and_a_note_says_why() -> None
     # A plan of it alone is an error.
     with pytest.raises(InputError, match=r"mine\.attention"):
         plan_gpu(forecast, work=AskedWork(), offers=[an_offer()])
-
-
-def test_what_the_model_has_no_modules_for_is_invalid() -> None:
-    predictor = ImaginedPredictor(fault=InputError("no linear layer 'w'"))
-    document = forecast_document(a_forecaster(predictor=predictor).expect(TrialConfig()), bills=())
-    assert document["fits"] is False
-    assert document["invalid"]["reason"] == "no linear layer 'w'"
 
 
 def test_without_a_speed_there_is_no_cost_and_a_note_says_why() -> None:
@@ -135,36 +117,48 @@ def test_without_a_speed_there_is_no_cost_and_a_note_says_why() -> None:
 
 
 def test_the_table_has_every_size_and_the_configurations_own() -> None:
-    forecaster, own = a_forecaster(), TrialConfig(micro_batch_size=3, seq_len=700)
-    table = shape_table(forecaster, own)
+    forecaster = a_forecaster()
+    table = shape_table(forecaster, TrialConfig(micro_batch_size=3, seq_len=700))
     assert table.lengths == (512, 700, 1024, 2048, 4096)
     # It ends with the first micro-batch that fits nowhere.
     assert table.batches == (1, 2, 3, 4, 8, 16, 32, 64)
-    fitting = [batch for batch in table.batches if table.cells[batch, 512].fit is not Fit.NO]
-    assert fitting == [1, 2, 3, 4, 8, 16, 32]
+    assert [table.cells[batch, 512].fit is Fit.NO for batch in (32, 64)] == [False, True]
     assert len(table.cells) == len(table.lengths) * len(table.batches)
     for length, largest in table.largest.items():
-        fits = [
-            forecaster.expect(TrialConfig(micro_batch_size=batch, seq_len=length)).fit
-            for batch in range(1, 64)
-        ]
+        sizes = [TrialConfig(micro_batch_size=batch, seq_len=length) for batch in range(1, 64)]
+        fits = [forecaster.expect(config).fit for config in sizes]
         assert largest.sure == fits.count(Fit.YES)
         assert largest.possible == fits.count(Fit.YES) + fits.count(Fit.UNCERTAIN)
 
 
-def test_the_table_keeps_to_what_can_be() -> None:
+@pytest.mark.parametrize(
+    ("gpus", "effective", "batches", "largest"),
+    [(1, 24, (1, 2, 4, 6, 8), 24), (2, 12, (1, 2, 6), 6)],
+)
+def test_the_tables_micro_batches_go_into_the_effective_batch(
+    gpus: int, effective: int, batches: tuple[int, ...], largest: int
+) -> None:
+    base = TrialConfig(micro_batch_size=6, data_parallel=gpus, effective_batch_size=effective)
+    table = shape_table(a_forecaster(gpu="h200"), base)
+    assert (table.batches, table.largest[512].sure) == (batches, largest)
+
+
+def test_lengths_beyond_the_models_positions_are_not_in_the_table() -> None:
     short = replace(MISTRAL, config={**MISTRAL.config, "max_position_embeddings": 1024})
     assert shape_table(a_forecaster(model=short), TrialConfig()).lengths == (512, 1024)
-    base = TrialConfig(micro_batch_size=6, effective_batch_size=24)
-    table = shape_table(a_forecaster(gpu="h200"), base)
-    assert (table.batches, table.largest[512].sure) == ((1, 2, 4, 6, 8), 24)
-    # Each of several GPUs has a micro-batch of its own.
-    two = TrialConfig(micro_batch_size=2, data_parallel=2, effective_batch_size=12)
-    table = shape_table(a_forecaster(gpu="h200"), two)
-    assert (table.batches, table.largest[512].sure) == ((1, 2), 6)
-    nothing = shape_table(a_forecaster(budget_gib=1), TrialConfig())
-    assert {cell.fit for cell in nothing.cells.values()} == {Fit.NO}
-    assert {largest.possible for largest in nothing.largest.values()} == {0}
+
+
+def test_where_nothing_fits_the_table_says_so_of_every_size() -> None:
+    table = shape_table(a_forecaster(budget_gib=1), TrialConfig())
+    assert {cell.fit for cell in table.cells.values()} == {Fit.NO}
+    assert {largest.possible for largest in table.largest.values()} == {0}
+
+
+def test_a_length_that_cannot_be_traced_leaves_the_others_in_the_table() -> None:
+    table = shape_table(a_forecaster(predictor=Picky(length=2048)), TrialConfig())
+    assert (table.cells[1, 512].fits, table.cells[1, 2048].fits) == (True, None)
+    assert table.largest[512].sure > 0
+    assert table.largest[2048].possible == 0
 
 
 class Picky(ImaginedPredictor):
@@ -182,63 +176,51 @@ class Picky(ImaginedPredictor):
         return super().predict(config)
 
 
-def test_a_length_that_cannot_be_traced_leaves_the_others_in_the_table() -> None:
-    table = shape_table(a_forecaster(predictor=Picky(length=2048)), TrialConfig())
-    assert table.cells[1, 512].fits is True
-    assert table.cells[1, 2048].fits is None
-    assert table.largest[512].sure > 0
-    assert table.largest[2048].possible == 0
-
-
 # A space
 
 
-@pytest.mark.parametrize("budget_gib", [1, 5.7, 7.3, 12.25, 15, 60])
-def test_a_survey_finds_what_asking_of_each_configuration_finds(budget_gib: float) -> None:
-    forecaster = a_forecaster(budget_gib=budget_gib)
-    found = survey(a_space(), forecaster)
-    asked = [forecaster.expect(config) for config in every(a_space())]
-    fits = [forecast.fit for forecast in asked]
-    assert (found.found.fit, found.found.uncertain, found.found.too_large) == tuple(
-        fits.count(fit) for fit in (Fit.YES, Fit.UNCERTAIN, Fit.NO)
+SPACE = a_space(
+    **choices(
+        micro_batch_size=[1, 4, 8, 16],
+        seq_len=[512, 2048],
+        lora_rank=[16, 64],
+        checkpoint_fraction=[0.0, 1.0],
+        kernels=["hf", "liger"],
     )
+)
+
+
+@pytest.mark.parametrize("budget_gib", [1, 7.05, 9.1, 13.25, 60])
+def test_a_survey_finds_what_asking_about_each_configuration_finds(budget_gib: float) -> None:
+    """The counts, the fastest that surely fits, and the best of each size."""
+    forecaster = a_forecaster(budget_gib=budget_gib)
+    asked = [forecaster.expect(SPACE.config(params)) for params in SPACE.combinations()]
+    found = survey(SPACE, forecaster)
+    fits = [forecast.fit for forecast in asked]
+    counts = (found.found.fit, found.found.uncertain, found.found.too_large)
+    assert counts == tuple(fits.count(fit) for fit in (Fit.YES, Fit.UNCERTAIN, Fit.NO))
+    assert found.found.looked_at == len(asked) == 64
     fitting = [forecast for forecast in asked if forecast.fit is Fit.YES]
     if fitting:
-        fastest = max(fitting, key=lambda f: f.tokens_per_second)
         assert found.recommended in fitting
-        assert found.recommended.tokens_per_second * (1 + TIE) >= fastest.tokens_per_second
-    assert found.found.looked_at == a_space().size() == 64
-
-
-@pytest.mark.parametrize("budget_gib", [1, 9.1, 13.25, 60])
-def test_a_cell_is_the_best_that_the_space_holds_at_that_size(budget_gib: float) -> None:
-    space = a_space(
-        **choices(
-            micro_batch_size=[1, 4, 8, 16],
-            seq_len=[512, 2048],
-            lora_rank=[16, 64],
-            checkpoint_fraction=[0.0, 1.0],
-            kernels=["hf", "liger"],
-        )
-    )
-    forecaster = a_forecaster(budget_gib=budget_gib)
-    asked = [forecaster.expect(config) for config in every(space)]
-    table = survey(space, forecaster).table
-    if table is None:
-        assert {forecast.fit for forecast in asked} == {Fit.NO}
+        fastest = max(forecast.tokens_per_second for forecast in fitting)
+        assert found.recommended.tokens_per_second * (1 + TIE) >= fastest
+    if found.table is None:
+        assert set(fits) == {Fit.NO}
         return
-    assert (table.batches, table.lengths) == ((1, 4, 8, 16), (512, 2048))
-    for size, cell in table.cells.items():
+    order = (Fit.YES, Fit.UNCERTAIN, Fit.NO)
+    for size, cell in found.table.cells.items():
         alike = [f for f in asked if (f.config.micro_batch_size, f.config.seq_len) == size]
-        order = (Fit.YES, Fit.UNCERTAIN, Fit.NO)
         assert cell.fit is min((f.fit for f in alike), key=order.index)
         if cell.fit is not Fit.NO:
             best = max(f.tokens_per_second for f in alike if f.fit is cell.fit)
             assert cell.tokens_per_second == pytest.approx(best)
-    for length, largest in table.largest.items():
-        fits = {batch: table.cells[batch, length].fit for batch in table.batches}
-        assert largest.sure == max((b for b in fits if fits[b] is Fit.YES), default=0)
-        assert largest.possible == max((b for b in fits if fits[b] is not Fit.NO), default=0)
+    for length, largest in found.table.largest.items():
+        by_batch = {batch: found.table.cells[batch, length].fit for batch in (1, 4, 8, 16)}
+        sure = [batch for batch, fit in by_batch.items() if fit is Fit.YES]
+        possible = [batch for batch, fit in by_batch.items() if fit is not Fit.NO]
+        assert largest.sure == max(sure, default=0)
+        assert largest.possible == max(possible, default=0)
 
 
 def test_a_search_misses_no_length_that_something_fits_at() -> None:
@@ -298,14 +280,7 @@ def test_what_may_not_fit_is_named_beside_what_surely_does_however_fast_it_is() 
     [
         ({"lora_rank": [8, 16, 64], "target_modules": ["qv", "attention"]}, {}, (16, "attention")),
         ({"lora_rank": [8, 32, 64]}, {}, (32, "attention")),
-        ({"lora_rank": [8, 64]}, {}, (8, "attention")),
-        ({"target_modules": ["qv", "all-linear"]}, {}, (16, "qv")),
         ({"target_modules": ["qv", "all-linear"]}, {"lora_rank": 8}, (8, "all-linear")),
-        (
-            {"target_modules": ["qv", ["o_proj", "q_proj", "k_proj", "v_proj"]]},
-            {},
-            (16, ("k_proj", "o_proj", "q_proj", "v_proj")),
-        ),
     ],
 )
 def test_what_is_recommended_is_of_the_class_nearest_to_the_recipes(
@@ -331,11 +306,7 @@ def test_capacity_classes_are_of_modules_and_of_what_fits() -> None:
 
 @pytest.mark.parametrize(
     ("gpu", "classes", "ties"),
-    [
-        ("a100-40gb", {"16-bit", "int8"}, True),
-        ("l40s", {"16-bit", "fp8", "int8"}, True),
-        ("h200", {"16-bit", "fp8", "int8"}, False),
-    ],
+    [("a100-40gb", {"16-bit", "int8"}, True), ("h200", {"16-bit", "fp8", "int8"}, False)],
 )
 def test_the_fastest_of_each_class_of_numerics_is_named(
     gpu: str, classes: set[str], ties: bool
@@ -346,49 +317,33 @@ def test_the_fastest_of_each_class_of_numerics_is_named(
     found = document["fastest_by_numerics"]
     assert {one["numerics"] for one in found} == classes
     assert bool(found[0]["tied"]) == ties
-    speeds = [one["tokens_per_second"] for one in found]
-    assert speeds == sorted(speeds, reverse=True)
     wide = next(one for one in found if one["numerics"] == "16-bit")
-    assert wide["times_16_bit"] == 1.0
     for one in found:
-        ratio, (low, high) = one["times_16_bit"], one["times_16_bit_range"]
-        assert ratio == pytest.approx(one["tokens_per_second"] / wide["tokens_per_second"])
-        assert low < ratio < high or one is wide
+        low, high = one["times_16_bit_range"]
+        ratio = one["tokens_per_second"] / wide["tokens_per_second"]
+        assert one["times_16_bit"] == pytest.approx(ratio)
         assert ("16-bit" in one["tied"]) == (low <= 1.0 <= high and one is not wide)
 
 
 def test_a_structure_that_cannot_be_predicted_is_counted_and_silences_no_other() -> None:
     dimensions = choices(micro_batch_size=[1, 2, 4], kernels=["hf", "fused-loss", "liger"])
-    torchs = "memory is not predicted: module 'w': Expected mat_a.dtype"
-    predictor = Picky(liger=Untraceable(torchs), hf=InputError("no module 'w'"))
+    untraceable = Untraceable("memory is not predicted: module 'w': Expected mat_a.dtype")
+    predictor = Picky(liger=untraceable, hf=InputError("no module 'w'"))
     found = survey(a_space(**dimensions), a_forecaster(predictor=predictor))
-    plain = "memory is not predicted: module 'w' cannot be run without data"
-    assert found.found.unpredicted == {plain: 3}
+    ((reason, count),) = found.found.unpredicted.items()
+    assert count == 3
+    assert "module 'w'" in reason
+    # What torch says of its own is nothing to a person.
+    assert "mat_a" not in reason
     assert found.found.invalid == {"cannot-be-built": 3}
     assert (found.found.fit, found.found.looked_at) == (3, 9)
     assert found.recommended.config.kernels == "fused-loss"
-    # Where nothing can be predicted, that is an error.
+
+
+def test_where_nothing_can_be_predicted_that_is_an_error() -> None:
     nothing = ImaginedPredictor(fault=Untraceable("data decides"))
     with pytest.raises(Untraceable, match="data decides"):
         survey(a_space(), a_forecaster(predictor=nothing))
-
-
-@pytest.mark.parametrize("gpu", ["t4", "a10", "h200"])
-def test_speed_never_falls_with_the_micro_batch(gpu: str) -> None:
-    """What a survey relies on where it looks at the largest micro-batch of a row alone."""
-    settings = itertools.product((0.0, 1.0), ("hf", "liger"), ("nf4", "none"), (64, 512, 2048))
-    for fraction, kernels, quantization, length in settings:
-        config = TrialConfig(
-            seq_len=length,
-            checkpoint_fraction=fraction,
-            kernels=kernels,
-            quantization=quantization,
-            compute_dtype="fp16",
-        )
-        batches = [config.model_copy(update={"micro_batch_size": n}) for n in (1, 2, 5, 16, 256)]
-        steps = [predict_step(one, model=MISTRAL, gpu=find_gpu(gpu)) for one in batches]
-        speeds = [step.tokens_per_second for step in steps]
-        assert speeds == sorted(speeds)
 
 
 def test_what_rules_forbid_is_counted_by_rule() -> None:
@@ -410,7 +365,7 @@ def test_where_nothing_surely_fits_the_next_best_is_told() -> None:
     plan = planned(a_space(), a_forecaster(budget_gib=2))
     assert (plan.shown, plan.table, plan.fits, plan.bills) == (None, None, False, ())
     assert plan.survey.found.least_bytes == 5 * GIB + (8 + 512) * 2**20
-    # Without a speed the most tokens are.
+    # Without a speed the one of the most tokens is.
     unknown = survey(a_space(), a_forecaster(model=UNKNOWN, budget_gib=10))
     assert unknown.recommended.config.tokens_per_micro_batch == 8 * 512
     assert unknown.study_seconds() is None
@@ -426,32 +381,29 @@ def test_a_space_without_end_is_looked_over_at_some_of_its_values() -> None:
     fine = a_space(dimensions={"micro_batch_size": {"low": 1, "high": 10_000}})
     forecaster = a_forecaster()
     largest = survey(fine, forecaster).found.largest[512]
-    sizes = (forecaster.expect(TrialConfig(micro_batch_size=n)).fit for n in range(1, 100))
-    assert largest.sure == sum(fit is Fit.YES for fit in sizes)
-    assert candidates.evenly_spaced([5, 1, 2, 3, 4, 9, 7], most=3) == [1, 4, 9]
+    assert forecaster.expect(TrialConfig(micro_batch_size=largest.sure)).fit is Fit.YES
+    assert forecaster.expect(TrialConfig(micro_batch_size=largest.sure + 1)).fit is not Fit.YES
 
 
 def test_a_studys_length_follows_from_its_trials_and_its_time_budget() -> None:
-    few, many, cut = (
-        survey(a_space(**asked), a_forecaster()).study_seconds()
-        for asked in ({"trials": 10}, {"trials": 20}, {"time_budget_seconds": 60})
-    )
+    def seconds(**asked: Any) -> tuple[float, float]:
+        return survey(a_space(**asked), a_forecaster()).study_seconds()
+
+    few = seconds(trials=10)
+    many = seconds(trials=20)
     assert few[0] < few[1]
     start = surveys.START_SECONDS
     assert many[0] - start == pytest.approx(2 * (few[0] - start))
-    assert cut == (60, 60)
+    assert seconds(time_budget_seconds=60) == (60, 60)
     # No more trials than what may fit, each of two micro-steps however large the batch.
     space = a_space(**choices(micro_batch_size=[1, 2, 64]), trials=40)
     assert survey(space, a_forecaster()).trials == 2
-    twice, often = (
-        a_space(**choices(micro_batch_size=[4]), fixed={"effective_batch_size": size})
-        for size in (8, 64)
-    )
-    seconds = [survey(one, a_forecaster()).study_seconds() for one in (twice, often)]
-    assert seconds[0] == seconds[1]
+    one = choices(micro_batch_size=[4])
+    twice = seconds(**one, fixed={"effective_batch_size": 8})
+    assert twice == seconds(**one, fixed={"effective_batch_size": 64})
 
 
-@pytest.mark.parametrize("gpus", [1, 2, 3])
+@pytest.mark.parametrize("gpus", [1, 3])
 def test_a_studys_length_is_that_of_steps_on_all_of_a_trials_gpus(gpus: int) -> None:
     fixed = {"data_parallel": gpus, "effective_batch_size": 24 * gpus}
     looked = survey(a_space(**choices(micro_batch_size=[4]), fixed=fixed), a_forecaster())
@@ -482,50 +434,7 @@ def test_the_committed_studys_time_is_within_what_is_foretold() -> None:
     assert seconds[0] <= 60 * minutes + rest <= seconds[1] < 2.5 * seconds[0]
 
 
-@pytest.mark.parametrize(
-    ("gpu", "dtypes"),
-    [("l4", ("bf16", "fp16", "fp8", "int8")), ("v100-16gb", ("fp16",))],
-)
-def test_a_gpus_own_space_is_valid_there(gpu: str, dtypes: tuple[str, ...]) -> None:
-    space, kind = own_space(gpu, None)
-    counts = survey(space, a_forecaster(gpu=gpu)).found
-    assert (kind, space.gpu) == ("standard", gpu)
-    assert space.values_of("compute_dtype") == dtypes
-    assert set(counts.invalid) <= {"compile-breaks-on-liger", "eight-bit"}
-    assert counts.fit > 0
-
-
 # Cost
-
-
-@pytest.mark.parametrize(
-    ("asked", "steps"),
-    [
-        ({}, 1000),
-        ({"train_steps": 7}, 7),
-        ({"samples": 100}, 13),
-        ({"tokens": 5000}, 2),
-        ({"dataset_samples": 80, "epochs": 2.5}, 25),
-    ],
-)
-def test_work_is_the_fewest_whole_steps(asked: Mapping[str, Any], steps: int) -> None:
-    config = TrialConfig(micro_batch_size=4, effective_batch_size=8)
-    assert AskedWork(**asked).workload(config).steps == steps
-
-
-@pytest.mark.parametrize(
-    ("asked", "message"),
-    [
-        ({"train_steps": 0}, "--work train-steps must be greater than 0"),
-        ({"tokens": 10**400}, "--work tokens must be greater than 0 and at most"),
-        ({"dataset_samples": 10, "epochs": math.nan}, "--work epochs must be"),
-        ({"train_steps": 1, "samples": 1}, "--work train-steps and --work samples both"),
-        ({"epochs": 1.0}, "--work epochs needs tokens or dataset-samples"),
-    ],
-)
-def test_work_that_cannot_be_is_refused(asked: Mapping[str, Any], message: str) -> None:
-    with pytest.raises(InputError, match=message):
-        AskedWork(**asked)
 
 
 def test_bills_come_cheapest_first_and_count_the_models_download() -> None:
@@ -561,7 +470,6 @@ def on(space: SearchSpace, *gpus: str) -> list[GpuPlan]:
     [
         ([1, 2, 4, 8, 12, 16, 32], {}),
         ([10, 24], {"train_steps": 70}),
-        ([7, 36], {"samples": 10_000}),
         ([10, 40], {"tokens": 10**7}),
     ],
 )
@@ -584,14 +492,7 @@ def test_an_effective_batch_that_the_space_fixes_is_the_one_compared() -> None:
     batches = choices(micro_batch_size=[1, 2, 4, 8, 16])
     plans = on(a_space(**batches, fixed={"effective_batch_size": 64}))
     document = comparison_document(plans, compared(plans, train_steps=10))["comparison"]
-    assert (document["effective_batch_size"], document["steps"]) == (64, 10)
-    assert document["tokens"] == 10 * 64 * 512
-    json.dumps(document, allow_nan=False)
-
-
-def test_gpus_on_which_nothing_fits_are_not_compared() -> None:
-    plans = [planned(a_space(), a_forecaster(budget_gib=gib)) for gib in (1, 20)]
-    assert compared(plans) is compared(plans[:1]) is None
+    assert (document["effective_batch_size"], document["tokens"]) == (64, 10 * 64 * 512)
 
 
 def test_gpus_without_a_price_are_compared_by_their_speed() -> None:
@@ -625,29 +526,7 @@ def test_one_gpus_configurations_are_ordered_by_what_their_errors_have_not_in_co
     assert not is_faster(other, slow)
 
 
-def test_gpus_together_are_as_sure_as_one_but_for_what_they_wait_for_each_other() -> None:
-    forecaster = a_forecaster()
-    alone, two, four = (
-        forecaster.expect(TrialConfig(data_parallel=gpus, micro_batch_size=8)) for gpus in (1, 2, 4)
-    )
-    waits, owns = forecaster.gpu.speed.shared, (alone.own_spread, two.own_spread)
-    for more, fewer, doubts in ((two, alone, (waits,)), (four, two, (waits, waits))):
-        times = more.tokens_per_second / fewer.tokens_per_second
-        ratio = within(times, math.hypot(*doubts, *owns))
-        assert speed_ratio(more, fewer) == pytest.approx(ratio, rel=0.01)
-
-
 # Documents
-
-
-@pytest.mark.parametrize("budget_gib", [1, 7.05, 20])
-def test_a_plans_document_is_json(budget_gib: float) -> None:
-    document = gpu_document(planned(a_space(), a_forecaster(budget_gib=budget_gib)))
-    read = json.loads(json.dumps(document, allow_nan=False))
-    counts = read["configurations"]
-    kinds = ("fit", "uncertain", "cannot_fit", "invalid")
-    assert counts["total"] == counts["looked_at"] == sum(counts[kind] for kind in kinds) == 64
-    assert (read["recommended"] is None) == (budget_gib == 1)
 
 
 # What a study has shown
@@ -693,7 +572,6 @@ def test_a_study_on_another_gpu_does_not_calibrate_and_says_so() -> None:
 @pytest.mark.parametrize(
     ("outcome", "batch", "budget_gib", "fit"),
     [
-        (OutOfMemory(stage="backward"), 8, 15, Fit.NO),
         (OutOfMemory(stage="backward"), 8, 20, Fit.NO),
         (OutOfMemory(stage="backward"), 8, 21, Fit.YES),
         (None, 64, 19, Fit.NO),

@@ -67,13 +67,12 @@ def test_of_thirty_questions(
 
 @pytest.mark.parametrize(
     "budget_gib",
-    [5.6, 11, *(pytest.param(gib, marks=pytest.mark.integration) for gib in (7, 40))],
+    [11, *(pytest.param(gib, marks=pytest.mark.integration) for gib in (5.6, 7, 40))],
 )
 @pytest.mark.parametrize(
     "asked",
     [
         Asked("a10", "mistral-7b-v0.3", 512),
-        Asked("rtx-4090", "qwen3-0.6b", 1024),
         Asked("h200", "llama-3.1-8b", 4096, {"lora_rank": 64, "target_modules": "all-linear"}),
         Asked("a100-80gb", "qwen3-4b", 1024, {"effective_batch_size": 24}),
         Asked("a100-80gb", "qwen3-4b", 1024, {"data_parallel": 2}),
@@ -87,7 +86,7 @@ def test_of_any_budget(asked: Asked, budget_gib: float) -> None:
 
 
 @pytest.mark.parametrize(
-    "seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.integration) for seed in (2, 3))]
+    "seed", [0, *(pytest.param(seed, marks=pytest.mark.integration) for seed in (1, 2, 3))]
 )
 def test_of_a_dataset(seed: int) -> None:
     draw = np.random.default_rng(seed)
@@ -100,7 +99,7 @@ def test_of_a_dataset(seed: int) -> None:
     )
 
 
-def test_packing_is_found_as_well() -> None:
+def test_the_packing_that_is_fastest_is_found() -> None:
     rows = np.random.default_rng(0).lognormal(np.log(200), 0.8, 500).astype(np.int64) + 2
     asked = Asked("rtx-4090", "llama-3.2-1b", 1024)
     on_dataset = shapes(np.minimum(rows, asked.seq_len))

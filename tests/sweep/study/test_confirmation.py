@@ -17,14 +17,12 @@ from qlora_sweep.search_spaces.config import TrialConfig, canonical
 from qlora_sweep.search_spaces.space import ConfirmBudget
 from qlora_sweep.storage.ranking import Ranking, rank
 from qlora_sweep.storage.records import (
-    INTERRUPTED,
     Crashed,
     Measured,
     Outcome,
     OutOfMemory,
     SoakReport,
     TrialRecord,
-    Verdict,
 )
 from qlora_sweep.storage.study import OpenStudy
 from qlora_sweep.sweep.planning.survey import TRIAL_SECONDS
@@ -276,22 +274,6 @@ def test_what_was_begun_before_the_budget_was_spent_runs_twice(tmp_path: Path) -
     assert ranking.tied != ()
 
 
-def test_cut_short_after_two_rounds_of_two_the_gain_is_known(tmp_path: Path) -> None:
-    """Six are to be measured again; what the winner's gain is over is the second of them."""
-    dimensions = {"lora_rank": {"choices": [8, 64]}, "micro_batch_size": {"choices": [6, 8, 10]}}
-
-    def gpu(config: TrialConfig) -> Outcome:
-        return at_speed(config, 10_000.0 - 2_000.0 * (config.lora_rank == 64), spread=0.021)
-
-    with a_grid(tmp_path, **(OF_64 | {"dimensions": dimensions})) as study:
-        drive(study, a_runner(gpu))
-        runs = [r for r in study.confirmations() if r.purpose == "confirm"][:8]
-        ranking = rank(study.records(), study.definition, runs)
-    asked = [(r.config.lora_rank, r.config.micro_batch_size) for r in runs]
-    assert asked == [(8, 6), (8, 4), (8, 8), (8, 10), (64, 6), (64, 4), (8, 4), (8, 6)]
-    assert ranking.reference_for(ranking.winner.config) is not None
-
-
 @pytest.mark.parametrize(("noise", "runs"), [(0.003, 2), (0.06, 4)])
 def test_what_noise_leaves_open_is_run_more(tmp_path: Path, noise: float, runs: int) -> None:
     luck = random.Random(0)
@@ -394,16 +376,6 @@ def test_a_further_search_that_finds_a_faster_one_begins_a_series(tmp_path: Path
             assert ranking_of(study).is_confirmed
 
 
-def test_anew_all_is_measured_once_more_also_where_the_space_says_no(tmp_path: Path) -> None:
-    for section, series in ((CONFIRM, {1}), (CONFIRM, {1, 2}), (False, {1, 2, 3})):
-        with a_grid(tmp_path, **(SPACE | {"confirm": section})) as study:
-            is_anew = series != {1}
-            reason = drive(study, a_runner(), is_anew=is_anew)
-            assert reason is (StopReason.CONFIRMED if is_anew else StopReason.EXHAUSTED)
-            assert {r.series for r in study.confirmations()} == series
-            assert len(batches(study.confirmations(), "soak")) == len(series)
-
-
 def test_the_fastest_of_the_baselines_own_class_is_confirmed_too(tmp_path: Path) -> None:
     def gpu(config: TrialConfig) -> Outcome:
         speed = 1_000.0 * config.micro_batch_size * (1.5 if config.lora_rank == 8 else 1.0)
@@ -450,16 +422,6 @@ def test_a_baseline_that_outruns_the_winner_becomes_a_trial_and_wins(tmp_path: P
         stored = len(study.records()), len(study.confirmations())
         drive(study, a_runner(gpu))
         assert (len(study.records()), len(study.confirmations())) == stored
-
-
-@pytest.mark.parametrize("lost", [Crashed(phase="build"), INTERRUPTED])
-def test_what_came_to_nothing_at_first_is_stated_over_what_ran(
-    tmp_path: Path, lost: Outcome
-) -> None:
-    left = [lost]
-    with a_grid(tmp_path, **LARGER) as study:
-        drive(study, a_runner(lambda c: left.pop() if c == RECIPE and left else by_size(c)))
-        assert ranking_of(study).gain.over.record.verdict is Verdict.FITS
 
 
 @pytest.mark.parametrize(

@@ -1,16 +1,10 @@
 from __future__ import annotations
 
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
 
-from qlora_sweep.storage.records import Verdict
 from qlora_sweep.sweep.processes import STOP_SIGNALS
 from qlora_sweep.sweep.study.events import (
     SETTLING_SECONDS,
@@ -18,44 +12,6 @@ from qlora_sweep.sweep.study.events import (
     Interruption,
     undisturbed,
 )
-from tests.sweep.simulated_device import a_study
-
-ROOT = Path(__file__).parents[3]
-
-
-@contextmanager
-def a_slow_study(home: Path, *, until: str, beat: float) -> Iterator[subprocess.Popen[str]]:
-    """Start the program and wait until it says so: the trial's number and its phase."""
-    program = (sys.executable, "-m", "tests.sweep.study.slow_study")
-    command = [*program, str(home), str(beat)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT) as process:
-        try:
-            assert until in (line.strip() for line in process.stdout)  # type: ignore[union-attr]
-            yield process
-        finally:
-            process.kill()
-
-
-def test_a_signal_ends_the_running_trial_and_a_resume_tries_it_again(tmp_path: Path) -> None:
-    # A trial of minutes.
-    with a_slow_study(tmp_path, beat=0.5, until="0 attach") as process:
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(timeout=30) == 130
-    with a_study(tmp_path) as study:
-        retried = study.recover()
-        (record,) = study.records()
-    assert record.is_interrupted
-    assert retried == (record.config,)
-
-
-def test_a_driver_that_was_killed_leaves_a_study_that_can_go_on(tmp_path: Path) -> None:
-    with a_slow_study(tmp_path, beat=0.1, until="1 attach") as process:
-        process.kill()
-        process.wait(timeout=60)
-    with a_study(tmp_path) as study:
-        retried = study.recover()
-        assert list(retried) == [study.records()[1].config]
-        assert study.records()[1].verdict is Verdict.LOST
 
 
 def test_a_request_never_cuts_the_telling_short_at_once() -> None:
@@ -126,14 +82,3 @@ def test_who_is_told_what_came_of_it_is_not_disturbed_unless_that_hangs() -> Non
         for number in STOP_SIGNALS:
             with pytest.raises(KeyboardInterrupt):
                 signal.raise_signal(number)
-
-
-def test_a_study_that_is_driven_from_another_thread_leaves_signals_to_the_main_one() -> None:
-    before = [signal.getsignal(number) for number in STOP_SIGNALS]
-
-    def inside() -> list[object]:
-        with Interruption().handling_signals(), undisturbed():
-            return [signal.getsignal(number) for number in STOP_SIGNALS]
-
-    with ThreadPoolExecutor(1) as pool:
-        assert pool.submit(inside).result(timeout=5.0) == before

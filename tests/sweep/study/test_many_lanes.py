@@ -30,7 +30,6 @@ from qlora_sweep.sweep.request import RunRequest
 from qlora_sweep.sweep.running.replay import ReplayRunner
 from qlora_sweep.sweep.running.runner import Lane, Lanes
 from qlora_sweep.sweep.study import session
-from qlora_sweep.sweep.study.driver import Driver
 from qlora_sweep.sweep.study.events import (
     Event,
     Interruption,
@@ -42,8 +41,8 @@ from qlora_sweep.sweep.study.events import (
 from qlora_sweep.sweep.study.prepared import prepare, prepare_again
 from qlora_sweep.sweep.study.stopping import FAILURES_IN_A_ROW, Stopping
 from tests.sweep.imagined_memory import ImaginedPredictor
-from tests.sweep.simulated_device import a_study, at_speed, train
-from tests.sweep.study.driven import a_forecaster, a_grid, drive
+from tests.sweep.simulated_device import at_speed, train
+from tests.sweep.study.driven import a_grid, drive
 from tests.sweep.study.test_confirmation import SPACE, soaking
 from tests.sweep.study.test_quality_of_studies import SPACE as LEARNING
 from tests.sweep.study.test_quality_of_studies import Learning, qualities, slower_by_rank
@@ -351,21 +350,6 @@ def driven(study: OpenStudy, runner: Any, clock: Clock, *, is_anew: bool = False
     return drive(study, runner, is_anew=is_anew, stopping=stopping, clock=clock)
 
 
-@pytest.mark.parametrize("lanes", [1, 2])
-def test_a_running_trial_ends_with_the_money(tmp_path: Path, lanes: int) -> None:
-    clock = Clock()
-    where = Lanes([Lane(WaitsForItsEnd(1, clock), name=f"GPU {at}") for at in range(lanes)])
-    with a_study(tmp_path) as study:
-        study.gpus = lanes
-        assert driven(study, where, clock) is StopReason.DOLLARS_SPENT
-        records = study.records()
-        retried = study.recover()
-    ended = {record.config for record in records if record.is_interrupted}
-    assert ended == set(retried)
-    assert 1 <= len(ended) <= lanes
-    assert {record.verdict for record in records if record.config not in ended} == {Verdict.FITS}
-
-
 def test_a_confirmation_ends_with_the_money_and_what_is_known_stays(tmp_path: Path) -> None:
     with a_grid(tmp_path, **SPACE) as study:
         clock = Clock()
@@ -386,16 +370,6 @@ def test_where_the_money_is_spent_nothing_is_measured_again(tmp_path: Path, is_a
         assert driven(study, runner, Clock(), is_anew=is_anew) is StopReason.DOLLARS_SPENT
         assert study.confirmations() == ()
     assert len(runner.ran) == 3
-
-
-@pytest.mark.parametrize(("seconds", "is_over"), [(3599.0, False), (3600.0, True)])
-def test_dollars_are_spent_by_all_runs(tmp_path: Path, seconds: float, is_over: bool) -> None:
-    with a_study(tmp_path, max_dollars=0.5) as study:
-        study.add_wall_seconds(seconds)
-        stopping = Stopping(study.definition.space, usd_per_hour=0.5)
-        runner = ReplayRunner(otherwise=train)
-        driver = Driver(study, runner, a_forecaster(), stopping=stopping, clock=Clock())
-        assert (driver.reason_to_stop() is StopReason.DOLLARS_SPENT) is is_over
 
 
 def test_money_is_of_the_gpu_that_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -427,5 +401,5 @@ def test_what_measuring_a_winner_again_may_cost_can_be_raised() -> None:
     request = RunRequest(space="a10", overrides={"max_dollars": 1.0}, study="paid")
     stored = prepare(request, read_gpu=lambda: gpu)
     for typed, dollars in ((None, 1.0), (2.0, 2.0)):
-        asked = {"confirm": {}, "max_dollars": typed, "gpu": lambda: gpu}
+        asked = {"confirm": {}, "max_dollars": typed, "read_gpu": lambda: gpu}
         assert prepare_again("paid", stored.definition, **asked).space.max_dollars == dollars

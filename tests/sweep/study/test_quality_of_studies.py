@@ -201,12 +201,6 @@ def test_the_few_on_the_front_are_trained_with_further_seeds(confirmed: Ranking)
     assert confirmed.winner.measurement.quality in several
 
 
-def test_one_seed_is_enough_where_that_is_asked_for(tmp_path: Path) -> None:
-    _, ranking = driven(tmp_path, confirm=CONFIRM | {"quality_seeds": 1}, trials=2)
-    assert ranking.is_confirmed
-    assert not [r for r in ranking.confirmations.records if r.purpose == "quality"]
-
-
 def test_a_loss_over_seeds_is_their_mean_with_students_interval() -> None:
     def learned(seed: int, loss: float) -> TrialRecord:
         measured = a_measurement(TrialConfig(), quality=a_report(loss, seed=seed).model_dump())

@@ -1,9 +1,7 @@
 from __future__ import annotations
 
-import json
 import statistics
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,9 +10,8 @@ from qlora_sweep.search_spaces.config import TrialConfig
 from qlora_sweep.search_spaces.gpus import GIB, find_gpu
 from qlora_sweep.storage.surfaces import Header, Surface, SurfaceRow
 from qlora_sweep.sweep.sampling.encoding import identity
-from tests.bench.replay import document_of, main
 from tests.bench.searching import Recorded, search, trials_of
-from tests.storage.test_surfaces import HEADER, OOM, ROW, a_file
+from tests.storage.test_surfaces import HEADER
 from tests.sweep.predict.rows import HELD_OUT, TABLE, config_of, model_of
 
 BUDGET = int(21.5 * GIB)
@@ -63,18 +60,6 @@ def test_on_other_models_it_is_there_in_two_trials(name: str) -> None:
     assert search(recorded(name), "guided", seed=0).trials <= 2
 
 
-@pytest.mark.parametrize("sampler", ["guided", "tpe", "random"])
-def test_every_row_is_asked_for_once_whatever_the_order_of_the_lines(sampler: Any) -> None:
-    surface = recorded("llama-3.1-8b")
-    turned = replace(surface.surface, rows=surface.surface.rows[::-1])
-    first, second = (
-        [identity(row.config) for row, _ in trials_of(known, sampler, seed=1)]
-        for known in (surface, replace(surface, surface=turned))
-    )
-    assert first == second
-    assert sorted(first) == sorted(identity(row.config) for row in surface.surface.rows)
-
-
 @pytest.mark.slow
 def test_optunas_gaussian_process_searches_rows_too() -> None:
     assert search(recorded("llama-2-13b"), "gp", seed=0).trials <= 15
@@ -85,44 +70,3 @@ def test_what_surely_does_not_fit_costs_no_sampler_a_trial() -> None:
     fitting = len(surface.surface.fitting(12 * GIB))
     for row, _ in list(trials_of(surface, "random", seed=0))[:fitting]:
         assert row.fits(12 * GIB)
-
-
-def test_the_document_has_what_scripts_rely_on() -> None:
-    surface = recorded("llama-3.1-8b")
-    done = search(surface, "guided", seed=0)
-    document = document_of(surface, {"guided": [done, done]})
-    numbers = {"budget_bytes", "configurations", "fitting"}
-    assert document.keys() == {"surface", "best", "samplers", *numbers}
-    assert document["best"]["tokens_per_second"] == surface.best.tokens_per_second
-    guided = document["samplers"]["guided"]
-    assert guided["trials"] == {"median": done.trials, "p95": done.trials}
-    assert guided.keys() == {"trials", "oom", "device_seconds", "ask_seconds"}
-    assert guided["device_seconds"]["median"] == pytest.approx(done.device_seconds)
-
-
-@pytest.mark.parametrize(
-    ("options", "code", "message"),
-    [
-        (["--samplers", "guidid"], 2, "unknown sampler 'guidid'; did you mean 'guided'"),
-        (["--seeds", "0"], 2, "--seeds must be from 1 to 1000, got 0"),
-        (["--budget-gib", "-1"], 2, "--budget-gib must be greater than 0, got -1"),
-        (["--budget-gib", "5"], 1, "ask with --budget-gib 8 or more"),
-    ],
-)
-def test_what_cannot_be_replayed(
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    options: list[str],
-    code: int,
-    message: str,
-) -> None:
-    longer = OOM | {"config": {"micro_batch_size": 64}}
-    name = a_file(tmp_path, HEADER, ROW, longer)
-    assert main([name, *options, "--json"]) == code
-    said = capsys.readouterr()
-    assert message in said.err
-    if code == 1:
-        found = json.loads(said.out)
-        assert (found["fitting"], found["best"], found["samplers"]) == (0, None, {})
-    else:
-        assert said.out == ""
