@@ -14,7 +14,6 @@ from qlora_sweep.search_spaces.errors import InputError
 from qlora_sweep.sweep.data.epoch import (
     MASKED_COST,
     Epoch,
-    Shape,
     cut,
     epoch,
     packed,
@@ -51,17 +50,6 @@ def test_a_pair_is_cut_once_however_many_of_its_rows_are() -> None:
     assert epoch(lengths, lengths - 1, config, seed=0).rows_cut == 2
 
 
-def test_the_widths_are_those_of_the_longest_rows() -> None:
-    lengths = np.array([3, 9, 5, 7, 2])
-    whole = epoch(lengths, lengths - 1, configured(micro_batch_size=2, seq_len=8), seed=0)
-    for index in range(whole.micro_batches):
-        counts = np.minimum(lengths[whole.rows.documents[whole.rows_of(index)]], 8)
-        assert whole.widths[index] == counts.max()
-        assert whole.padded[index] == counts.max() * len(counts)
-        assert whole.filled[index] == counts.sum()
-        assert whole.loss[index] == counts.sum() - len(counts)
-
-
 @pytest.mark.parametrize("packing", PACKINGS)
 def test_the_largest_micro_batch_is_no_smaller_than_that_of_any_order(packing: str) -> None:
     lengths = _lengths(64)
@@ -71,13 +59,6 @@ def test_the_largest_micro_batch_is_no_smaller_than_that_of_any_order(packing: s
     assert all(whole.largest.tokens >= whole.padded.max() for whole in epochs)
 
 
-def test_the_largest_micro_batch_has_the_longest_rows() -> None:
-    lengths = np.array([5, 60, 7, 50, 8, 40])
-    whole = epoch(lengths, lengths - 1, configured(micro_batch_size=2), seed=0)
-    assert sorted(lengths[whole.rows.documents[whole.largest_rows]]) == [50, 60]
-    assert whole.largest == Shape(rows=2, width=60)
-
-
 def test_under_compile_there_are_no_more_than_four_widths() -> None:
     lengths = _lengths(2000)
     for seq_len in (256, 250, 3):
@@ -85,15 +66,6 @@ def test_under_compile_there_are_no_more_than_four_widths() -> None:
         widths = set(epoch(lengths, lengths - 1, config, seed=0).widths.tolist())
         assert len(widths) <= 4
         assert max(widths) == seq_len
-
-
-def test_a_row_that_is_cut_before_its_completion_is_left_out() -> None:
-    # The second's completion begins behind the cut, the third's before it.
-    lengths = np.array([10, 40, 40, 12])
-    _, left = cut(lengths, np.array([4, 5, 30, 2]), 20)
-    whole = epoch(lengths, left, configured(seq_len=20, micro_batch_size=1), seed=0)
-    assert sorted(whole.rows.documents) == [0, 2, 3]
-    assert (whole.rows_left_out, whole.loss_tokens) == (1, 4 + 10 + 2)
 
 
 @pytest.mark.parametrize("loss", [[5, 30], [4, 29]])

@@ -70,20 +70,6 @@ def test_what_broke_is_told_by_its_line(
     assert whole == {line: {"text": words} for line, words in rows.items()}
 
 
-@pytest.mark.parametrize(
-    ("text", "where"),
-    [
-        ('{"text": "a\n', "column 12"),
-        ('{\n  "a": [\n    {"b": 1}\n    {"b": 1}\n  ]\n}\n', "line 4, column 5"),
-        ("7 8\n", "8"),
-    ],
-)
-def test_what_broke_is_told_by_its_place_in_the_line(text: str, where: str, tmp_path: Path) -> None:
-    *_, (_, broken) = lines_of(written(tmp_path / "a.jsonl", text))
-    assert isinstance(broken, Broken)
-    assert where in broken.reason
-
-
 def test_many_objects_over_lines_take_time_by_their_number(tmp_path: Path) -> None:
     rows = [{"text": f"a {n}", "list": list(range(40))} for n in range(3000)]
     path = written(tmp_path / "a.jsonl", "\n".join(json.dumps(row, indent=1) for row in rows))

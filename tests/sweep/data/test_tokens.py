@@ -213,27 +213,6 @@ def test_a_template_that_is_marked_renders_the_same(tokenizer: Any) -> None:
     assert tried > len(own)
 
 
-@pytest.mark.parametrize(
-    ("kind", "template", "only", "is_unmarked"),
-    [
-        ("messages", GREETING, True, True),
-        ("messages", GREETING, False, False),
-        ("messages", None, True, False),
-        ("messages", "qwen3", True, False),
-        ("prompt-completion", GREETING, True, False),
-    ],
-)
-def test_a_template_is_unmarked_where_nobody_marks_the_turns_that_are_learned(
-    tokenizer: Any, kind: str, template: str | None, only: bool, is_unmarked: bool
-) -> None:
-    if template == "qwen3":
-        template = template_named(template)
-    if template is not None:
-        tokenizer.chat_template = template
-    encoder = Encoder(tokenizer, layout_of(kind), completions_only=only)
-    assert encoder.unmarked_template == (template if is_unmarked else None)
-
-
 # What TRL has no word for
 
 
