@@ -149,22 +149,6 @@ def test_of_a_chat_an_answer_before_the_cut_is_left() -> None:
 
 
 @settings(max_examples=25)
-@given(lengths=LENGTHS, seq_len=st.integers(2, 3000), size=st.integers(1, 8))
-def test_wastes_are_shares_and_rise_with_the_length(
-    lengths: np.ndarray, seq_len: int, size: int
-) -> None:
-    shorter = waste(seq_len, lengths, lengths - 1, size)
-    longer = waste(2 * seq_len, lengths, lengths - 1, size)
-    shares = (shorter.rows_cut, shorter.tokens_cut, shorter.padding_waste, shorter.packed_waste)
-    assert all(0.0 <= share <= 1.0 for share in shares)
-    assert max(shares) < 1.0 or shorter.rows_cut == 1.0
-    assert longer.rows_cut <= shorter.rows_cut
-    assert longer.tokens_cut <= shorter.tokens_cut
-    if size == 1:
-        assert shorter.padding_waste == pytest.approx(0.0)
-
-
-@settings(max_examples=25)
 @given(lengths=LENGTHS)
 def test_a_histogram_holds_every_row_once(lengths: np.ndarray) -> None:
     bins = histogram(lengths)
