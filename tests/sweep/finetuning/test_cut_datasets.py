@@ -202,9 +202,7 @@ def test_a_training_that_would_lose_much_stops_and_says_what_to_do(
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_with_yes_it_trains_and_says_what_was_cut(
-    rows: Path, sweep: Sweep
-) -> None:
+def test_with_yes_it_trains_and_says_what_was_cut(rows: Path, sweep: Sweep) -> None:
     code, out, err = sweep(*TYPED, "--max-steps", "2", "--yes", "--json")
     assert code == 0, err
     document = json.loads(out)
