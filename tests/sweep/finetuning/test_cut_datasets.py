@@ -51,6 +51,10 @@ def a_chat(n: int) -> dict[str, Any]:
 KINDS: Mapping[str, Any] = {
     "text": lambda n: {"text": f"Row {n} says {SO * (n % 9)}and ends."},
     "messages": a_chat,
+    "prompt-completion": lambda n: {
+        "prompt": f"Say {SO * (n % 6)}: ",
+        "completion": f"{SO * (n % 7)} {n}.",
+    },
     "preference": lambda n: {
         "prompt": f"Say {SO * (n % 6)}: ",
         "chosen": f"{SO * (n % 7)} {n}.",
@@ -119,7 +123,9 @@ def counted(directory: Path, numbers: Any, seq_len: int, each: int) -> dict[str,
 @pytest.mark.parametrize(
     ("kind", "config", "texts"),
     [
-        ("messages", {"packing": "packed"}, {"completions_only": True}),
+        ("text", {"packing": "packed"}, {}),
+        ("messages", {"packing": "grouped"}, {"completions_only": True}),
+        ("prompt-completion", {}, {}),
         ("preference", {"method": "dpo"}, {}),
     ],
 )
@@ -157,7 +163,7 @@ def of_lengths(texts: Path, *, seq_len: int) -> TruncatedDataset:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("packing", ["none", "packed"])
+@pytest.mark.parametrize("packing", ["none", "grouped", "packed"])
 def test_an_epoch_trains_on_what_is_not_cut(tmp_path: Path, packing: str) -> None:
     from qlora_sweep.sweep.finetuning.protocol import TrainingResult
     from tests.sweep.data.prepared import prepared as prepared_rows
@@ -187,6 +193,7 @@ def test_a_training_that_would_lose_much_stops_and_says_what_to_do(
     assert (code, out) == (2, "")
     for words in ("Length 24 cuts", "of the 40 examples", "held out", "--seq-len 64", "--yes"):
         assert words in err
+    assert re.search(r"`sweep run SPACE --model demo --data \S*rows.jsonl`", err)
     assert not (rows / "out").exists()
 
     class Terminal(io.StringIO):
@@ -199,11 +206,14 @@ def test_a_training_that_would_lose_much_stops_and_says_what_to_do(
     assert "all the same? [y/N]" in err
     assert not (rows / "out").exists()
 
+    (rows / "none.json").write_text(json.dumps(SHORT | {"seq_len": 1}))
+    assert sweep(TYPED[0], "none.json", *TYPED[2:]).code == 2
+
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_with_yes_it_trains_and_says_what_was_cut(rows: Path, sweep: Sweep) -> None:
-    code, out, err = sweep(*TYPED, "--max-steps", "2", "--yes", "--json")
+def test_with_yes_it_trains_and_gpu_and_json_say_what_was_cut(rows: Path, sweep: Sweep) -> None:
+    code, out, err = sweep(*TYPED, "--max-steps", "8", "--yes", "--json")
     assert code == 0, err
     document = json.loads(out)
     assert document == json.loads((rows / "out" / "training.json").read_text())
@@ -213,19 +223,14 @@ def test_with_yes_it_trains_and_says_what_was_cut(rows: Path, sweep: Sweep) -> N
         assert parts["dataset"][key] == parts["trained"][key] + parts["held_out"][key]
     shares = parts["dataset"]
     assert shares["supervised_tokens_cut_share"] > CUT_MAX
-    model_card = (rows / "out" / "README.md").read_text()
-    assert f"cuts {shares['examples_cut']} of the 40 examples" in model_card
+    gpu = (rows / "out" / "README.md").read_text()
+    assert f"cuts {shares['examples_cut']} of the 40 examples" in gpu
     # Nothing was measured, and no other length was asked for.
     assert document["promised_basis"] is None
 
-
-@pytest.mark.slow
-@pytest.mark.timeout(300)
-def test_a_length_that_is_typed_is_planned_and_compared_with_its_plan(
-    rows: Path, sweep: Sweep
-) -> None:
-    # It cuts little, and needs no --yes.
-    code, out, err = sweep(*TYPED, "--seq-len", "64", "--max-steps", "2", "--json")
+    # Another length than the file's is planned, needs no --yes, and is compared with its plan.
+    longer = (*TYPED[:-1], "longer", "--seq-len", "64", "--max-steps", "8")
+    code, out, err = sweep(*longer, "--json")
     assert code == 0, err
     assert "predicted" in err.partition("2 x 64")[2]
     document = json.loads(out)
@@ -237,7 +242,7 @@ def test_a_length_that_is_typed_is_planned_and_compared_with_its_plan(
         document["peak_allocated_bytes"] / document["promised_peak_allocated_bytes"]
     )
     assert document["ratios"]["tokens_per_second"] is None, "no speed of a CPU is predicted"
-    assert "predicted" in (rows / "out" / "README.md").read_text()
+    assert "predicted" in (rows / "longer" / "README.md").read_text()
 
 
 @pytest.mark.slow
@@ -264,8 +269,7 @@ def test_what_a_trial_measured_corrects_what_is_predicted_at_another_length(rows
     at_64 = {"gpus": [A10], "settings": {"seq_len": 64}}
     unmeasured = prepared(rows, **at_64).prediction
     assert unmeasured is not None
-    config = TrialConfig.model_validate(SHORT)
-    speeds = {}
+    config, speeds = TrialConfig.model_validate(SHORT), {}
     for seconds in (0.01, 10.0):
         speed = config.tokens_per_step / seconds
         measurement = a_measurement(
