@@ -27,7 +27,6 @@ NOT_HERE = {
     [
         ("tokenizer.model", SENTENCEPIECE, "sentencepiece"),
         ("tokenizer.model.v3", SENTENCEPIECE, "sentencepiece"),
-        ("spiece.model", SENTENCEPIECE, "sentencepiece"),
         ("sentencepiece.bpe.model", SENTENCEPIECE, "sentencepiece"),
         ("tokenizer.model", TIKTOKEN, "tiktoken"),
         ("tekken.json", b"{}", "mistral-common"),

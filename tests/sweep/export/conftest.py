@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -37,14 +40,33 @@ def script_of(
     """Return a study's script as a module, on one thread; a process has its neighbours once."""
     import torch
 
-    from qlora_sweep.sweep.training import eight_bit, fitting
+    from qlora_sweep.sweep.training import eight_bit, fitting, preference
 
-    monkeypatch.setitem(__import__("sys").modules, "eight_bit", eight_bit)
-    monkeypatch.setitem(__import__("sys").modules, "fitting", fitting)
-    monkeypatch.setitem(__import__("sys").modules, "rows", rows_module())
+    monkeypatch.setitem(sys.modules, "eight_bit", eight_bit)
+    monkeypatch.setitem(sys.modules, "fitting", fitting)
+    monkeypatch.setitem(sys.modules, "preference", preference)
+    monkeypatch.setitem(sys.modules, "rows", rows_module())
     # The script says how memory is allocated; other tests shall not find it.
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", "")
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield lambda study: imported(export(study, format="script"), tmp_path / "exported_script.py")
     torch.set_num_threads(before)
+
+
+@pytest.fixture
+def run(
+    tmp_path: Path, model: ModelSpec, monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., dict[str, Any]]:
+    """Run a script in this process on the tiny model, and return what it says that it reached."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+
+    def ran(script: ModuleType, *options: str) -> dict[str, Any]:
+        typed = ["train.py", "--model", str(model.path), "--data", str(tmp_path / "data.jsonl")]
+        typed += ["--output", str(tmp_path / "out"), "--metrics", str(tmp_path / "metrics.json")]
+        monkeypatch.setattr("sys.argv", [*typed, *options])
+        script.main()
+        reached: dict[str, Any] = json.loads((tmp_path / "metrics.json").read_text())
+        return reached
+
+    return ran

@@ -25,6 +25,8 @@ MODEL = ModelSpec(
     source="shipped",
     config={"model_type": "mistral", "num_hidden_layers": 32},
 )
+PAIR = ("prompt", "chosen", "rejected")
+"""Columns of a dataset of pairs."""
 STARTED_AT = "2026-11-21T10:00:00+00:00"
 HOSTILE = "x'''\"\"\"\\\n__import__('os').abort()\r# {{ 7*7 }} {% raw %}\u2028: - &a !!python\udcff"
 

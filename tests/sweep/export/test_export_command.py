@@ -15,7 +15,6 @@ from qlora_sweep.search_spaces.config import TrialConfig, canonical
 from qlora_sweep.storage.reading import read_study
 from qlora_sweep.storage.study import open_study
 from qlora_sweep.sweep.cli import main
-from qlora_sweep.sweep.export.formats import format_names
 from qlora_sweep.sweep.predict.forecast import Forecaster
 from qlora_sweep.sweep.running.replay import ReplayRunner
 from qlora_sweep.sweep.study.driver import Driver
@@ -117,10 +116,3 @@ def test_nothing_to_export_is_said_and_writes_nothing(
     ended, out, err = said(*options, "-o", str(path))
     assert (ended, out, path.exists()) == (code, "", False)
     assert complaint in err
-
-
-def test_the_help_names_every_format_and_what_a_trainer_cannot_do_is_said(said: Said) -> None:
-    shown = said("--help")[1]
-    assert [name for name in format_names() if name not in shown] == []
-    code, out, err = said("study", "--format", "trl", "--force")
-    assert (code, "trl: kernels" in err, "trl: kernels" in out) == (0, True, False)

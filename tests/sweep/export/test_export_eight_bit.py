@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -14,8 +13,7 @@ import pytest
 from qlora_sweep.search_spaces.models import ModelSpec
 from qlora_sweep.storage.definition import StudySnapshot
 from qlora_sweep.sweep.data.kinds import Asked
-from tests.sweep.export.studies import a_study, some_dataset
-from tests.sweep.export.test_export_pairs import PAIRS
+from tests.sweep.export.studies import PAIR, a_study, some_dataset
 from tests.sweep.export.weights import written_dataset
 from tests.sweep.finetuning.trainings import job, run
 from tests.sweep.training.tiny import UNSUITED, tiny_config
@@ -51,8 +49,7 @@ def trained_by_sweep(source: Path, kind: Any, config: Any, model: ModelSpec) -> 
     ("kind", "settings"),
     [
         ("text", {"packing": "packed"}),
-        ("prompt-completion", {"checkpoint_fraction": 0.5}),
-        ("preference", {"method": "dpo"}),
+        ("preference", {"method": "dpo", "checkpoint_fraction": 0.5}),
     ],
 )
 def test_a_script_keeps_the_layers_in_16_bits_that_sweep_train_keeps(
@@ -64,16 +61,10 @@ def test_a_script_keeps_the_layers_in_16_bits_that_sweep_train_keeps(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    from qlora_sweep.sweep.training import preference
-
-    monkeypatch.setitem(sys.modules, "preference", preference)
-    source = tmp_path / "data.jsonl"
+    source = written_dataset(tmp_path / "data.jsonl", kind, rows=40)
     said: dict[str, Any] = {"source": str(source)}
     if kind == "preference":
-        said |= {"columns": ("prompt", "chosen", "rejected"), "completions_only": True}
-        source.write_text("".join(f"{json.dumps(row)}\n" for row in PAIRS), encoding="utf-8")
-    else:
-        written_dataset(source, kind)
+        said |= {"columns": PAIR, "completions_only": True}
     config = tiny_config(**INT8, seq_len=64, lora_dropout=0.1, **settings)
     ours = trained_by_sweep(source, kind, config, outliers)
     assert ours.kept_in_16_bits == (UNSUITED,)

@@ -26,9 +26,14 @@ pytestmark = pytest.mark.filterwarnings("ignore:The following .*_pattern keys:Ru
 
 
 FAMILIES = sorted({spec.model_type for spec in shipped_models()})
+FEW: list[Any] = ["gpt_oss", "qwen3_moe"]
+"""Of experts. What is not of them test_export_script.py builds of Llama's architecture."""
+FEW += [
+    pytest.param(family, marks=pytest.mark.integration) for family in FAMILIES if family not in FEW
+]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", FEW)
 def test_the_script_builds_what_was_measured(
     family: str, script_of: Callable[[StudySnapshot], ModuleType], tmp_path: Path
 ) -> None:

@@ -15,21 +15,17 @@ import pytest
 import yaml
 
 from qlora_sweep.search_spaces.config import TrialConfig
+from qlora_sweep.search_spaces.dataset_choice import DatasetSummary
 from qlora_sweep.search_spaces.models import ModelSpec, load_model_spec
 from qlora_sweep.search_spaces.space import SearchSpace
 from qlora_sweep.storage.definition import StudySnapshot
 from qlora_sweep.sweep.data import collation
 from qlora_sweep.sweep.data.kinds import Asked
-from qlora_sweep.sweep.export.formats import exported, format_names
+from qlora_sweep.sweep.export.formats import exported
 from tests.sweep.export.studies import HOSTILE, a_study, export, imported, some_dataset
 from tests.sweep.export.test_export_formats import dataset_info
-from tests.sweep.export.weights import a_row, saved_model, written_dataset
+from tests.sweep.export.weights import a_row, written_dataset
 from tests.sweep.training.tiny import tiny_config
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> ModelSpec:
-    return saved_model(tmp_path_factory.mktemp("model"))
 
 
 def script_of(
@@ -40,18 +36,6 @@ def script_of(
     texts = some_dataset(kind, completions_only=only, source=str(source))
     script = export(a_study(config, model=model, texts=texts), format="script")
     return imported(script, directory / "exported_texts.py")
-
-
-@pytest.mark.parametrize("texts", [None, some_dataset("text")])
-def test_what_makes_rows_of_a_dataset_is_beside_the_script(texts: Any) -> None:
-    found = exported(a_study(texts=texts), format="script")
-    module = ast.parse(found.beside["rows.py"])
-    imports = [node for node in ast.walk(module) if isinstance(node, ast.ImportFrom)]
-    assert not any(str(node.module).startswith("qlora_sweep") for node in imports)
-    defined = [node.name for node in module.body if hasattr(node, "name")]
-    targets = [t for node in module.body if isinstance(node, ast.Assign) for t in node.targets]
-    defined += [target.id for target in targets if isinstance(target, ast.Name)]
-    assert len({*defined}) == len(defined), "modules that are joined share no name"
 
 
 @pytest.mark.parametrize(
@@ -110,46 +94,46 @@ def test_the_script_says_what_it_cannot_read(
         script.read(str(tmp_path / "other.json"), AutoTokenizer.from_pretrained(str(model.path)))
 
 
+LONG = "a long name/" * 20
+
+
 @pytest.mark.parametrize(
     "path",
-    [
-        '/a  b/back\\slash/it\'s "x" # {{ 7 }}: {% raw %}/\U0001f600/new\nline\u2028%s.jsonl',
-        f"/{'a long name/' * 20}{HOSTILE[:-1]}.jsonl",
-    ],
+    [f'/{LONG}/a  b/back\\slash/"x" # {{{{ 7 }}}}: {{% raw %}}/\U0001f600/%s{HOSTILE[:-1]}.jsonl'],
 )
 def test_a_path_of_any_letters_is_the_same_path_in_every_format(path: str) -> None:
-    summary = some_dataset("text", source=path).model_copy(update={"text_column": path})
-    study = a_study(texts=summary)
-    data = {"texts": path, "text_column": path, "tokenizer": path}
-    space = SearchSpace.model_validate(study.definition.space.model_dump() | {"data": data})
-    study = replace(study, definition=study.definition.model_copy(update={"space": space}))
-    texts = {format: export(study, format=format) for format in format_names()}
-    trl = yaml.safe_load(texts["trl"])
+    texts = some_dataset("text", source=path, text_column=path)
+    study = on_dataset(texts, text_column=path, tokenizer=path)
+    trl = yaml.safe_load(export(study, format="trl"))
     assert trl["datasets"] == [{"path": "json", "data_files": path, "columns": [path]}]
     assert trl["dataset_text_field"] == path
-    axolotl = yaml.safe_load(texts["axolotl"])
+    axolotl = yaml.safe_load(export(study, format="axolotl"))
     assert (axolotl["datasets"][0]["path"], axolotl["datasets"][0]["field"]) == (path, path)
     assert axolotl["tokenizer_config"] == path
-    info = dataset_info(texts["llama-factory"])
-    assert info == {"texts": {"file_name": path, "columns": {"prompt": path}}}
-    yaml.safe_load(texts["llama-factory"])
-    constants = [
-        n.value for n in ast.walk(ast.parse(texts["script"])) if isinstance(n, ast.Constant)
-    ]
+    llama_factory = export(study, format="llama-factory")
+    assert yaml.safe_load(llama_factory)
+    columns = {"file_name": path, "columns": {"prompt": path}}
+    assert dataset_info(llama_factory) == {"texts": columns}
+    nodes = ast.walk(ast.parse(export(study, format="script")))
+    constants = [node.value for node in nodes if isinstance(node, ast.Constant)]
     assert constants.count(path) == 3, "texts, column and tokenizer"
-    assert json.loads(texts["json"])["texts"]["source"] == path
-    assert yaml.safe_load(texts["yaml"])["texts"]["source"] == path
-    known = json.loads(texts["peft"])["auto_mapping"]["provenance"]["texts"]
-    assert (known["source"], known["summary"]["text_column"]) == (path, path)
+    assert json.loads(export(study, format="json"))["texts"]["source"] == path
+    assert yaml.safe_load(export(study, format="yaml"))["texts"]["source"] == path
+    peft = json.loads(export(study, format="peft"))["auto_mapping"]["provenance"]["texts"]
+    assert (peft["source"], peft["summary"]["text_column"]) == (path, path)
 
 
-def on_dataset(tokenizer: str | None = None, broken: int = 0) -> StudySnapshot:
-    """Return a study whose texts had a tokenizer of their own, or broken rows."""
-    texts = some_dataset("text").model_copy(update={"broken": broken})
+def on_dataset(texts: DatasetSummary, **data: Any) -> StudySnapshot:
+    """Return a study whose space says more of its dataset than where it is."""
     study = a_study(texts=texts)
-    data = {"texts": texts.source, "tokenizer": tokenizer}
-    space = SearchSpace.model_validate(study.definition.space.model_dump() | {"data": data})
-    return replace(study, definition=study.definition.model_copy(update={"space": space}))
+    space = study.definition.space.model_dump() | {"data": {"texts": texts.source, **data}}
+    changes = {"space": SearchSpace.model_validate(space)}
+    return replace(study, definition=study.definition.model_copy(update=changes))
+
+
+def lost(format: str, kind: Any = "text", **changes: Any) -> str:
+    """Return what a study on a dataset loses in a format."""
+    return " ".join(exported(a_study(texts=some_dataset(kind, **changes)), format=format).lost)
 
 
 def test_a_tokenizer_that_was_named_is_that_of_every_export(
@@ -158,20 +142,22 @@ def test_a_tokenizer_that_was_named_is_that_of_every_export(
     monkeypatch.chdir(tmp_path)
     shipped = str(load_model_spec("demo").tokenizer_path)
     for named, place in (("/my/tokenizer", "/my/tokenizer"), ("demo", shipped)):
-        study = on_dataset(tokenizer=named)
+        study = on_dataset(some_dataset("text"), tokenizer=named)
         assert f'default="{place}"' in export(study, format="script")
         assert yaml.safe_load(export(study, format="axolotl"))["tokenizer_config"] == place
         for format in ("trl", "llama-factory"):
-            assert any(place in lost for lost in exported(study, format=format).lost)
+            assert place in " ".join(exported(study, format=format).lost)
     # A directory comes before what is shipped under its name, as where texts are tokenized.
     (tmp_path / "demo").mkdir()
-    assert 'default="demo"' in export(on_dataset(tokenizer="demo"), format="script")
+    assert 'default="demo"' in export(
+        on_dataset(some_dataset("text"), tokenizer="demo"), format="script"
+    )
 
 
 @pytest.mark.parametrize("format", ["axolotl", "trl", "llama-factory"])
 def test_rows_that_the_study_left_out_are_said(format: str) -> None:
-    assert any("left 3 out" in lost for lost in exported(on_dataset(broken=3), format=format).lost)
-    assert not any("Broken rows" in lost for lost in exported(on_dataset(), format=format).lost)
+    assert "left 3 out" in lost(format, broken=3)
+    assert "Broken rows" not in lost(format)
 
 
 @pytest.mark.parametrize(
@@ -179,15 +165,12 @@ def test_rows_that_the_study_left_out_are_said(format: str) -> None:
     [
         ("x.tsv.gz", "axolotl", "text", "commas alone"),
         ("x.csv.gz", "axolotl", "text", "NA, null or an empty cell"),
-        ("X.JSONL", "axolotl", "text", None),
         ("x[1].jsonl", "axolotl", "text", "for a pattern"),
         ("x.tsv", "trl", "conversations", "does not look for JSON in a cell"),
         ("texts", "trl", "text", "the most frequent"),
         ("saved", "trl", "text", "what save_to_disk left"),
         ("saved", "axolotl", "text", None),
-        ("x.parquet", "llama-factory", "messages", None),
         ("x.ndjson", "llama-factory", "text", "it refuses a file"),
-        ("org/texts", "llama-factory", "text", None),
     ],
 )
 def test_what_a_trainer_does_not_read_is_said(
@@ -196,17 +179,19 @@ def test_what_a_trainer_does_not_read_is_said(
     (tmp_path / "texts").mkdir()
     (tmp_path / "saved").mkdir()
     (tmp_path / "saved" / "dataset_dict.json").touch()
-    source = name if "/" in name else str(tmp_path / name)
-    lost = exported(a_study(texts=some_dataset(kind, source=source)), format=format).lost
-    of_files = [each for each in lost if "`datasets`" in each or "Write the" in each]
-    assert any(told in each for each in of_files) if told else of_files == []
+    found = lost(format, kind, source=str(tmp_path / name))
+    if told is None:
+        assert "`datasets`" not in found
+        assert "Write the" not in found
+    else:
+        assert told in found
 
 
 @pytest.mark.parametrize(
     "columns", [("instruction", "input", "output"), ("instruction", "output", "system", "history")]
 )
 def test_llama_factory_is_told_of_alpacas_further_columns(columns: tuple[str, ...]) -> None:
-    texts = some_dataset("instruction").model_copy(update={"columns": columns})
+    texts = some_dataset("instruction", columns=columns)
     found = dataset_info(export(a_study(texts=texts), format="llama-factory"))["texts"]["columns"]
     assert found.get("system") == ("system" if "system" in columns else None)
     assert ("query" in found) == ("input" in columns)
@@ -223,56 +208,49 @@ READ = {
 @pytest.mark.parametrize("kind", READ)
 def test_a_trainer_is_told_of_columns_or_how_to_rename_them(kind: Any) -> None:
     read = READ[kind]
-    changes = {"columns": tuple(read.values()), "columns_read": read}
-    study = a_study(texts=some_dataset(kind).model_copy(update=changes))
-    info = dataset_info(export(study, format="llama-factory"))["texts"]["columns"]
-    assert set(info.values()) == set(read.values())
-    assert not any("Rename" in lost for lost in exported(study, format="llama-factory").lost)
-    (axolotl,) = yaml.safe_load(export(study, format="axolotl"))["datasets"]
+    texts = some_dataset(kind, columns=tuple(read.values()), columns_read=read)
+    study = a_study(texts=texts)
+    found = exported(study, format="llama-factory")
+    assert set(dataset_info(found.text)["texts"]["columns"].values()) == set(read.values())
+    assert "Rename" not in " ".join(found.lost)
+    found = exported(study, format="axolotl")
+    (axolotl,) = yaml.safe_load(found.text)["datasets"]
     if kind == "prompt-completion":
         told = (axolotl["type"]["field_instruction"], axolotl["type"]["field_output"])
         assert told == ("question", "answer")
     elif kind == "messages":
         assert axolotl["field_messages"] == "conversation"
     else:
-        assert any("Rename" in lost for lost in exported(study, format="axolotl").lost)
-    renamed = [f"{column} to {name}" for name, column in read.items() if name != column]
+        assert "Rename" in " ".join(found.lost)
     if kind != "instruction":
-        sentence = f"Rename {', '.join(renamed)}."
-        assert any(sentence in lost for lost in exported(study, format="trl").lost)
+        renamed = [f"{column} to {name}" for name, column in read.items() if name != column]
+        assert f"Rename {', '.join(renamed)}." in " ".join(exported(study, format="trl").lost)
 
 
-def test_turns_of_inputs_and_outputs_are_told_to_be_ours_alone() -> None:
+@pytest.mark.parametrize("format", ["trl", "axolotl", "llama-factory"])
+def test_turns_of_inputs_and_outputs_are_told_to_be_ours_alone(format: str) -> None:
     changes = {"columns": ("conversation",), "columns_read": {"messages": "conversation"}}
-    study = a_study(texts=some_dataset("prompt-completion").model_copy(update=changes))
-    for format in ("trl", "axolotl", "llama-factory"):
-        assert any(
-            "Turns of input and output" in lost for lost in exported(study, format=format).lost
-        )
+    assert "Turns of input and output" in lost(format, "prompt-completion", **changes)
 
 
 @pytest.mark.parametrize("format", ["trl", "axolotl", "llama-factory", "unsloth"])
 def test_turns_that_carry_no_loss_are_told_where_they_are_not_heeded(format: str) -> None:
-    for count in (0, 7):
-        texts = some_dataset("messages").model_copy(update={"silenced": count})
-        lost = exported(a_study(texts=texts), format=format).lost
-        assert any("7 examples have such turns" in each for each in lost) == bool(count)
+    assert "7 examples have such turns" in lost(format, "messages", silenced=7)
+    assert "such turns" not in lost(format, "messages")
 
 
 def test_a_script_reads_the_columns_that_were_named(model: ModelSpec, tmp_path: Path) -> None:
     from transformers import AutoTokenizer
 
     named = {"prompt_column": "frage", "completion_column": "antwort"}
-    texts = some_dataset("prompt-completion", completions_only=True).model_copy(update=named)
+    texts = some_dataset("prompt-completion", completions_only=True, **named)
     script = export(a_study(tiny_config(), model=model, texts=texts), format="script")
     module = imported(script, tmp_path / "exported_named.py")
-    rows = [{"frage": "Wo? ", "antwort": "Da.", "text": "x"}] * 3
     path = tmp_path / "rows.jsonl"
-    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    path.write_text(json.dumps({"frage": "Wo? ", "antwort": "Da.", "text": "x"}))
     tokenizer = AutoTokenizer.from_pretrained(str(model.path))
-    found = module.read(str(path), tokenizer)
-    assert len(found) == 3
-    assert "Wo? Da." in tokenizer.decode(found[0]["input_ids"])
+    (row,) = module.read(str(path), tokenizer)
+    assert "Wo? Da." in tokenizer.decode(row["input_ids"])
 
 
 # datasets 4.7 leaves CSV files open.
@@ -296,29 +274,25 @@ def test_trl_reads_files_as_the_study_did(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(("kind", "packing"), [("messages", "packed"), ("text", "grouped")])
 def test_the_script_trains_on_texts_and_says_what_it_reached(
-    kind: str,
-    packing: str,
     model: ModelSpec,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     # So many that the rows held out do not fill a micro-batch.
-    config = tiny_config(packing=packing, seq_len=128, micro_batch_size=4)
-    script = script_of(tmp_path, kind, config, model, only=kind == "messages")
-    typed = ["--max-steps", "5", "--output", "out", "--metrics", "metrics.json"]
+    config = tiny_config(packing="packed", seq_len=128, micro_batch_size=4)
+    script = script_of(tmp_path, "messages", config, model, only=True)
+    typed = ["--max-steps", "3", "--output", "out", "--metrics", "metrics.json"]
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["train.py", *typed])
     script.main()
     reached = json.loads((tmp_path / "metrics.json").read_text())
     assert (tmp_path / "out" / "adapter_model.safetensors").exists()
-    assert reached["steps"] == 5
+    assert reached["steps"] == 3
     assert 5.0 < reached["eval_loss"] < 7.0
     most = config.tokens_per_step / reached["step_seconds"]
     assert 0 < reached["tokens_per_second"] < most, "only what carries loss counts"
     said = capsys.readouterr().out
-    assert "held-out examples" in said
     assert "trained on: Length 128 cuts " in said
     assert "held out: Length 128 cuts " in said

@@ -14,7 +14,7 @@ from qlora_sweep.search_spaces.errors import InputError
 from qlora_sweep.search_spaces.models import ModelSpec
 from qlora_sweep.sweep.data.marking import marked
 from qlora_sweep.sweep.export.formats import exported
-from tests.sweep.export.studies import a_study, export, some_dataset
+from tests.sweep.export.studies import PAIR, a_study, export, some_dataset
 from tests.sweep.export.test_export_formats import studies
 from tests.sweep.export.weights import written_dataset
 from tests.sweep.training.tiny import tiny_config
@@ -49,24 +49,16 @@ def test_trl_knows_every_key_and_reads_what_was_measured(tmp_path: Path) -> None
         )
 
 
-PAIRS = [
-    {"prompt": f"Where is {n}? ", "chosen": f"In the hall {n}.", "rejected": "No."}
-    for n in range(60)
-]
-
-
 @pytest.mark.parametrize(
-    ("settings", "has_dataset"),
+    "settings",
     [
-        ({"loss_type": "ipo", "dpo_beta": 0.3, "lora_dropout": 0.1}, True),
-        ({"reference": "precomputed", "packing": "grouped"}, True),
-        ({}, False),
+        {"loss_type": "ipo", "dpo_beta": 0.3, "lora_dropout": 0.1},
+        {"reference": "precomputed", "packing": "grouped"},
     ],
     ids=str,
 )
 def test_trl_trains_on_pairs_by_a_file(
     settings: dict[str, Any],
-    has_dataset: bool,
     model: ModelSpec,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -74,10 +66,8 @@ def test_trl_trains_on_pairs_by_a_file(
     from trl import DPOTrainer
     from trl.scripts import dpo
 
-    source = tmp_path / "data.jsonl"
-    source.write_text("".join(f"{json.dumps(row)}\n" for row in PAIRS), encoding="utf-8")
-    columns = ("prompt", "chosen", "rejected")
-    texts = some_dataset("preference", source=str(source), columns=columns) if has_dataset else None
+    source = written_dataset(tmp_path / "data.jsonl", "preference")
+    texts = some_dataset("preference", source=str(source), columns=PAIR)
     config = tiny_config(method="dpo", seq_len=64, **settings)
     study = a_study(config, model=model, texts=texts)
     exported = export(study, format="trl")
@@ -88,8 +78,6 @@ def test_trl_trains_on_pairs_by_a_file(
     told = dpo.make_parser().parse_args_and_config(
         ["--config", str(tmp_path / "trl.yaml")], fail_with_unknown_args=True
     )
-    if not has_dataset:
-        return
     built: list[Any] = []
     with monkeypatch.context() as patch:
         patch.setattr(DPOTrainer, "train", lambda self, **_: built.append(self))
@@ -177,7 +165,6 @@ def test_trl_puts_adapters_on_the_layers_that_are_named(targets: Any) -> None:
         (None, {"kernels": "liger"}, False),
         ("prompt-completion", {"packing": "grouped"}, True),
         ("messages", {"packing": "packed"}, True),
-        ("conversations", {"packing": "none"}, False),
     ],
 )
 def test_trl_trains_two_steps_of_a_file(
@@ -193,9 +180,7 @@ def test_trl_trains_two_steps_of_a_file(
     from trl.scripts import sft
 
     source = written_dataset(tmp_path / "data.jsonl", kind or "text")
-    texts = (
-        some_dataset(kind, completions_only=completions_only, source=str(source)) if kind else None
-    )
+    texts = kind and some_dataset(kind, completions_only=completions_only, source=str(source))
     config = tiny_config(seq_len=128, **settings)
     options = yaml.safe_load(export(a_study(config, model=model, texts=texts), format="trl"))
     here = {"use_cpu": True, "max_steps": 2, "output_dir": str(tmp_path / "out")}

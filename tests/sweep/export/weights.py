@@ -36,6 +36,9 @@ def a_row(kind: str, index: int) -> dict[str, Any]:
     """Return a row of a kind, of nine to forty-five words."""
     answer, question = " ".join(WORDS * (1 + index % 5)), f"what is {WORDS[index % 9]}"
     match kind:
+        case "preference":
+            chosen = f"In the hall {index}." * (1 + index % 4)
+            return {"prompt": f"Where is {index}? ", "chosen": chosen, "rejected": "No."}
         case "text":
             return {"text": answer}
         case "instruction":

@@ -7,7 +7,7 @@ import json
 import os
 import signal
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
@@ -27,9 +27,6 @@ from qlora_sweep.sweep.running.device_info import GpuInfo
 from tests.sweep.data.prepared import prepared, prepared_pairs
 from tests.sweep.finetuning.trainings import adapter, job, run
 from tests.sweep.running.teams import ranks
-
-if TYPE_CHECKING:
-    pass
 
 LENGTHS = [5, 40, 12, 30, 9, 22, 17, 3, 28, 14, 33, 8, 19, 25, 6, 11, 21, 7, 16, 23]
 """Sixteen examples are trained on and four held out."""
@@ -137,14 +134,12 @@ def test_more_gpus_keep_the_effective_batch_where_it_is_a_multiple() -> None:
     accumulating = TrialConfig(micro_batch_size=2, effective_batch_size=8)
     plain = TrialConfig(micro_batch_size=2)
     assert on_devices(plain, None) is plain
-    for config, devices, expected in (
-        (accumulating, 2, (8, 2)),
-        (plain, 2, (4, 1)),
-        (TrialConfig(micro_batch_size=2, data_parallel=2), 1, (4, 2)),
-    ):
-        found = on_devices(config, devices)
-        assert found.data_parallel == devices
-        assert (found.samples_per_step, found.accumulation_steps) == expected
+    two = on_devices(accumulating, 2)
+    assert (two.data_parallel, two.samples_per_step, two.accumulation_steps) == (2, 8, 2)
+    two = on_devices(plain, 2)
+    assert (two.data_parallel, two.samples_per_step, two.accumulation_steps) == (2, 4, 1)
+    one = on_devices(TrialConfig(micro_batch_size=2, data_parallel=2), 1)
+    assert (one.data_parallel, one.samples_per_step, one.accumulation_steps) == (1, 4, 2)
     with pytest.raises(InputError, match=r"--devices 3.*multiple of micro_batch_size times"):
         on_devices(accumulating, 3)
 

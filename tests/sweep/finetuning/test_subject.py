@@ -84,10 +84,8 @@ def test_a_file_is_a_configuration_alone_or_as_an_export_writes_it(tmp_path: Pat
     [
         ("a10", 7, "has no trial 7"),
         ("dmo", None, "did you mean 'demo'"),
-        ("demo", 3, "no study 'demo'"),
         ('{"lora_rnk": 4}', None, "lora_rank"),
         ('{"config": 3, "model": "demo"}', None, "not whole"),
-        ("[]", None, "object"),
         ("{", None, "x.json"),
     ],
 )
@@ -144,10 +142,8 @@ def by_rows(config: TrialConfig) -> int:
 
 
 def test_what_is_predicted_not_to_fit_is_refused_with_the_next_smaller_that_does() -> None:
-    with pytest.raises(NothingFits) as refused:
+    with pytest.raises(NothingFits, match=r"2.00 GiB.*1.07 GiB.*micro_batch_size 2.*1.00 GiB"):
         refuse_too_large(LARGE, forecaster(1100 * 2**20, by_tokens))
-    for words in ("needs 2.00 GiB", "budget is 1.07 GiB", "micro_batch_size 2", "1.00 GiB"):
-        assert words in str(refused.value)
     refuse_too_large(LARGE, forecaster(2**31, by_tokens))
     refuse_too_large(LARGE, forecaster(1, None))
     assert next_smaller(LARGE, forecaster(1, by_tokens)) is None

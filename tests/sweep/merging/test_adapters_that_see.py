@@ -88,10 +88,11 @@ LANGUAGE = OPTIONS["language alone"]
 LLAVA = ("model.language_model.", "language_model.model.")
 QWEN = ("model.language_model.", "model.")
 OLD = [
-    pytest.param("gemma3", LANGUAGE, [LLAVA], id="gemma3"),
+    pytest.param(kind, LANGUAGE, [names], id=kind, marks=pytest.mark.integration)
+    for kind, names in (("gemma3", LLAVA), ("mistral3", LLAVA), ("qwen2_5_vl", QWEN))
+]
+OLD += [
     pytest.param("llava", LANGUAGE, [LLAVA], id="llava"),
-    pytest.param("mistral3", LANGUAGE, [LLAVA], id="mistral3"),
-    pytest.param("qwen2_5_vl", LANGUAGE, [QWEN], id="qwen2_5_vl"),
     pytest.param("qwen2_vl", LANGUAGE, [QWEN], id="qwen2_vl"),
     pytest.param(
         "qwen2_5_vl",

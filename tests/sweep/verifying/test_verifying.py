@@ -20,7 +20,7 @@ from qlora_sweep.sweep.export.formats import exported
 from qlora_sweep.sweep.export.record import Record, RecordedDataset, record_of
 from qlora_sweep.sweep.verifying import runs
 from qlora_sweep.sweep.verifying.runs import verify
-from tests.sweep.export.studies import a_study, some_dataset
+from tests.sweep.export.studies import PAIR, a_study, some_dataset
 from tests.sweep.export.weights import written_dataset
 
 DEMO = load_model_spec("demo")
@@ -105,10 +105,8 @@ def exported_to(path: Path, config: TrialConfig, *, format: str, texts: Any = No
 ON_PAIRS = TrialConfig(method="dpo", micro_batch_size=2, seq_len=32, reference="precomputed")
 
 
-@pytest.mark.parametrize("reference", ["adapter_off", "precomputed"])
-def test_a_study_on_random_pairs_is_verified_by_a_training(home: Path, reference: str) -> None:
-    config = ON_PAIRS.model_copy(update={"reference": reference})
-    found = verify(on_cpu("json", config=config), steps=8)
+def test_a_study_on_random_pairs_is_verified_by_a_training(home: Path) -> None:
+    found = verify(on_cpu("json", config=ON_PAIRS), steps=8)
     assert found.steps == 8
     assert found.comparison.memory.reached is not None
 
@@ -139,15 +137,10 @@ def test_trls_file_of_a_study_on_a_dataset_counts_supervised_tokens(
 ) -> None:
     said: dict[str, Any] = {"source": str(tmp_path / "data.jsonl"), "completions_only": True}
     config = TrialConfig(micro_batch_size=2, seq_len=64)
+    written_dataset(tmp_path / "data.jsonl", kind)
     if kind == "preference":
-        rows = [
-            {"prompt": f"Where is {n}? ", "chosen": "Here.", "rejected": "No."} for n in range(60)
-        ]
-        (tmp_path / "data.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-        said["columns"] = ("prompt", "chosen", "rejected")
+        said["columns"] = PAIR
         config = config.model_copy(update={"method": "dpo"})
-    else:
-        written_dataset(tmp_path / "data.jsonl", kind)
     if template is not None:
         said["marked_template"] = marked(template)
     texts = some_dataset(kind, **said)
@@ -182,7 +175,10 @@ def test_a_script_that_goes_wrong_ends_the_verification_and_says_how(
     words: str,
 ) -> None:
     # What hangs is waited for that long; all others have ended by then, however busy the machine.
-    monkeypatch.setattr(runs, "_LOADING_SECONDS_MAX", 1.0 if "sleep" in first else 60.0)
+    seconds = 60.0
+    if "sleep" in first:
+        seconds = 1.0
+    monkeypatch.setattr(runs, "_LOADING_SECONDS_MAX", seconds)
     monkeypatch.setattr(runs, "_SLOWER_MAX", 0.0)
     monkeypatch.setattr(runs, "_weights", lambda *_, **__: tmp_path)
     text = (home / "one.py").read_text(encoding="utf-8")
@@ -193,16 +189,20 @@ def test_a_script_that_goes_wrong_ends_the_verification_and_says_how(
     assert words in capsys.readouterr().err
 
 
-def test_bad_input_is_named(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for arguments, words in (
-        (["none.py"], "none.py: no such file"),
-        (["nothing"], "nothing"),
-        (["one", "--steps", "2"], "--steps must be at least 8"),
-        (["one.py", "--trial", "0"], "--trial: an export is of one trial"),
-        (["one", "--trial", "77"], "has no trial 77"),
-    ):
-        assert main(["verify", *arguments]) == 2
-        assert words in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ("none.py", "none.py: no such file"),
+        ("one --steps 2", "at least 8"),
+        ("one.py --trial 0", "--trial: an export is of one trial"),
+        ("one --trial 77", "has no trial 77"),
+    ],
+)
+def test_bad_input_is_named(
+    arguments: str, words: str, home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["verify", *arguments.split()]) == 2
+    assert words in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
