@@ -95,6 +95,12 @@ def test_work_is_given_in_samples_tokens_or_epochs() -> None:
         AskedWork(samples=10, epochs=2)
     with pytest.raises(InputError, match="--work dataset-samples must be greater than 0"):
         AskedWork(dataset_samples=0)
+    with pytest.raises(InputError, match="--work tokens must be greater than 0 and at most"):
+        AskedWork(tokens=10**400)
+    with pytest.raises(InputError, match="--work epochs must be"):
+        AskedWork(dataset_samples=10, epochs=math.nan)
+    with pytest.raises(InputError, match="--work train-steps and --work samples both"):
+        AskedWork(train_steps=1, samples=1)
 
 
 def test_a_pair_has_the_tokens_of_both_its_sequences() -> None:
