@@ -99,7 +99,6 @@ def test_a_large_space_with_few_valid_configurations_is_not_refused() -> None:
         "attention": among("flash_attention_2", "sdpa"),
     }
     assert rules_against(TURING, **few) == []
-    assert rules_against(TURING, **few | {"compute_dtype": among("bf16")}) == [NEEDS_AMPERE]
 
 
 def subsets(*values: Any) -> st.SearchStrategy[Choices]:
@@ -107,7 +106,7 @@ def subsets(*values: Any) -> st.SearchStrategy[Choices]:
     return picked.map(lambda chosen: Choices(choices=tuple(chosen)))
 
 
-@settings(max_examples=150)
+@settings(max_examples=50)
 @given(
     st.fixed_dictionaries(
         {

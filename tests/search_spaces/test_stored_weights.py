@@ -73,10 +73,10 @@ def test_four_bits_are_trained_as_they_are_stored_and_as_nothing_else(
 @pytest.mark.parametrize("kind", sorted(OTHERS))
 def test_what_is_stored_in_another_format_is_refused_by_its_name(kind: str) -> None:
     spec = replace(model(OTHERS[kind]), name="org/Model-7B-Instruct-GPTQ-Int4")
-    config, setting = TrialConfig(), Setting(spec, "cuda", (9, 0))
-    for asked in (config, load_space("a10")):
+    own = parse_space("dimensions: {lora_rank: [8, 16]}", label="own.yaml")
+    for asked in (TrialConfig(), own):
         with pytest.raises(InputError, match=kind) as caught:
-            refuse_impossible(asked, setting)
+            refuse_impossible(asked, Setting(spec, "cuda", (9, 0)))
         assert "Model-7B-Instruct" in str(caught.value).replace(spec.name, "")
 
 
