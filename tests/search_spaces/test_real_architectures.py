@@ -1,4 +1,7 @@
-"""What configs tell of architectures agrees with what transformers and PEFT really build."""
+"""What configs tell of architectures agrees with what transformers and PEFT really build.
+
+Of each type one model; what all of them count is compared with what was published elsewhere.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,6 @@ import pytest
 
 from qlora_sweep.search_spaces.config import TARGET_SETS, TrialConfig, parse_config
 from qlora_sweep.search_spaces.linears import (
-    is_tied,
     linear_shapes,
     lora_parameters,
     parameters,
@@ -18,18 +20,8 @@ from qlora_sweep.search_spaces.linears import (
     target_sets,
     unquantized,
 )
-from qlora_sweep.search_spaces.models import ModelSpec, shipped_models
-
-
-def one_of_each_type() -> list[ModelSpec]:
-    """The shallowest shipped model of each type, with a head of its own and without.
-
-    What all of them count is held against what was published in `test_model_names.py`.
-    """
-    found = {}
-    for spec in sorted(shipped_models(), key=lambda spec: spec.hidden_layers, reverse=True):
-        found[spec.model_type, is_tied(spec)] = spec
-    return list(found.values())
+from qlora_sweep.search_spaces.models import ModelSpec
+from tests.search_spaces.shipped_types import one_of_each_type
 
 
 def _config(spec: ModelSpec, index: int) -> TrialConfig:

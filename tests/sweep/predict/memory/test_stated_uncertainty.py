@@ -178,35 +178,12 @@ def test_each_of_two_gpus_is_predicted_as_surely_as_one(predict_row: Predict) ->
     assert max(map(abs, _reserved(predict_row, rows))) < memory.EAGER.reserved
 
 
-def test_packed_rows_are_predicted_as_surely_as_full_ones(predict_row: Predict) -> None:
-    rows = [row for row in PACKED if not is_compiled(row)]
-    assert all(row["documents_apart"] for row in rows)
-    assert Statement(0.0, _allocated(predict_row, rows)).supported < memory.EAGER.allocated / 2
-    assert Statement(0.0, _reserved(predict_row, rows)).supported < memory.EAGER.reserved / 2
-
-
-def test_pairs_are_predicted_to_a_percent(predict_row: Predict) -> None:
-    assert len(PAIRS) >= 20
-    assert max(map(abs, _allocated(predict_row, PAIRS))) < 0.01
-    assert max(map(abs, _reserved(predict_row, PAIRS))) < 0.04
-
-
 def test_where_all_linear_layers_are_adapted_compiled_ones_are_predicted_to_a_tenth_of_a_percent(
     predict_row: Predict,
 ) -> None:
     rows = [row for row in (*COMPILED, *GATED) if row["config"]["target_modules"] == "all-linear"]
     assert len(rows) == 9
     assert max(map(abs, _allocated(predict_row, rows))) < 0.001
-
-
-def test_a_prediction_states_what_is_derived(predict_row: Predict) -> None:
-    for row in (TABLE[0], *filter(is_compiled, TABLE)):
-        compiled = memory.COMPILED_RECOMPUTED if is_recomputed(row) else memory.COMPILED
-        stated, known = compiled if is_compiled(row) else memory.EAGER, predict_row(row)
-        exact = sum(known.breakdown[part] for part in KNOWN_PARTS)
-        share = 1 - exact / known.peak_allocated_bytes
-        assert known.uncertainty == pytest.approx(stated.allocated * share)
-        assert known.reserved_uncertainty == stated.reserved
 
 
 def test_what_fits_without_a_replay_fits_by_what_was_reserved(predict_row: Predict) -> None:
@@ -216,13 +193,6 @@ def test_what_fits_without_a_replay_fits_by_what_was_reserved(predict_row: Predi
         for row in (*TABLE, *HELD_OUT)
     )
     assert worst <= memory.FRAGMENTATION <= 1.1 * worst
-
-
-def test_an_uncertainty_has_one_meaning_wherever_it_decides(predict_row: Predict) -> None:
-    for row in TABLE[::8]:
-        prediction = predict_row(row)
-        least = prediction.peak_allocated_bytes * (1 - prediction.uncertainty)
-        assert prediction.fits(int(least) - 1) is Fit.NO
 
 
 # What no constant was fitted to
@@ -235,13 +205,6 @@ def test_memory_is_right_to_half_a_percent(predict_row: Predict, model: str) -> 
     assert statistics.median(map(abs, allocated)) <= 0.002
     assert max(map(abs, allocated)) <= 0.005
     assert max(map(abs, _reserved(predict_row, rows))) <= 0.06
-
-
-def test_random_configurations_are_half_a_percent_off_in_the_median(predict_row: Predict) -> None:
-    plain = [row for row in HELD_OUT if not is_compiled(row)]
-    assert len(plain) >= 50
-    for errors in (_allocated(predict_row, plain), _reserved(predict_row, plain)):
-        assert statistics.median(map(abs, errors)) <= 0.005
 
 
 def test_every_other_configuration_is_within_what_is_stated(predict_row: Predict) -> None:
