@@ -71,7 +71,6 @@ GEMMA = {"hidden_size": 2560, "num_hidden_layers": 34, "model_type": "gemma3_tex
 @pytest.mark.parametrize(
     ("config", "kind"),
     [
-        ({"model_type": "mistral3", "text_config": {**GOOD, "model_type": "mistral"}}, "mistral"),
         (
             {"model_type": "qwen3_vl", "text_config": {**GOOD, "model_type": "qwen3_vl_text"}},
             "qwen3",

@@ -163,7 +163,6 @@ def test_a_file_alone_that_is_far_off_the_catalogue_is_believed_once_a_second_ag
 
 
 @pytest.mark.parametrize("times", [0.85, 1.2])
-@pytest.mark.parametrize("times", [0.85, 1.2])
 def test_one_file_makes_a_gpus_interval_narrower_and_right(times: float) -> None:
     evidence, _ = fitted(sessions_of([simulated(slower=times)]))
     others = [config.changed(seq_len=1024, kernels="liger") for config in CONFIGS]

@@ -62,8 +62,6 @@ def imagined(path: Path, of: dict[str, str], **about: Any) -> ShippedProfiles:
     "name",
     [
         pytest.param("qwen3-8b"),
-        pytest.param("llama-3.1-8b", marks=pytest.mark.integration),
-        pytest.param("qwen2.5-7b", marks=pytest.mark.integration),
         pytest.param("gemma-3-12b", marks=pytest.mark.integration),
         pytest.param("phi-4", marks=pytest.mark.integration),
     ],
@@ -249,12 +247,9 @@ def test_an_edited_checkout_works_out_everything_itself(tmp_path: Path) -> None:
 
     assert current() == "True True"
     for edited, expected in (
-        ("sweep/cli.py", "True True"),
         ("sweep/predict/speed/steps.py", "True False"),
         ("sweep/training/model.py", "False False"),
     ):
         with (clone / edited).open("a") as file:
             file.write("# An edit.\n")
         assert current() == expected
-    shutil.rmtree(clone / ".git")
-    assert current() == "True True"

@@ -16,7 +16,7 @@ from qlora_sweep.search_spaces.config import TRL_TILE, TrialConfig, parse_config
 from qlora_sweep.search_spaces.errors import InputError
 from qlora_sweep.search_spaces.linears import parameters, unquantized
 from qlora_sweep.search_spaces.models import ModelSpec, load_model_spec
-from qlora_sweep.search_spaces.rules import attention_of, violation
+from qlora_sweep.search_spaces.rules import attention_of, own_settings, violation
 from qlora_sweep.sweep.predict.memory.prediction import Fit, MemoryPrediction, WholeMemory
 from qlora_sweep.sweep.predict.memory.predictor import TracingPredictor
 from qlora_sweep.sweep.predict.memory.profile_store import TRACED_BY, TracingChildren, source_files
@@ -50,6 +50,7 @@ MODELS = {
 }
 
 
+LEFT = ["lm_head", "model.layers.5.mlp", "model.layers.7.", "model.layers.13.mlp"]
 IN_16_BITS = TrialConfig(quantization="none")
 
 
@@ -206,6 +207,24 @@ def test_a_profile_is_of_no_use_once_any_code_that_traced_it_changes() -> None:
     ours = ran & set(source_files("search_spaces", "storage", "reports", "sweep"))
     assert len(ours) > 10
     assert ours <= set(source_files(*TRACED_BY))
+
+
+def test_layers_that_are_stored_otherwise_are_not_taken_for_others(predictor: Any) -> None:
+    """Of a checkpoint in 4 bits but for some modules, though few of its layers are traced."""
+    weights = []
+    for left in (["lm_head"], LEFT):
+        said = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "llm_int8_skip_modules": left}
+        spec = model("llama", num_hidden_layers=16, quantization_config=said)
+        own = {key: value for key, (value, _) in own_settings(spec).items()}
+        config = TrialConfig(**own, upcast_fp32=False, micro_batch_size=2, seq_len=64)
+        predicted = predictor(spec).predict(config)
+        assert predicted.quantized_share == 1.0
+        weights.append(predicted.breakdown["weights"])
+    mlp = 3 * 256 * 704
+    attention = 2 * 256 * 256 + 2 * 256 * 128
+    # Two bytes in place of a half, and of four for the constant of each 64.
+    expected = (3 * mlp + attention) * (2 - 0.5 - 4 / 64)
+    assert weights[1] - weights[0] == pytest.approx(expected, rel=0.02)
 
 
 # Profiles of models part of whose layers are in 4 bits, put together from two that are traced

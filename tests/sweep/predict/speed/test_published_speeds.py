@@ -10,18 +10,30 @@ intervals are, and what a GPU is off by as a whole, comes from all strong rows.
 
 from __future__ import annotations
 
+import itertools
+import math
 import random
 import statistics
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import date
 
+import numpy as np
 import pytest
 
 from qlora_sweep.search_spaces.config import TrialConfig
 from qlora_sweep.search_spaces.gpus import GpuSpec, find_gpu
 from qlora_sweep.search_spaces.models import ModelSpec, load_model_spec
-from qlora_sweep.sweep.predict.speed.predictor import Calibration, calibrate, within
+from qlora_sweep.sweep.predict.speed.predictor import (
+    FACTORS,
+    NINE_IN_TEN,
+    Calibration,
+    StepTimes,
+    calibrate,
+    ratio_spread,
+    within,
+)
 from tests.sweep.predict.predicted_steps import predict_steps
 from tests.sweep.predict.rows import STUDY_STEPS, config_of
 from tests.sweep.predict.rows import read_rows as rows_in
@@ -131,3 +143,23 @@ def test_more_trials_make_it_surer_and_none_makes_it_less_sure_than_the_gpu_alon
     stated = [outcomes_of(STUDY[:1], calibration=one)[0].log_spread for one in known]
     assert stated == sorted(stated, reverse=True)
     assert stated[-1] < 0.5 * stated[0]
+
+
+def test_ratios_of_published_steps_are_within_their_interval() -> None:
+    groups = defaultdict(list)
+    for step in stated_speeds.steps():
+        if step.is_published:
+            groups[step.gpu, step.source].append(step)
+    inside = []
+    for (name, _), steps in groups.items():
+        gpu, known = find_gpu(name), []
+        for step in steps:
+            times = StepTimes([step.config], model=step.model, gpu=gpu)
+            slopes = times.slopes(np.zeros(len(FACTORS)), slice(None))[0]
+            off = math.log(step.seconds / float(times.seconds[0]))
+            known.append((off, slopes, float(times.own_spread[0])))
+        for one, other in itertools.combinations(known, 2):
+            spread = math.hypot(ratio_spread(one[1], other[1], gpu=gpu), one[2], other[2])
+            inside.append(abs(one[0] - other[0]) <= NINE_IN_TEN * spread)
+    assert len(inside) > 500
+    assert 0.85 <= sum(inside) / len(inside) <= 0.97
