@@ -265,7 +265,6 @@ def test_values_that_scale_tensors_make_no_kind(dimensions: dict[str, Any], kind
 
 def test_they_need_the_structures_that_the_whole_space_needs(tmp_path: Any) -> None:
     few = {
-        "micro_batch_size": [1, 2],
         "seq_len": [512, 2048],
         "compute_dtype": ["bf16", "fp16", "int8"],
         "checkpoint_fraction": [0.0, 0.5, 1.0],
