@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import math
 import random
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,7 @@ from qlora_sweep.search_spaces.models import ModelSpec
 from qlora_sweep.search_spaces.space import SearchSpace
 from qlora_sweep.sweep.predict.memory import replay
 from qlora_sweep.sweep.predict.memory.allocator import MIB, CachingAllocator, OutOfSegments
+from qlora_sweep.sweep.predict.memory.peaks import alike, find_peaks
 from qlora_sweep.sweep.predict.memory.predictor import (
     Fit,
     MemoryPrediction,
@@ -27,6 +30,10 @@ from qlora_sweep.sweep.predict.memory.predictor import (
     one_of_each_kind,
 )
 from qlora_sweep.sweep.predict.memory.profiles import (
+    VARYING,
+    Change,
+    Entry,
+    Profile,
     Structure,
     Symbols,
     Untraceable,
@@ -302,7 +309,44 @@ def test_a_product_of_dimensions_and_symbols_gives_its_polynomial_back(
     assert symbols.polynomial(size) == {"b" * b + "r" * r + "s" * s: width * itemsize * 512}
 
 
-# Memory of many configurations at once: each needs what it needs alone
+# Memory of many configurations at once: each needs what it needs alone, and what a plain walk
+
+
+MOMENTS = {"embed": "forward", "head": "loss", "head_backward": "loss"}
+
+
+def walked(step: Step) -> tuple[str, dict[str, int]]:
+    """When the most comes and goes, and how much of it is alive then."""
+    repeats = Counter(zip(step.profile.positions, step.flags, strict=True))
+    alive: Counter[str] = Counter()
+    best, moment, most = dict(alive), "forward", -1
+
+    def count(entry: Entry, profile: Profile, times: int) -> None:
+        what, _, size, part, _ = entry
+        polynomial = profile.sizes[size]
+        size_bytes = sum(
+            value * math.prod(step.values[symbol] for symbol in monomial)
+            for monomial, value in polynomial.items()
+        )
+        sign = 1 if what in (Change.BIRTH, Change.LEAVE) else -1
+        alive[VARYING[part]] += sign * times * size_bytes
+
+    for visit in step.visits():
+        gradients = alive["gradients"]
+        for own, profile in step.profiles.items():
+            for entry in profile.segments[visit.name].tape:
+                is_repeated = entry[0] == Change.FETCH_ALL and entry[-1] >= 0
+                if is_repeated or own == visit.is_checkpointed:
+                    count(entry, profile, repeats[entry[-1], own] if is_repeated else 1)
+                kind = visit.name.partition(" ")[0]
+                beside = step.first_step_bytes if kind == "backward" else 0
+                if entry[0] in (Change.BIRTH, Change.LEAVE) and alive.total() + beside > most:
+                    best, moment = dict(alive), MOMENTS.get(kind, kind)
+                    best["activations"] = best.get("activations", 0) + beside
+                    most = sum(best.values())
+        if step.held_gradients:
+            alive["gradients"] = gradients
+    return moment, best
 
 
 def test_a_compiled_kernel_is_benchmarked_before_the_optimizer_has_states(tmp_path: Path) -> None:
@@ -319,12 +363,29 @@ def test_a_compiled_kernel_is_benchmarked_before_the_optimizer_has_states(tmp_pa
     assert more == known.step.first_step_bytes == 60 * 2**20 - sum(known.step.states)
 
 
+def assert_as_walked(steps: list[Step]) -> None:
+    for rows in alike(dict(enumerate(steps))):
+        peaks = find_peaks([steps[row] for row in rows])
+        for place, row in enumerate(rows):
+            moment, alive = walked(steps[row])
+            for part, index in zip(VARYING, (2, 4, 5), strict=True):
+                passing = peaks.passing[index, place] - peaks.there[index, place]
+                assert passing == alive.get(part, 0)
+            assert peaks.of(place)[1] in (moment, "optimizer")
+
+
 def imagined(home: Path, tracer: ImaginedTracer | None = None) -> TracingPredictor:
     return TracingPredictor(MODEL, cache_dir=home, tracer=tracer or ImaginedTracer())
 
 
 def steps_of(predictor: TracingPredictor, configs: list[TrialConfig]) -> list[Step]:
     return list(predictor.predict_all(configs).steps.values())
+
+
+@pytest.mark.parametrize("tracer", [ImaginedTracer(), ImaginedTracer(loss_bytes=0, window=600)])
+def test_the_most_alive_is_that_of_a_walk(tmp_path: Path, tracer: ImaginedTracer) -> None:
+    predictor = imagined(tmp_path, tracer)
+    assert_as_walked(steps_of(predictor, mixed_configs(60)))
 
 
 def test_each_of_many_configurations_needs_what_it_needs_alone(tmp_path: Path) -> None:
@@ -363,6 +424,7 @@ def test_the_largest_sizes_that_can_be_typed_are_exact(tmp_path: Path) -> None:
     prediction = memory.prediction(1)
     assert prediction.breakdown["loss"] == 64 * KIB * 65_536 * 10_000_000
     assert prediction.breakdown["activations"] > 65_536 * 10_000_000**2
+    assert_as_walked(steps_of(predictor, [huge]))
     assert memory.quick_fits(10**15)[1] is Fit.NO
 
 
