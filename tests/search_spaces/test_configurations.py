@@ -58,6 +58,7 @@ def test_a_file_may_write_out_null_for_what_is_left_to_its_default() -> None:
         ({"lora_alpha": 0}, "lora_alpha must be greater than 0, got 0"),
         ({"checkpoint_fraction": True}, "checkpoint_fraction must be a number, got true"),
         ({"upcast_fp32": 1}, "upcast_fp32 must be true or false, got 1"),
+        ({"target_modules": "qvo"}, "or a list of module names, got 'qvo'"),
         ({"target_modules": []}, "target_modules must list at least one module name, none empty"),
         ({"target_modules": 3}, "target_modules must be a name or a list of module names, got 3"),
         ({"kernels": "x" * 500}, "got '" + "x" * 119 + "..."),
@@ -208,6 +209,7 @@ def test_the_micro_batch_that_a_baseline_inherits_gives_way_to_its_effective_bat
         ({"choices": [None, 64]}, 32, True),
         ({"choices": [None, 64]}, 33, False),
         ({"low": 16.0, "high": 40.0}, None, True),
+        ({"low": 16.0, "high": 40.0}, 50, False),
     ],
 )
 def test_a_space_holds_what_trains_as_one_of_its_configurations(

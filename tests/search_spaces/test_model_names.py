@@ -123,6 +123,7 @@ def test_the_fingerprint_is_blind_to_what_does_not_shape_the_model(tmp_path: Pat
         ("[" * 100_000, "not valid JSON"),
         ({}, "model_type must name the architecture, got null"),
         ({**GOOD, "is_encoder_decoder": True}, "only decoder models"),
+        ({"model_type": "gpt2", "n_embd": 12}, "num_hidden_layers is missing"),
         ({"model_type": "llava", "text_config": dict(GOOD, model_type=None)}, "a multimodal model"),
         # Sizes at the top level of such a config are read by nobody.
         ({**GOOD, "model_type": "qwen3_5"}, "write its text_config (model_type 'qwen3_5_text')"),

@@ -125,6 +125,7 @@ def test_the_rule_about_lengths_knows_the_factor(name: str) -> None:
 @pytest.mark.parametrize(
     "rope",
     [
+        {"type": "linear"},
         {"type": "linear", "factor": "4"},
         {"type": "dynamic", "factor": 0},
         {"rope_type": "yarn", "factor": True},

@@ -125,6 +125,8 @@ BETWEEN = [
     ("  lora_rank: {low: 8, high: 4}", "low must be at most high, got 8 and 4"),
     ("  seq_len: {low: 1, high: 9000000}", "use a larger step"),
     ("  lora_dropout: {low: 0.0, high: 0.1, log: true}", "log needs no step and low above 0, got"),
+    ("  lora_dropout: {low: 0.1, high: 0.2, step: 0.1, log: true}", "above 0, got step 0.1"),
+    ("steps: {measured_min: 9, measured_max: 3}", "at most measured_max, got 9 and 3"),
     ("  method: [sft, dpo]", "line 4: speeds of one method say nothing of another's"),
     ("fixed:\n  method: dpo\nbaseline:\n  method: sft", "baseline has the space's method"),
     (

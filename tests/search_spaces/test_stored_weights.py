@@ -111,6 +111,8 @@ def test_what_transformers_loads_in_16_bits_is_left_alone(quantization: object) 
     [
         ("bnb_4bit_quant_type", "nf5"),
         ("bnb_4bit_use_double_quant", "yes"),
+        ("bnb_4bit_compute_dtype", "int8"),
+        ("llm_int8_skip_modules", "lm_head"),
         ("llm_int8_skip_modules", ["model.(layers"]),
     ],
 )

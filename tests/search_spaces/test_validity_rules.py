@@ -105,6 +105,7 @@ FORBIDDEN = [
     Case("quantization-leaves-weights", "'qwen3_moe' in 16 bits", model=QWEN3_30B),
     Case("quantization-leaves-weights", "54 GiB", {"quantization": "fp4"}, QWEN3_30B, None),
     Case("quantization-leaves-weights", "of a class of their own", model=small_model("falcon")),
+    Case("quantization-leaves-weights", "one tensor a layer", model=small_model("jamba")),
     Case("attention-not-in-model", "use attention eager", model=small_model("bloom")),
     Case("checkpointing-not-in-model", "use checkpoint_fraction 0", model=small_model("ctrl")),
     Case("packing-needs-texts", "yours with --data", {"packing": "grouped"}),
