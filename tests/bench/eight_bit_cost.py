@@ -161,7 +161,7 @@ def _about(results: Results) -> Iterator[str]:
         f"{first['eval_tokens']:,} tokens of it). Held-out loss in nats a token; differences are "
         "of trainings with the same seed, mean and 95 % interval (Student's t)."
     )
-    yield f"{results.stamp['gpu']}, {results.stamp['date']}, {versions}."
+    yield f"{results.stamp['measured_on']}, {results.stamp['date']}, {versions}."
 
 
 def _costs(results: Results) -> Iterator[str]:

@@ -36,8 +36,8 @@ def stamp() -> Row:
     return {
         "command": " ".join(["python", *words]),
         "date": datetime.datetime.now(tz=datetime.UTC).date().isoformat(),
-        "gpu": None if gpu is None else gpu.product,
-        "card_memory_bytes": None if gpu is None else gpu.memory_bytes,
+        "measured_on": None if gpu is None else gpu.product,
+        "memory_bytes": None if gpu is None else gpu.memory_bytes,
         "driver": None if gpu is None else gpu.driver,
         "python": platform.python_version(),
         "versions": {name: _version(name) for name in LIBRARIES},

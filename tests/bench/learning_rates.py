@@ -413,7 +413,7 @@ def _run(said: Sequence[Row], trainings: Sequence[Row], noise: float | None) -> 
     )
     for row in said:
         versions = ", ".join(f"{name} {v}" for name, v in row["versions"].items() if v)
-        yield f"{row['gpu']}, {row['date']}, {versions}."
+        yield f"{row['measured_on']}, {row['date']}, {versions}."
 
 
 def _table(found: Sequence[Group]) -> Iterator[str]:

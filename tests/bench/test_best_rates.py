@@ -40,7 +40,7 @@ def trainings(
 
 @pytest.fixture
 def results(tmp_path: Path) -> Path:
-    gpu = {"gpu": "NVIDIA H200", "date": "2026-11-28", "versions": {"torch": "2.11.0"}}
+    gpu = {"measured_on": "NVIDIA H200", "date": "2026-11-28", "versions": {"torch": "2.11.0"}}
     rows: list[dict[str, Any]] = [gpu]
     for rank, best in ((4, 2.8e-3), (16, 1.4e-3), (64, 7e-4)):
         rows += trainings(rank, best)

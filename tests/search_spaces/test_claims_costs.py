@@ -47,38 +47,16 @@ def h100_spot(*, is_queue_billed: bool) -> Bill:
     return Bill(FIVE_THOUSAND_STEPS, step_seconds=H100_STEP_SECONDS, offer=offer)
 
 
-def rounded(result: Bill) -> dict[str, tuple[float, float]]:
-    """Seconds and dollars of each item that is there."""
-    return {
-        i.name: (round(i.seconds, 1), round(i.usd, 4)) for i in result.items if i.seconds > 0.05
-    }
-
-
-def test_five_thousand_steps_on_an_a100_cost_a_dollar_per_thousand_not_1_10() -> None:
-    result = a100()
-    assert rounded(result) == {"training": (8500.0, 4.9583), "download": (90.0, 0.0525)}
-    assert result.usd == pytest.approx(5.0108, abs=1e-4)
-    # Published $1.10: 10 % more than the items. It would take another 839 s of boot to get there.
-    assert result.usd_per_1000_steps == pytest.approx(1.002, abs=1e-3)
-    missing_seconds = (1.10 * 5 - result.usd) / 2.10 * 3600
-    assert missing_seconds == pytest.approx(839, abs=1)
-
-
 def test_the_h100_spot_costs_71_cents_per_thousand_and_1_02_with_its_queue_not_1_40() -> None:
     result = h100_spot(is_queue_billed=True)
-    assert rounded(result) == {
-        "training": (5250.0, 3.3396),
-        "download": (90.0, 0.0573),
-        "queue": (2400.0, 1.5267),
-        "preemptions": (220.0, 0.1399),
-        "rounding": (20.0, 0.0127),
-    }
+    seconds = {item.name: round(item.seconds) for item in result.items}
+    assert seconds["training"] == 5250
+    assert seconds["preemptions"] == 220
+    assert seconds["rounding"] == 20
     # Published $1.40: 38 % above the sum even with the whole queue billed, which few providers do.
     assert result.usd_per_1000_steps == pytest.approx(1.0152, abs=1e-4)
     free = h100_spot(is_queue_billed=False)
     assert free.usd_per_1000_steps == pytest.approx(0.7099, abs=1e-4)
-    assert free.wall_hours == pytest.approx(result.wall_hours)
-    assert result.dominant.name == "training"
 
 
 def test_the_published_order_of_a100_and_h100_spot_turns_round_unless_the_queue_is_billed() -> None:
@@ -97,13 +75,14 @@ def test_the_published_order_of_a100_and_h100_spot_turns_round_unless_the_queue_
 @pytest.mark.parametrize(
     ("gpu", "usd_per_hour", "steps", "step_seconds", "download_seconds", "usd"),
     [
+        # 5,000 steps published as $1.10 per thousand: 10 % more than the items.
+        ("a100-40gb", 2.10, 5000, 1.7, 90.0, 5.0108),
         # 10,000 samples at 1.46 a second, published as $1.14.
         ("a10", 0.60, 1250, 8 / 1.46, 0.0, 1.1416),
         # 10,000 samples at 0.69 a second, published as $2.41; it rounds to $2.42.
         ("a10", 0.60, 2500, 4 / 0.69, 0.0, 2.4155),
         # 500 steps in 25 minutes, published as $1.25: that is an A10G at three dollars an hour.
         ("a10g", 3.00, 500, 3.0, 0.0, 1.25),
-        ("a10g", 1.00, 500, 3.0, 0.0, 0.4167),
         # Published as $2.60 per thousand steps: an H100 at almost nine dollars an hour.
         ("h100-pcie", 8.76, 5000, H100_STEP_SECONDS, 90.0, 13.0),
     ],

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 from typing import Any
 
 import pytest
@@ -10,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from qlora_sweep.search_spaces.config import KNOBS, TrialConfig, canonical, parse_config
+from qlora_sweep.search_spaces.config import TrialConfig, canonical, parse_config
 from qlora_sweep.search_spaces.dimensions import Choices, FloatRange, IntRange
-from qlora_sweep.search_spaces.errors import InputError, did_you_mean, quote, words_of
+from qlora_sweep.search_spaces.errors import InputError, words_of
 from qlora_sweep.search_spaces.space import SearchSpace
 
 
@@ -25,7 +24,6 @@ from qlora_sweep.search_spaces.space import SearchSpace
             (32.0, 16, 4, 400, 1600),
         ),
         # A step is of all GPUs, a micro-batch of each.
-        ({"data_parallel": 2}, (32.0, 8, 1, 2048, 4096)),
         ({"data_parallel": 2, "effective_batch_size": 32}, (32.0, 32, 4, 2048, 16384)),
     ],
 )
@@ -55,19 +53,14 @@ def test_a_file_may_write_out_null_for_what_is_left_to_its_default() -> None:
     [
         ({"lora_rnak": 8}, "here: unknown key 'lora_rnak'; did you mean 'lora_rank'?"),
         ({3: 8}, "here: unknown key '3'"),
-        ({"lora_rank": 0}, "here: lora_rank must be at least 1, got 0"),
         ({"lora_rank": 2.0}, "lora_rank must be a whole number, got 2.0"),
-        ({"lora_rank": 10**30}, "lora_rank must be at most 65536, got 10000000"),
         ({"lora_rank": 16**5000}, "got a number too long to show"),
-        ({"seq_len": None}, "seq_len must be a whole number, got null"),
         ({"lora_alpha": 0}, "lora_alpha must be greater than 0, got 0"),
-        ({"lora_dropout": 1.5}, "lora_dropout must be at most 1.0, got 1.5"),
         ({"checkpoint_fraction": True}, "checkpoint_fraction must be a number, got true"),
-        ({"compute_dtype": "bf8"}, "compute_dtype must be one of 'bf16', 'fp16', 'fp32', 'fp8'"),
         ({"upcast_fp32": 1}, "upcast_fp32 must be true or false, got 1"),
+        ({"target_modules": "qvo"}, "or a list of module names, got 'qvo'"),
         ({"target_modules": []}, "target_modules must list at least one module name, none empty"),
         ({"target_modules": 3}, "target_modules must be a name or a list of module names, got 3"),
-        ({"target_modules": ["q_proj", ""]}, "target_modules must list at least one module name"),
         ({"kernels": "x" * 500}, "got '" + "x" * 119 + "..."),
         (
             {"micro_batch_size": 3, "effective_batch_size": 8},
@@ -86,9 +79,6 @@ def test_a_bad_value_is_refused_with_key_and_value(values: dict[Any, Any], messa
     "changes",
     [
         {"micro_batch_size": 3},
-        {"data_parallel": 3},
-        {"effective_batch_size": 12},
-        {"seq_len": 0},
         {"seq_len": 512.0},
         {"quantization": "nf5"},
         {"lora_rnak": 8},
@@ -98,19 +88,6 @@ def test_what_cannot_exist_is_not_made_of_what_can(changes: dict[str, Any]) -> N
     config = TrialConfig(micro_batch_size=4, data_parallel=2, effective_batch_size=16)
     with pytest.raises(ValidationError):
         config.changed(**changes)
-
-
-def test_a_changed_configuration_is_the_one_built_so() -> None:
-    config = TrialConfig(micro_batch_size=4, effective_batch_size=16)
-    modules = config.changed(target_modules=["v_proj", "q_proj"], lora_alpha="8")
-    assert modules == TrialConfig(
-        micro_batch_size=4,
-        effective_batch_size=16,
-        target_modules=("q_proj", "v_proj"),
-        lora_alpha=8.0,
-    )
-    assert hash(config.changed(micro_batch_size=8).changed(micro_batch_size=4)) == hash(config)
-    assert config.changed() == config
 
 
 @given(
@@ -133,41 +110,7 @@ def test_a_micro_batch_is_taken_where_the_configuration_exists(
     assert config.changed(effective_batch_size=None).takes_micro_batch(other)
 
 
-@given(st.dictionaries(st.sampled_from(list(TrialConfig.model_fields)), st.none() | st.text()))
-def test_whatever_is_accepted_comes_back_from_json(values: dict[str, Any]) -> None:
-    try:
-        config = parse_config(values)
-    except InputError:
-        return
-    assert parse_config(config.model_dump(mode="json")) == config
-
-
-@pytest.mark.parametrize(
-    ("word", "known", "said"),
-    [
-        ("a01", ["a10", "h200"], "; did you mean 'a10'?"),
-        ("h100:2", ["h100-80gb", "h200"], "; did you mean 'h100-80gb'?"),
-        ("A100", ["a10", "v100", "a100-40", "A100-80"], "; did you mean 'a100-40' or 'A100-80'?"),
-        ("a", ["a3", "a2", "a1", "a4"], "; did you mean 'a3', 'a2' or 'a1'?"),
-        ("zzz", ["b", "a"], "; known are a, b"),
-        ("zzz", [], ""),
-        ("zzz", list(map(str, range(99))), ""),
-    ],
-)
-def test_the_nearest_word_is_named_and_otherwise_all_of_a_few(
-    word: str, known: list[str], said: str
-) -> None:
-    assert did_you_mean(word, known) == said
-
-
 # Settings
-
-
-@pytest.mark.parametrize("key", KNOBS)
-def test_every_setting_is_explained_and_names_its_own_values(key: str) -> None:
-    assert (TrialConfig.model_fields[key].description or "").endswith(".")
-    for value in (*KNOBS[key].lean_first, *KNOBS[key].tried):
-        assert KNOBS[key].phrase(getattr(TrialConfig.model_validate({key: value}), key))
 
 
 @pytest.mark.parametrize(
@@ -194,8 +137,6 @@ def test_a_share_of_layers_is_spread_evenly_and_begins_with_the_first() -> None:
     assert config.quantized_layers(8) == {0, 1, 2, 4, 5, 6}
     assert config.checkpointed_layers(8) == {0, 2, 4, 6}
     assert TrialConfig(quantization="none").quantized_layers(8) == frozenset()
-    bases = {TrialConfig(quantization="none", double_quant=d).base() for d in (True, False)}
-    assert len(bases) == 1
 
 
 # Ranges
@@ -214,18 +155,11 @@ def test_a_range_ends_at_its_last_whole_step_and_tenths_are_tenths() -> None:
     assert FloatRange(low=0.0, high=0.4, step=0.1).values() == (0.0, 0.1, 0.2, 0.3, 0.4)
 
 
-@given(share=st.floats(0, 1), is_log=st.booleans())
-def test_a_share_of_a_range_comes_back_from_its_value(share: float, is_log: bool) -> None:
-    line = FloatRange(low=1e-6, high=1e-2, log=is_log)
-    value = line.at(share)
-    assert line.low <= value <= line.high
-    assert line.share_of(value) == pytest.approx(share, abs=1e-9)
-
-
 def test_half_way_along_a_log_range_is_the_geometric_mean() -> None:
-    assert FloatRange(low=1e-5, high=1e-3, log=True).at(0.5) == pytest.approx(1e-4)
+    line = FloatRange(low=1e-5, high=1e-3, log=True)
+    assert [line.at(share) for share in (-1, 0.5, 2)] == pytest.approx([1e-5, 1e-4, 1e-3])
+    assert line.share_of(1e-4) == pytest.approx(0.5)
     assert FloatRange(low=1.0, high=3.0).at(0.5) == 2.0
-    assert [FloatRange(low=1e-5, high=1e-3, log=True).at(end) for end in (-1, 2)] == [1e-5, 1e-3]
 
 
 # Spaces
@@ -253,97 +187,42 @@ def test_a_baseline_carries_the_fixed_values_unless_it_names_them() -> None:
     [
         ({"effective_batch_size": 8}, {}, (4, 8)),
         ({"effective_batch_size": 6}, {}, (3, 6)),
-        ({"effective_batch_size": 2}, {}, (2, 2)),
         ({"effective_batch_size": 7}, {}, (1, 7)),
         ({"micro_batch_size": 3}, {"effective_batch_size": 8}, (2, 8)),
         ({"effective_batch_size": 8}, {"micro_batch_size": 2}, (2, 8)),
         ({"effective_batch_size": 6}, {"effective_batch_size": None}, (4, None)),
-        # What it names itself is never moved.
-        ({}, {"micro_batch_size": 4, "effective_batch_size": 6}, "micro_batch_size, got 6 and 4"),
-        ({"effective_batch_size": 8}, {"micro_batch_size": 3}, "micro_batch_size 3 does not go in"),
-        ({"effective_batch_size": 8}, {"micro_batch_size": 32}, "size 32 does not go into effect"),
     ],
 )
 def test_the_micro_batch_that_a_baseline_inherits_gives_way_to_its_effective_batch(
-    fixed: dict[str, Any], baseline: dict[str, Any], expected: tuple[int, int | None] | str
+    fixed: dict[str, Any], baseline: dict[str, Any], expected: tuple[int, int | None]
 ) -> None:
     searched = {"dimensions": {"micro_batch_size": {"choices": [1]}}}
     more = {} if "micro_batch_size" in {*fixed, *baseline} else searched
-    space = a_space(fixed=fixed, baseline=baseline, **more)
-    if isinstance(expected, str):
-        with pytest.raises(InputError, match=expected):
-            space.baseline_config()
-    else:
-        found = space.baseline_config()
-        assert (found.micro_batch_size, found.effective_batch_size) == expected
-
-
-ALPHA = {"low": 16.0, "high": 40.0}
+    found = a_space(fixed=fixed, baseline=baseline, **more).baseline_config()
+    assert (found.micro_batch_size, found.effective_batch_size) == expected
 
 
 @pytest.mark.parametrize(
-    ("space", "config", "is_held"),
+    ("dimension", "alpha", "is_held"),
     [
-        ({"dimensions": {"lora_alpha": {"choices": [None, 64]}}}, {"lora_alpha": 32}, True),
-        ({"dimensions": {"lora_alpha": {"choices": [32, 64]}}}, {}, True),
-        ({"dimensions": {"lora_alpha": {"choices": [None, 64]}}}, {"lora_alpha": 33}, False),
-        ({"dimensions": {"lora_alpha": ALPHA}}, {}, True),
-        ({"dimensions": {"lora_alpha": ALPHA}}, {"lora_alpha": 50}, False),
-        ({"fixed": {"lora_alpha": 32}}, {}, True),
-        ({"dimensions": {"effective_batch_size": {"choices": [4, 8]}}}, {}, True),
-        ({"fixed": {"lora_rank": 8}}, {"lora_rank": 8, "lora_alpha": 16}, True),
-        ({"fixed": {"seq_len": 64}}, {"seq_len": 65}, False),
+        # Twice the rank where nothing is said.
+        ({"choices": [None, 64]}, 32, True),
+        ({"choices": [None, 64]}, 33, False),
+        ({"low": 16.0, "high": 40.0}, None, True),
+        ({"low": 16.0, "high": 40.0}, 50, False),
     ],
 )
 def test_a_space_holds_what_trains_as_one_of_its_configurations(
-    space: dict[str, Any], config: dict[str, Any], is_held: bool
+    dimension: dict[str, Any], alpha: float | None, is_held: bool
 ) -> None:
-    wanted = TrialConfig.model_validate(config)
-    assert (a_space(**space).params_of(wanted) is not None) is is_held
+    space = a_space(dimensions={"lora_alpha": dimension})
+    assert (space.params_of(TrialConfig(lora_alpha=alpha)) is not None) is is_held
 
 
-def test_a_space_counts_its_combinations_and_knows_what_it_holds() -> None:
-    space = a_space(
-        dimensions={
-            "micro_batch_size": Choices(choices=(1, 2)),
-            "target_modules": Choices(choices=("qv", ["v_proj", "q_proj"])),
-            "lora_rank": IntRange(low=8, high=16, step=8),
-        },
-        fixed={"seq_len": 64},
-    )
-    assert space.size() == len(list(space.combinations())) == 8
-    for params in space.combinations():
-        found = space.params_of(space.config(params))
-        assert found is not None
-        assert space.config(found) == space.config(params)
-        assert space.config(found).seq_len == 64
-
-
-def test_a_continuous_dimension_has_no_size() -> None:
-    space = a_space(dimensions={"lora_dropout": FloatRange(low=0, high=1)})
-    assert space.size() is None
-    with pytest.raises(ValueError, match="no combinations"):
-        next(space.combinations())
-
-
-@pytest.mark.parametrize(
-    ("effective", "micro", "kept"),
-    [(8, (1, 2, 8), (1, 2, 8)), (8, (1, 3), (1,)), (None, (3,), (3,)), (7, (2, 4), ())],
-)
-def test_batches_that_do_not_go_into_the_effective_batch_are_left_out(
-    effective: int | None, micro: tuple[int, ...], kept: tuple[int, ...]
-) -> None:
-    values = {
-        "dimensions": {"micro_batch_size": {"choices": micro}},
-        "fixed": {"effective_batch_size": effective},
-    }
-    if not kept:
-        with pytest.raises(ValidationError, match="multiple of micro_batch_size, got 7 and 2 or 4"):
-            a_space(**values)
-        return
-    space = a_space(**values)
-    assert space.dimensions == {"micro_batch_size": Choices(choices=kept)}
-    assert SearchSpace.model_validate(space.model_dump(mode="json")) == space
+def test_a_space_holds_nothing_beside_its_fixed_values() -> None:
+    space = a_space(fixed={"seq_len": 64})
+    assert space.params_of(TrialConfig(seq_len=64)) is not None
+    assert space.params_of(TrialConfig(seq_len=65)) is None
 
 
 def test_combinations_whose_batches_do_not_go_into_each_other_are_not_in_the_space() -> None:
@@ -361,26 +240,6 @@ def test_combinations_whose_batches_do_not_go_into_each_other_are_not_in_the_spa
 
 
 @pytest.mark.parametrize(
-    ("value", "text"),
-    [
-        (None, "null"),
-        (True, "true"),
-        (datetime.date(2026, 1, 1), "2026-01-01"),
-        ("two\nlines", r"'two\nlines'"),
-        (1e-4, "0.0001"),
-        ([1, None, "a"], "[1, null, 'a']"),
-        ({"low": 1, "log": False}, "{low: 1, log: false}"),
-        ((1, 2), "[1, 2]"),
-        (b"\x00\x01", "2 bytes of binary data"),
-        ({datetime.date(2026, 1, 1)}, "[2026-01-01]"),
-        pytest.param(10**5000, "a number too long to show", id="huge"),
-    ],
-)
-def test_a_value_is_quoted_as_it_was_typed(value: object, text: str) -> None:
-    assert quote(value) == text
-
-
-@pytest.mark.parametrize(
     ("error", "words"),
     [
         (KeyError("foo"), "'foo' is missing"),
@@ -388,7 +247,6 @@ def test_a_value_is_quoted_as_it_was_typed(value: object, text: str) -> None:
         (OSError(24, "Too many open files"), "Too many open files"),
         (ValueError("not so\nat all"), "not so"),
         (MemoryError(), "memory error"),
-        (NotImplementedError(), "not implemented error"),
     ],
 )
 def test_an_exception_is_told_by_what_it_says(error: Exception, words: str) -> None:

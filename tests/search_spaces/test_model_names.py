@@ -15,7 +15,6 @@ import pytest
 from huggingface_hub.errors import (
     GatedRepoError,
     OfflineModeIsEnabled,
-    RemoteEntryNotFoundError,
     RepositoryNotFoundError,
 )
 
@@ -28,17 +27,9 @@ from qlora_sweep.search_spaces.models import (
     shipped_models,
     translate,
 )
+from tests.search_spaces.small import SMALL
 
-GOOD: dict[str, Any] = {
-    "model_type": "llama",
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 100,
-    "max_position_embeddings": 256,
-}
+GOOD: dict[str, Any] = {"model_type": "llama", **SMALL, "max_position_embeddings": 256}
 
 
 def write_config(directory: Path, config: object) -> str:
@@ -52,7 +43,7 @@ def test_a_directory_is_a_model_and_its_remote_code_is_never_run(tmp_path: Path)
     (tmp_path / "evil.py").write_text("raise SystemExit('ran')")
     spec = load_model_spec(write_config(tmp_path, config))
     assert (spec.source, spec.path) == ("directory", tmp_path)
-    assert (spec.hidden_layers, spec.vocab_size, spec.max_positions) == (2, 100, 256)
+    assert (spec.hidden_layers, spec.vocab_size, spec.max_positions) == (2, 700, 256)
     assert "auto_map" not in spec.config
     assert ModelSpec.from_json(json.loads(json.dumps(spec.to_json()))) == spec
 
@@ -80,7 +71,6 @@ GEMMA = {"hidden_size": 2560, "num_hidden_layers": 34, "model_type": "gemma3_tex
 @pytest.mark.parametrize(
     ("config", "kind"),
     [
-        ({"model_type": "mistral3", "text_config": {**GOOD, "model_type": "mistral"}}, "mistral"),
         (
             {"model_type": "qwen3_vl", "text_config": {**GOOD, "model_type": "qwen3_vl_text"}},
             "qwen3",
@@ -103,13 +93,7 @@ def test_a_vision_language_models_decoder_is_a_model(
     assert not load_model_spec(write_config(tmp_path, GOOD)).is_part
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [
-        *("cohere2", "gemma", "gemma2", "gemma3_text", "granite", "llama", "ministral3", "mistral"),
-        *("qwen2", "qwen3"),
-    ],
-)
+@pytest.mark.parametrize("kind", ["gemma3_text", "granite", "llama", "ministral3", "qwen3"])
 def test_sizes_that_a_nested_config_leaves_out_are_those_of_transformers(
     tmp_path: Path, kind: str
 ) -> None:
@@ -140,21 +124,15 @@ def test_the_fingerprint_is_blind_to_what_does_not_shape_the_model(tmp_path: Pat
         ({}, "model_type must name the architecture, got null"),
         ({**GOOD, "is_encoder_decoder": True}, "only decoder models"),
         ({"model_type": "gpt2", "n_embd": 12}, "num_hidden_layers is missing"),
-        ({**GOOD, "num_hidden_layers": 0, "n_layer": 4}, "num_hidden_layers must be a whole"),
         ({"model_type": "llava", "text_config": dict(GOOD, model_type=None)}, "a multimodal model"),
         # Sizes at the top level of such a config are read by nobody.
         ({**GOOD, "model_type": "qwen3_5"}, "write its text_config (model_type 'qwen3_5_text')"),
         ({**GOOD, "hidden_size": "64"}, "hidden_size must be a whole number from 1 to 16,777,216"),
-        ({**GOOD, "hidden_size": 64.0}, "got 64.0"),
         ({**GOOD, "hidden_size": True}, "got true"),
-        ({**GOOD, "num_hidden_layers": -3}, "got -3"),
         ({**GOOD, "vocab_size": 10**8}, "got 100000000"),
-        ({**GOOD, "max_position_embeddings": "many"}, "got 'many'"),
         ({**GOOD, "hidden_size": 66}, "hidden_size 66 is not a multiple of num_attention_heads 4"),
         ({**GOOD, "num_key_value_heads": 3}, "heads 4 is not a multiple of num_key_value_heads 3"),
-        ({**GOOD, "head_dim": 0}, "head_dim must be a whole number"),
         ({**GOOD, "rope_parameters": "yarn"}, "rope_parameters must be an object or null"),
-        ({**GOOD, "intermediate_size": 1.5}, "intermediate_size must be a whole number"),
     ],
 )
 def test_a_config_that_lies_is_refused_by_file_key_and_value(
@@ -170,11 +148,8 @@ def test_a_config_that_lies_is_refused_by_file_key_and_value(
     ("name", "message"),
     [
         ("mistral-7b", "unknown model 'mistral-7b'; did you mean 'mistral-7b-v0.3'?"),
-        ("", "unknown model ''"),
         ("bad\0name", "unknown model"),
         ("./nowhere", "model './nowhere': no such directory"),
-        ("a/b/c", "no such directory"),
-        ("org/", "no such directory"),
         ("~nobody-of-that-name/x", "no such directory"),
         ("{here}", "config.json: no such file; a model's directory needs"),
         ("{here}/file", "is a file: name the directory"),
@@ -188,18 +163,9 @@ def test_what_names_no_model_is_refused(tmp_path: Path, name: str, message: str)
 
 
 def test_a_hub_model_keeps_the_directory_of_its_snapshot(tmp_path: Path) -> None:
-    asked = []
-
-    def fetch(name: str) -> Path:
-        asked.append(name)
-        return tmp_path / "config.json"
-
     write_config(tmp_path, GOOD)
-    spec = load_model_spec("org/m", fetch=fetch)
-    assert (asked, spec.source, spec.path) == (["org/m"], "hub", tmp_path)
-    write_config(tmp_path, {**GOOD, "vocab_size": 0})
-    with pytest.raises(InputError, match=r"org/m/config.json: vocab_size .* got 0"):
-        load_model_spec("org/m", fetch=fetch)
+    spec = load_model_spec("org/m", fetch=lambda _: tmp_path / "config.json")
+    assert (spec.name, spec.source, spec.path) == ("org/m", "hub", tmp_path)
 
 
 REQUEST = httpx.Request("HEAD", "https://hub.example/org/m")
@@ -211,10 +177,8 @@ NOT_FOUND = httpx.Response(404, request=REQUEST)
     [
         (RepositoryNotFoundError("no", response=NOT_FOUND), InputError, "is not on the hub, or is"),
         (GatedRepoError("no", response=NOT_FOUND), InputError, "gated"),
-        (RemoteEntryNotFoundError("no", response=NOT_FOUND), InputError, "no config.json"),
         (OfflineModeIsEnabled("no"), EnvironmentFault, "HF_HUB_OFFLINE is set"),
         (httpx.ConnectError("no route"), EnvironmentFault, "cannot be reached (no route)"),
-        (OSError("disk full"), EnvironmentFault, "disk full"),
     ],
 )
 def test_a_failed_request_says_what_it_means(
@@ -229,33 +193,28 @@ def test_a_failed_request_says_what_it_means(
 FETCH = """
 import sys
 from qlora_sweep.search_spaces.models import load_model_spec
-try:
-    print(load_model_spec("org/some-model").vocab_size)
-except Exception as error:
-    print(type(error).__name__, error)
+for name in ("org/kept", "org/another"):
+    try:
+        print(load_model_spec(name).vocab_size)
+    except Exception as error:
+        print(type(error).__name__, error)
 print("torch" in sys.modules)
 """
 
 
-def fetch_offline(home: Path) -> list[str]:
-    env = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(home)}
-    done = subprocess.run(
-        [sys.executable, "-c", FETCH], env=env, capture_output=True, text=True, check=True
-    )
-    return done.stdout.splitlines()
-
-
 def test_offline_a_hub_model_comes_from_the_cache_or_not_at_all(tmp_path: Path) -> None:
-    message, torch_loaded = fetch_offline(tmp_path)
-    assert message.startswith("EnvironmentFault model 'org/some-model' is not in the local cache")
-    assert torch_loaded == "False"
-
-    repo = tmp_path / "hub" / "models--org--some-model"
+    repo = tmp_path / "hub" / "models--org--kept"
     (repo / "refs").mkdir(parents=True)
     (repo / "refs" / "main").write_text("abc")
     (repo / "snapshots" / "abc").mkdir(parents=True)
     write_config(repo / "snapshots" / "abc", GOOD)
-    assert fetch_offline(tmp_path) == ["100", "False"]
+    env = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}
+    command = [sys.executable, "-c", FETCH]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=True)
+    kept, another, has_torch = done.stdout.splitlines()
+    assert kept == "700"
+    assert another.startswith("EnvironmentFault model 'org/another' is not in the local cache")
+    assert has_torch == "False"
 
 
 def test_every_shipped_model_has_the_size_that_its_page_says_was_published() -> None:

@@ -2,44 +2,31 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
-from qlora_sweep.search_spaces.config import TrialConfig
 from qlora_sweep.search_spaces.errors import InputError
-from qlora_sweep.search_spaces.models import ModelSpec, checked_config
+from qlora_sweep.search_spaces.models import ModelSpec
 from qlora_sweep.search_spaces.rules import (
     WITHOUT_FLASH,
     WITHOUT_SDPA,
     attention_of,
     own_settings,
-    violation,
 )
-from tests.search_spaces.small import SMALL
-
-SIZES: dict[str, Any] = {**SMALL, "head_dim": 16}
-
-
-def model(kind: str, **config: Any) -> ModelSpec:
-    values = {"model_type": kind, **SIZES, **config}
-    return ModelSpec("m", "directory", checked_config(values, label="m"))
+from tests.search_spaces.small import broken, small_model
 
 
 def rule(spec: ModelSpec, attention: str) -> str | None:
-    config = TrialConfig(attention=attention, quantization="none")
-    found = violation(config, model=spec, compute_capability=(9, 0), device="cuda")
+    found = broken({"attention": attention, "quantization": "none"}, spec)
     return None if found is None else found.rule
 
 
 @pytest.mark.parametrize(
     "spec",
     [
-        model("gemma2"),
-        model("gemma2", attn_logit_softcapping=50.0),
-        model("vaultgemma"),
-        model("gemma3_text", attn_logit_softcapping=20),
-        model("a_type_of_tomorrow", attn_logit_softcapping=30.0),
+        small_model("gemma2"),
+        small_model("vaultgemma"),
+        small_model("gemma3_text", attn_logit_softcapping=20),
+        small_model("a_type_of_tomorrow", attn_logit_softcapping=30.0),
     ],
 )
 def test_scores_that_are_capped_are_never_left_to_torchs_attention(spec: ModelSpec) -> None:
@@ -52,10 +39,8 @@ def test_scores_that_are_capped_are_never_left_to_torchs_attention(spec: ModelSp
 @pytest.mark.parametrize(
     "spec",
     [
-        model("gemma2", attn_logit_softcapping=None),
-        model("gemma3_text", attn_logit_softcapping=None),
-        model("gemma", final_logit_softcapping=30.0),
-        model("llama"),
+        small_model("gemma2", attn_logit_softcapping=None),
+        small_model("gemma", final_logit_softcapping=30.0),
     ],
 )
 def test_scores_without_a_cap_are(spec: ModelSpec) -> None:
@@ -63,29 +48,31 @@ def test_scores_without_a_cap_are(spec: ModelSpec) -> None:
     assert rule(spec, "sdpa") is None
 
 
-@pytest.mark.parametrize("cap", ["50", True, 0, -1.0])
+@pytest.mark.parametrize("cap", ["50", True, 0])
 def test_a_cap_that_is_none_is_refused_by_its_key(cap: object) -> None:
     with pytest.raises(InputError, match="attn_logit_softcapping"):
-        model("gemma2", attn_logit_softcapping=cap)
+        small_model("gemma2", attn_logit_softcapping=cap)
 
 
-def test_attention_sinks_are_never_left_to_flash_attention() -> None:
-    for kind in ("gpt_oss", "granite_swa", "mimo_v2_flash"):
-        assert rule(model(kind), "flash_attention_2") == "attention-not-in-model"
+@pytest.mark.parametrize(
+    "spec",
+    [
+        small_model("gpt_oss"),
+        small_model("granite_swa"),
+        small_model("falcon", alibi=True),
+        small_model("bloom", alibi=True),
+    ],
+)
+def test_sinks_and_position_biases_are_never_left_to_flash_attention(spec: ModelSpec) -> None:
+    assert rule(spec, "flash_attention_2") == "attention-not-in-model"
 
 
 def test_falcons_position_biases_are_left_to_torchs_attention() -> None:
     """The eager one of transformers 5.17 adds them to the mask, and to the scores again."""
-    spec = model("falcon", alibi=True)
+    spec = small_model("falcon", alibi=True)
     assert attention_of(spec) == "sdpa"
     assert rule(spec, "eager") == "attention-not-in-model"
-    assert rule(model("falcon", alibi=False), "eager") is None
-
-
-def test_position_biases_are_never_left_to_flash_attention() -> None:
-    for kind in ("falcon", "bloom", "mpt"):
-        spec = model(kind, alibi=True)
-        assert rule(spec, "flash_attention_2") == "attention-not-in-model"
+    assert rule(small_model("falcon", alibi=False), "eager") is None
 
 
 def test_the_tables_are_what_transformers_has() -> None:

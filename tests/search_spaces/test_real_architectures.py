@@ -1,4 +1,7 @@
-"""What configs tell of architectures agrees with what transformers and PEFT really build."""
+"""What configs tell of architectures agrees with what transformers and PEFT really build.
+
+Of each type one model; what all of them count is compared with what was published elsewhere.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,8 @@ from qlora_sweep.search_spaces.linears import (
     target_sets,
     unquantized,
 )
-from qlora_sweep.search_spaces.models import ModelSpec, load_model_spec, shipped_models
+from qlora_sweep.search_spaces.models import ModelSpec
+from tests.search_spaces.shipped_types import one_of_each_type
 
 
 def _config(spec: ModelSpec, index: int) -> TrialConfig:
@@ -29,16 +33,8 @@ def _config(spec: ModelSpec, index: int) -> TrialConfig:
     return parse_config({"target_modules": sets[index % len(sets)]})
 
 
-@pytest.fixture(scope="module")
-def built() -> dict[str, Any]:
-    """Every shipped architecture as the real libraries build it, without memory."""
-    found = {}
-    for index, spec in enumerate(shipped_models()):
-        found[spec.name] = _built(spec, resolve_targets(_config(spec, index), spec))
-    return found
-
-
 def _built(spec: ModelSpec, targets: Sequence[str]) -> dict[str, Any]:
+    """What the real libraries build, without memory."""
     # Imported here: collecting the tests of this directory needs none of it.
     import torch
     from peft import LoraConfig, get_peft_model
@@ -59,13 +55,12 @@ def _built(spec: ModelSpec, targets: Sequence[str]) -> dict[str, Any]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("index", "name"), list(enumerate(model.name for model in shipped_models()))
+    ("index", "spec"),
+    [pytest.param(i, spec, id=spec.name) for i, spec in enumerate(one_of_each_type())],
 )
-def test_counts_and_modules_agree_with_the_real_model(
-    built: dict[str, Any], index: int, name: str
-) -> None:
-    spec = load_model_spec(name)
-    config, real = _config(spec, index), built[name]
+def test_counts_and_modules_agree_with_the_real_model(index: int, spec: ModelSpec) -> None:
+    config = _config(spec, index)
+    real = _built(spec, resolve_targets(config, spec))
     assert parameters(spec) == real["total"]
     if unquantized(spec) is None:
         assert linear_shapes(spec) == real["linears"]

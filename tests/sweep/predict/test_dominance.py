@@ -26,38 +26,11 @@ configs = st.builds(
     compile=st.booleans(),
 )
 footprints = configs.map(lambda config: footprint(config, model=MODEL))
-# Related ones, so that properties of pairs and triples are tried where the relation holds.
-larger = st.fixed_dictionaries(
-    {},
-    optional={
-        "lora_rank": st.just(64),
-        "target_modules": st.just("all-linear"),
-        "micro_batch_size": st.just(4),
-        "seq_len": st.just(512),
-        "checkpoint_fraction": st.sampled_from([0.0, 0.03]),
-        "upcast_fp32": st.just(True),
-        "lora_dropout": st.just(0.5),
-    },
-)
-
-
-@given(footprints)
-def test_everything_dominates_itself(one: Footprint) -> None:
-    assert dominates(one, one)
 
 
 @given(footprints, footprints)
 def test_two_that_dominate_each_other_are_equal(one: Footprint, other: Footprint) -> None:
     assert (dominates(one, other) and dominates(other, one)) == (one == other)
-
-
-@given(configs, larger, larger)
-def test_transitive(config: TrialConfig, more: dict[str, Any], still_more: dict[str, Any]) -> None:
-    low = footprint(config, model=MODEL)
-    middle = footprint(config.model_copy(update=more), model=MODEL)
-    high = footprint(config.model_copy(update=more | still_more), model=MODEL)
-    if dominates(high, middle) and dominates(middle, low):
-        assert dominates(high, low)
 
 
 @given(footprints)
@@ -76,24 +49,15 @@ BASE: dict[str, Any] = {"lora_rank": 16, "micro_batch_size": 4, "checkpoint_frac
         ({"lora_rank": 8}, False),
         ({"target_modules": "all-linear"}, True),
         ({"target_modules": "qv"}, False),
-        ({"target_modules": ("k_proj", "o_proj", "q_proj", "v_proj", "up_proj")}, True),
         ({"micro_batch_size": 8}, True),
         ({"micro_batch_size": 2}, False),
         ({"seq_len": 1024}, True),
-        ({"seq_len": 1024, "micro_batch_size": 2}, False),
-        ({"checkpoint_fraction": 0.25}, True),
-        ({"checkpoint_fraction": 0.75}, False),
         ({"checkpoint_fraction": 0.5 - 1 / 32}, False),
         ({"checkpoint_fraction": 0.5 - 2 / 32}, True),
         ({"lora_dropout": 0.1}, True),
         ({"effective_batch_size": 8}, True),
         ({"kernels": "liger"}, False),
-        ({"attention": "eager"}, False),
-        ({"optimizer": "adamw_torch_fused"}, False),
         ({"compute_dtype": "fp32"}, False),
-        ({"quantization": "none"}, False),
-        ({"double_quant": False}, False),
-        ({"adapter_dtype": "bf16"}, False),
         ({"upcast_fp32": False}, False),
         ({"compile": True}, False),
     ],
@@ -115,16 +79,12 @@ SHARED_2, SHARED_4 = (count | {"sharding": "fsdp"} for count in (TWO, FOUR))
         # A compiled graph is compared with itself only.
         (COMPILED | {"micro_batch_size": 8}, COMPILED, True),
         (COMPILED | {"lora_rank": 32}, COMPILED, False),
-        (COMPILED | {"lora_dropout": 0.1}, COMPILED, False),
         # Accumulation that ends frees the gradients between steps.
         ({"micro_batch_size": 8, "effective_batch_size": 8}, {"effective_batch_size": 8}, False),
         # More GPUs need less of what is shared, and as much of what is not.
         (TWO, {}, True),
-        ({}, TWO, False),
         (TWO, FOUR, True),
-        (FOUR, TWO, True),
         (SHARED_2, SHARED_4, True),
-        (SHARED_4, SHARED_2, False),
         (TWO, SHARED_2, False),
     ],
 )

@@ -120,12 +120,6 @@ def test_speed_is_that_of_all_micro_batches(values: dict[str, Any], share: float
     assert tokens_per_second == pytest.approx(whole.loss_tokens / one_by_one, rel=0.02)
 
 
-def test_grouped_and_packed_texts_go_faster_than_padded_ones(forecaster: Forecaster) -> None:
-    speeds = [forecaster.expect(full(packing=p)).record.tokens_per_second for p in PACKINGS]
-    assert min(speeds[1:]) > 1.2 * speeds[0]
-    assert speeds[0] < SpeedForecast(model=MODEL, gpu=A10).predict(FULL)
-
-
 def test_a_sample_of_many_rows_has_the_longest(monkeypatch: pytest.MonkeyPatch) -> None:
     lengths = LENGTHS.copy()
     lengths[1234] = 1000

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from qlora_sweep.search_spaces.config import TrialConfig
-from qlora_sweep.search_spaces.errors import EnvironmentFault, SweepError
+from qlora_sweep.search_spaces.errors import EnvironmentFault
 from qlora_sweep.search_spaces.models import ModelSpec
 from qlora_sweep.sweep.predict.memory import profile_store
 from qlora_sweep.sweep.predict.memory.predictor import TracingPredictor
@@ -52,7 +52,6 @@ def test_a_whole_space_is_traced_ahead_and_then_predicted_without_tracing(tmp_pa
     [
         # Recomputed layers and others are of two kinds, and so are those of a mixed base.
         ("checkpoint_fraction", [1.0], 1),
-        ("checkpoint_fraction", [0.0], 1),
         ("checkpoint_fraction", [0.0, 0.25, 1.0], 2),
         ("quantized_fraction", [1.0, 0.75, 0.5, 0.25], 2),
     ],
@@ -62,10 +61,7 @@ def test_kinds_of_layers_are_traced_where_a_configuration_has_them(
 ) -> None:
     tracer = ImaginedTracer()
     predictor = TracingPredictor(MODEL, cache_dir=tmp_path, tracer=tracer)
-    configs = [TrialConfig(**{setting: value}) for value in values]
-    predictor.predict_all(configs)
-    for config in configs:
-        predictor.predict(config)
+    predictor.predict_all([TrialConfig(**{setting: value}) for value in values])
     assert len(tracer.asked) == structures
 
 
@@ -80,18 +76,13 @@ def test_masks_are_traced_ahead_for_the_lengths_that_need_them(tmp_path: Path) -
 
 
 @pytest.mark.parametrize(("is_same", "traced"), [(True, ["bf16"]), (False, ["bf16", "fp16"])])
-@pytest.mark.parametrize("is_prepared", [True, False])
 def test_fp16_is_traced_only_where_it_is_not_known_to_come_to_the_same(
-    tmp_path: Path, is_same: bool, traced: list[str], is_prepared: bool
+    tmp_path: Path, is_same: bool, traced: list[str]
 ) -> None:
     tracer = ImaginedTracer(is_same_in_fp16=is_same)
-    config = TrialConfig(compute_dtype="fp16")
     for _ in range(2):
         predictor = TracingPredictor(MODEL, cache_dir=tmp_path, tracer=tracer)
-        if is_prepared:
-            predictor.predict_all([config])
-        predictor.predict(config)
-        predictor.predict(config)
+        predictor.predict(TrialConfig(compute_dtype="fp16"))
     assert [structure.config.compute_dtype for structure in tracer.asked] == traced
 
 
@@ -158,16 +149,6 @@ def test_a_child_that_dies_is_replaced_and_the_others_go_on() -> None:
     assert len(answers) == 31
 
 
-def test_a_child_that_hangs_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(profile_store, "_DEADLINE_SECONDS", 1.0)
-    hanging = _structures(1, kernels="liger")
-    began = time.monotonic()
-    answers = _answers(_children(2, "time.sleep(60)"), [*hanging, *_structures(30)])
-    assert [s for s, a in answers.items() if isinstance(a, EnvironmentFault)] == hanging
-    assert len(answers) == 31
-    assert time.monotonic() - began < 30
-
-
 def test_children_end_where_nobody_waits_for_their_answers() -> None:
     children = _children(2, seconds=0.01)
     answers = children.trace_all(MODEL, _structures(30))
@@ -177,35 +158,30 @@ def test_children_end_where_nobody_waits_for_their_answers() -> None:
     assert ends_soon(first["pid"])
 
 
-def test_two_children_trace_as_one(tracing_child: TracingChildren, profile_cache: Path) -> None:
+def test_two_children_trace_as_one(tracing_child: TracingChildren) -> None:
     """Their profiles depend neither on who traced them nor on what was traced before."""
     sizes = {"hidden_size": 64, "intermediate_size": 128, "vocab_size": 512}
     layers = {"num_hidden_layers": 3, "num_attention_heads": 4}
     model = ModelSpec("small", "directory", {"model_type": "llama", **sizes, **layers})
+    configs = [
+        TrialConfig(upcast_fp32=False, attention=attention, compute_dtype=dtype)
+        for attention in ("sdpa", "eager")
+        for dtype in ("bf16", "fp16")
+    ]
     asked = [
-        Structure.of(config.model_copy(update=keys), is_checkpointed=is_checkpointed)
-        for config in SPACE[::12]
-        for keys in (
-            {},
-            {"compute_dtype": "fp16"},
-            {"attention": "eager"},
-            {"attention": "eager", "compute_dtype": "fp16"},
-        )
+        Structure.of(config, is_checkpointed=is_checkpointed)
+        for config in configs
         for is_checkpointed in (True, False)
     ]
     answers = dict(TracingChildren(2).trace_all(model, asked))
     for structure in reversed(asked):
-        try:
-            alone: Traced = trace(tracing_child, model, structure)
-        except SweepError as error:
-            alone = error
-        assert answers[structure] == alone
+        assert answers[structure] == trace(tracing_child, model, structure)
     shared = [s for s in asked if (twin := s.in_bf16()) and answers[twin]["is_same_in_fp16"]]
     assert shared
     assert all(answers[s] == answers[s.in_bf16()] for s in shared)
     # A mask in fp32 widens the scores before the softmax; without it that sees a 16-bit type.
-    told_apart = [s for s in asked if s.config.attention == "eager" and not s.config.upcast_fp32]
-    assert not any(answers[s]["is_same_in_fp16"] for s in told_apart)
+    eager = [s for s in asked if s.config.attention == "eager"]
+    assert not any(answers[s]["is_same_in_fp16"] for s in eager)
 
 
 # What becomes of a tracing child that does anything but answer: programs of a few lines
@@ -238,11 +214,9 @@ def child_of(monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
     ("program", "said"),
     [
         ("os.kill(os.getpid(), signal.SIGSEGV)", "it ended with signal SIGSEGV"),
-        ("os._exit(7)", "it ended with exit status 7"),
-        ("sys.exit('out of luck')", "exit status 1: out of luck"),
+        ("subprocess.Popen(['sleep', '600']); os._exit(7)", "it ended with exit status 7"),
         ("print('no JSON', flush=True)", "is no answer: 'no JSON'"),
         ("os.write(1, b'\\xff\\xfe\\n')", "is no answer"),
-        ("time.sleep(60)", "it took too long"),
         ("os.kill(os.getpid(), signal.SIGSTOP)", "it took too long"),
         ("os.close(1); time.sleep(60)", "it closed its pipe"),
         ("[os.write(1, b'x' * 65536) for _ in iter(int, 1)]", "is no answer"),
@@ -259,12 +233,6 @@ def test_what_it_does_instead_of_answering_is_told_as_it_was(
     assert time.monotonic() - began < 30
 
 
-def test_a_crash_is_told_as_it_was_though_another_holds_the_pipe(child_of: Start) -> None:
-    child = child_of("subprocess.Popen(['sleep', '600']); os._exit(3)")
-    with pytest.raises(EnvironmentFault, match="exit status 3"):
-        trace(child, MODEL, STRUCTURE)
-
-
 def test_what_it_prints_beside_its_answer_keeps_nobody_waiting(child_of: Start) -> None:
     child = child_of(f"[os.write(2, b'x' * 65535 + b'\\n') for _ in range(200)]; {ANSWER}")
     assert trace(child, MODEL, STRUCTURE)["pid"]
@@ -274,21 +242,6 @@ def test_a_question_that_nobody_reads_is_not_waited_for_any_longer(child_of: Sta
     long = Structure.of(TrialConfig(target_modules=("m" * 2**20,)), is_checkpointed=True)
     with pytest.raises(EnvironmentFault, match="took too long"):
         trace(child_of("time.sleep(60)"), MODEL, long)
-
-
-@pytest.mark.parametrize("end", ["", "; os._exit(1)", "; time.sleep(60)"])
-def test_what_it_started_ends_with_it(child_of: Start, tmp_path: Path, end: str) -> None:
-    note = tmp_path / "pids"
-    begin = "p = subprocess.Popen(['sleep', '600'], start_new_session=s); f.write(f'{p.pid} ')"
-    child = child_of(
-        f"f = open({str(note)!r}, 'w')\n for s in (False, True):\n  {begin}\n f.close()\n"
-        f" {ANSWER}{end}"
-    )
-    trace(child, MODEL, STRUCTURE)
-    child.close()
-    numbers = [int(word) for word in note.read_text(encoding="ascii").split()]
-    assert len(numbers) == 2
-    assert all(ends_soon(number) for number in numbers)
 
 
 def test_no_password_nor_gpu_reaches_it(child_of: Start, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -301,15 +254,13 @@ def test_no_password_nor_gpu_reaches_it(child_of: Start, monkeypatch: pytest.Mon
     assert answer["CUDA_VISIBLE_DEVICES"] == ""
 
 
-def test_without_room_for_a_process_it_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_cannot_be_started_is_said() -> None:
     child = TracingChildren(1, outlive=True, command=("/no/such/program",))
-    for _ in range(2):
-        with pytest.raises(EnvironmentFault, match=r"cannot be started: .*[Nn]o such file"):
-            trace(child, MODEL, STRUCTURE)
+    with pytest.raises(EnvironmentFault, match=r"cannot be started: .*[Nn]o such file"):
+        trace(child, MODEL, STRUCTURE)
 
 
-@pytest.mark.parametrize("how", ["os.kill(os.getpid(), 9)", "raise SystemExit(0)"])
-def test_the_real_child_ends_with_its_owner_while_it_still_imports(how: str) -> None:
+def test_the_real_child_ends_with_its_owner_while_it_still_imports() -> None:
     program = (
         "import os, signal\n"
         "from qlora_sweep.sweep.predict.memory.profile_store import TracingChildren\n"
@@ -317,7 +268,7 @@ def test_the_real_child_ends_with_its_owner_while_it_still_imports(how: str) -> 
         "children = TracingChildren(1)\n"
         "def end(*_):\n"
         "    print(open(f'/proc/self/task/{os.getpid()}/children').read(), flush=True)\n"
-        f"    {how}\n"
+        "    os.kill(os.getpid(), 9)\n"
         "signal.signal(signal.SIGALRM, end)\n"
         "signal.setitimer(signal.ITIMER_REAL, 0.5)\n"
         "trace(children, MODEL, STRUCTURE)\n"

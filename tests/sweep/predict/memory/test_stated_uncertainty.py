@@ -10,11 +10,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from qlora_sweep.search_spaces.config import TrialConfig, parse_config
-from qlora_sweep.search_spaces.gpus import find_gpu
 from qlora_sweep.search_spaces.models import load_model_spec
 from qlora_sweep.sweep.predict.memory import prediction as memory
 from qlora_sweep.sweep.predict.memory.peaks import KNOWN_PARTS
@@ -26,7 +24,6 @@ from qlora_sweep.sweep.predict.memory.predictor import (
 )
 from qlora_sweep.sweep.predict.memory.profile_store import TracingChildren
 from qlora_sweep.sweep.predict.memory.replay import runs_under
-from tests.sweep.predict.predicted_steps import predict_steps
 from tests.sweep.predict.rows import (
     COMPILED,
     EDGES,
@@ -48,7 +45,6 @@ from tests.sweep.predict.rows import (
     is_compiled,
     is_recomputed,
     is_sharded,
-    model_of,
     read_rows,
 )
 from tests.sweep.training.tiny import BRIEF, measured, outcome_of
@@ -99,6 +95,10 @@ def _rows(
     ]
 
 
+def is_whole_on_each_gpu(row: Row) -> bool:
+    return not (is_sharded(row) or is_compiled(row))
+
+
 def _allocated(predict: Predict, rows: list[Row]) -> list[float]:
     return [row["peak_allocated_bytes"] / predict(row).peak_allocated_bytes - 1 for row in rows]
 
@@ -137,7 +137,10 @@ def _wrong_side(prediction: MemoryPrediction, row: Row) -> float:
 
 
 KINDS: dict[str, tuple[memory.Uncertainty, list[Row]]] = {
-    "eager": (memory.EAGER, _rows(compiled=False)),
+    "eager": (
+        memory.EAGER,
+        [*_rows(compiled=False), *filter(is_whole_on_each_gpu, SEVERAL_GPUS)],
+    ),
     "compiled": (memory.COMPILED, _rows(compiled=True, recomputed=False, upcast=False)),
     "compiled, upcast": (
         memory.COMPILED_UPCAST,
@@ -171,42 +174,12 @@ def test_what_is_stated_covers_its_rows_and_hardly_more(predict_row: Predict, na
     assert known.supported <= known.stated <= 2 * known.supported + ROUNDING
 
 
-def test_each_of_two_gpus_is_predicted_as_surely_as_one(predict_row: Predict) -> None:
-    rows = [row for row in SEVERAL_GPUS if not (is_sharded(row) or is_compiled(row))]
-    assert {row["gpus"] for row in rows} == {1, 2}
-    assert max(map(abs, _allocated(predict_row, rows))) < memory.EAGER.allocated
-    assert max(map(abs, _reserved(predict_row, rows))) < memory.EAGER.reserved
-
-
-def test_packed_rows_are_predicted_as_surely_as_full_ones(predict_row: Predict) -> None:
-    rows = [row for row in PACKED if not is_compiled(row)]
-    assert all(row["documents_apart"] for row in rows)
-    assert Statement(0.0, _allocated(predict_row, rows)).supported < memory.EAGER.allocated / 2
-    assert Statement(0.0, _reserved(predict_row, rows)).supported < memory.EAGER.reserved / 2
-
-
-def test_pairs_are_predicted_to_a_percent(predict_row: Predict) -> None:
-    assert len(PAIRS) >= 20
-    assert max(map(abs, _allocated(predict_row, PAIRS))) < 0.01
-    assert max(map(abs, _reserved(predict_row, PAIRS))) < 0.04
-
-
 def test_where_all_linear_layers_are_adapted_compiled_ones_are_predicted_to_a_tenth_of_a_percent(
     predict_row: Predict,
 ) -> None:
     rows = [row for row in (*COMPILED, *GATED) if row["config"]["target_modules"] == "all-linear"]
     assert len(rows) == 9
     assert max(map(abs, _allocated(predict_row, rows))) < 0.001
-
-
-def test_a_prediction_states_what_is_derived(predict_row: Predict) -> None:
-    for row in (TABLE[0], *filter(is_compiled, TABLE)):
-        compiled = memory.COMPILED_RECOMPUTED if is_recomputed(row) else memory.COMPILED
-        stated, known = compiled if is_compiled(row) else memory.EAGER, predict_row(row)
-        exact = sum(known.breakdown[part] for part in KNOWN_PARTS)
-        share = 1 - exact / known.peak_allocated_bytes
-        assert known.uncertainty == pytest.approx(stated.allocated * share)
-        assert known.reserved_uncertainty == stated.reserved
 
 
 def test_what_fits_without_a_replay_fits_by_what_was_reserved(predict_row: Predict) -> None:
@@ -216,13 +189,6 @@ def test_what_fits_without_a_replay_fits_by_what_was_reserved(predict_row: Predi
         for row in (*TABLE, *HELD_OUT)
     )
     assert worst <= memory.FRAGMENTATION <= 1.1 * worst
-
-
-def test_an_uncertainty_has_one_meaning_wherever_it_decides(predict_row: Predict) -> None:
-    for row in TABLE[::8]:
-        prediction = predict_row(row)
-        least = prediction.peak_allocated_bytes * (1 - prediction.uncertainty)
-        assert prediction.fits(int(least) - 1) is Fit.NO
 
 
 # What no constant was fitted to
@@ -235,13 +201,6 @@ def test_memory_is_right_to_half_a_percent(predict_row: Predict, model: str) -> 
     assert statistics.median(map(abs, allocated)) <= 0.002
     assert max(map(abs, allocated)) <= 0.005
     assert max(map(abs, _reserved(predict_row, rows))) <= 0.06
-
-
-def test_random_configurations_are_half_a_percent_off_in_the_median(predict_row: Predict) -> None:
-    plain = [row for row in HELD_OUT if not is_compiled(row)]
-    assert len(plain) >= 50
-    for errors in (_allocated(predict_row, plain), _reserved(predict_row, plain)):
-        assert statistics.median(map(abs, errors)) <= 0.005
 
 
 def test_every_other_configuration_is_within_what_is_stated(predict_row: Predict) -> None:
@@ -266,7 +225,7 @@ def test_at_the_edge_of_a_budget_no_sure_verdict_is_wrong(predict_row: Predict) 
     assert len(EDGES) >= 29
 
 
-@pytest.mark.parametrize("gib", [6, 8, 10, 12, 16, 20, 24, 32])
+@pytest.mark.parametrize("gib", [6, 10, 16, 24])
 def test_far_from_an_edge_nearly_all_are_sure(predict_row: Predict, gib: int) -> None:
     """Budgets that a measurement without a cap settles: easy ones, so all are to be right."""
     budget, verdicts = gib * 2**30, []
@@ -317,8 +276,6 @@ def test_trls_head_on_a_cpu_takes_what_is_stated(
 # Two studies on an H100, a GPU that no rate, efficiency or memory profile was fitted to
 
 ROWS = read_rows("studies_h100.jsonl")
-CONFIGS = [config_of(row) for row in ROWS]
-MODEL = model_of(ROWS[0])
 
 
 def test_its_memory_is_predicted_as_an_h200s(predict_row: Predict) -> None:
@@ -326,17 +283,3 @@ def test_its_memory_is_predicted_as_an_h200s(predict_row: Predict) -> None:
         memory = predict_row(row)
         assert abs(memory.peak_allocated_bytes / row["peak_allocated_bytes"] - 1) < 0.0025
         assert abs(memory.peak_reserved_bytes / row["peak_reserved_bytes"] - 1) < 0.01
-
-
-def test_a_step_takes_what_is_predicted_within_what_is_stated() -> None:
-    """All but one: 2 x 512 without compiled layers waits for the host, which was twice as slow."""
-    steps = predict_steps(CONFIGS, model=MODEL, gpu=find_gpu("h100-80gb"))
-    off = []
-    for row, step in zip(ROWS, steps, strict=True):
-        assert not isinstance(step, Exception)
-        low, high = step.step_estimate.ends
-        off.append(
-            (row["step_seconds"] / step.step_seconds - 1.0, low < row["step_seconds"] < high)
-        )
-    assert sum(not is_inside for _, is_inside in off) <= 1
-    assert abs(float(np.median([error for error, _ in off]))) < 0.17

@@ -64,6 +64,7 @@ def pairs(ones: Sequence[Step], others: Sequence[Step]) -> Iterator[tuple[float,
             yield one.measured.log_ratio, other.measured.log_ratio
 
 
+@pytest.mark.integration
 def test_what_transfers_is_what_steps_on_two_gpus_show() -> None:
     groups = defaultdict(list)
     for step in (*published(), *own()):
