@@ -38,6 +38,7 @@ from qlora_sweep.search_spaces.kinds import (
     OPTIMIZERS,
     QUANTIZATIONS,
     SHARDED_OPTIMIZER,
+    TRAINER_LABELS,
     ComputeDtype,
     ComputeKind,
     Kernels,
@@ -49,6 +50,7 @@ from qlora_sweep.search_spaces.kinds import (
     OptimizerName,
     Quantization,
     QuantizationKind,
+    TrainerName,
     in_words,
     lean_first,
 )
@@ -69,15 +71,6 @@ PairLoss = Literal[
 ]
 Reference = Literal["adapter_off", "precomputed"]
 Sharding = Literal["none", "fsdp"]
-TrainerName = Literal["sweep", "trl", "axolotl", "llama-factory", "unsloth"]
-TRAINER_LABELS: Mapping[TrainerName, str] = {
-    "sweep": "sweep",
-    "trl": "TRL",
-    "axolotl": "axolotl",
-    "llama-factory": "LLaMA-Factory",
-    "unsloth": "Unsloth",
-}
-"""What the trainers are called."""
 ADAPTERS_IN_TRL: Mapping[bool, AdapterDtype] = {True: "bf16", False: "fp32"}
 """Type in which TRL has the adapters of a quantized base (True), and of one in 16 bits."""
 TARGET_SETS = ("qv", "attention", "all-linear")

@@ -18,6 +18,7 @@ Kernels = Literal["hf", "fused-loss", "liger"]
 OptimizerName = Literal["adamw_8bit", "paged_adamw_8bit", "adamw_torch_fused"]
 Method = Literal["sft", "dpo", "grpo"]
 DeviceName = Literal["cuda", "cpu"]
+TrainerName = Literal["sweep", "trl", "axolotl", "llama-factory", "unsloth"]
 
 AMPERE = (8, 0)
 ADA = (8, 9)
@@ -36,7 +37,8 @@ class OptimizerKind:
     launches: float
     """Operations that an update takes per adapter matrix."""
     arguments: Mapping[str, Any] = field(default_factory=dict)
-    """What its class is told beside parameters and learning rate."""
+    """What its class is told beside parameters and learning rate: all in which its defaults are
+    not what exported files say, weight decay and betas among them."""
     moments: int = 2
     """Numbers that it keeps of each parameter."""
     has_8_bit_moments: bool = False
@@ -242,6 +244,15 @@ DEVICES: Mapping[str, DeviceKind] = {
     "cuda": DeviceKind(is_gpu=True, process_group="nccl"),
     "cpu": DeviceKind(is_gpu=False, process_group="gloo"),
 }
+
+TRAINER_LABELS: Mapping[TrainerName, str] = {
+    "sweep": "sweep",
+    "trl": "TRL",
+    "axolotl": "axolotl",
+    "llama-factory": "LLaMA-Factory",
+    "unsloth": "Unsloth",
+}
+"""What the trainers are called; what each can do says `search_spaces.trainers`."""
 
 EIGHT_BIT = tuple(name for name, kind in COMPUTE_DTYPES.items() if kind.bits == 8)
 """What a matrix product of 8 bits multiplies."""

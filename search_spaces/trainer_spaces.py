@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
-from qlora_sweep.search_spaces.config import TrainerName, as_typed
+from qlora_sweep.search_spaces.config import as_typed
 from qlora_sweep.search_spaces.dimensions import Choices, FloatRange
 from qlora_sweep.search_spaces.errors import InputError
-from qlora_sweep.search_spaces.kinds import QUANTIZATIONS
+from qlora_sweep.search_spaces.kinds import QUANTIZATIONS, TrainerName
 from qlora_sweep.search_spaces.loading import Offered
 from qlora_sweep.search_spaces.models import ModelSpec
 from qlora_sweep.search_spaces.space import SearchSpace

@@ -15,13 +15,18 @@ from typing import Any, Literal
 from qlora_sweep.search_spaces.config import (
     ADAPTERS_IN_TRL,
     KNOBS,
-    TRAINER_LABELS,
     AdapterDtype,
-    TrainerName,
     TrialConfig,
     as_typed,
 )
-from qlora_sweep.search_spaces.kinds import COMPUTE_DTYPES, METHODS, QUANTIZATIONS, ComputeDtype
+from qlora_sweep.search_spaces.kinds import (
+    COMPUTE_DTYPES,
+    METHODS,
+    QUANTIZATIONS,
+    TRAINER_LABELS,
+    ComputeDtype,
+    TrainerName,
+)
 
 Recomputing = Literal["any share", "each n-th", "all or none"]
 """Which decoder layers can be recomputed: any of them, each n-th from the first on, or all."""
@@ -46,7 +51,8 @@ class Trainer:
     adapter_dtypes: Mapping[bool, tuple[AdapterDtype, ...]] = field(
         default_factory=lambda: dict.fromkeys((True, False), ("fp32", "bf16"))
     )
-    """Types of the adapters of a quantized base (True), and of one in 16 bits."""
+    """Types of the adapters of a quantized base (True), and of one in 16 bits. Where it is the same
+    one for both, and not fp32, ``runs`` names it too: a space's own is fp32."""
     recomputes: Recomputing = "any share"
     masks_full_rows: Literal["never", "sometimes", "always"] = "never"
     """Whether a micro-batch comes with an attention mask where rows are full: sometimes in TRL, as
@@ -54,6 +60,9 @@ class Trainer:
     joins_packed_rows: bool = False
     """Whether the packed rows of a micro-batch become one long row, each of whose tokens is masked
     from the others' examples."""
+    has_measured_peaks: bool = False
+    """Whether predictions of its memory were held to measured peaks of its steps, or it is our own
+    step; others' are said to be far less sure."""
     measured: Mapping[str, Callable[[TrialConfig], bool]] | None = None
     """Where its kernels are its own: what was measured, in words, and whether a configuration is of
     that; None where our own steps stand for its."""
@@ -195,7 +204,7 @@ _OF_LIBRARIES: Mapping[str, tuple[Any, ...]] = {
 _NOT_MEASURED = "derived from its code, and no step of it was measured on a GPU"
 
 TRAINERS: Mapping[TrainerName, Trainer] = {
-    "sweep": Trainer(TRAINER_LABELS["sweep"]),
+    "sweep": Trainer(TRAINER_LABELS["sweep"], has_measured_peaks=True),
     "trl": Trainer(
         TRAINER_LABELS["trl"],
         does="its own head computes the loss of texts, adapters are bf16 on a quantized base and "
@@ -213,6 +222,7 @@ TRAINERS: Mapping[TrainerName, Trainer] = {
         recomputes="each n-th",
         masks_full_rows="sometimes",
         joins_packed_rows=True,
+        has_measured_peaks=True,
     ),
     "axolotl": Trainer(
         TRAINER_LABELS["axolotl"],

@@ -10,9 +10,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from qlora_sweep.reports import format as units
-from qlora_sweep.search_spaces.config import TrainerName, TrialConfig, as_options
+from qlora_sweep.search_spaces.config import TrialConfig, as_options
 from qlora_sweep.search_spaces.errors import EnvironmentFault, InputError
 from qlora_sweep.search_spaces.gpus import find_gpu, match_product
+from qlora_sweep.search_spaces.kinds import TrainerName
 from qlora_sweep.search_spaces.loading import with_fixed
 from qlora_sweep.search_spaces.models import ModelSpec
 from qlora_sweep.search_spaces.preference import TIE

@@ -8,9 +8,9 @@ from contextlib import closing
 
 from qlora_sweep.reports import format as units
 from qlora_sweep.reports.answer import status_words
-from qlora_sweep.search_spaces.config import TrainerName
 from qlora_sweep.search_spaces.errors import EnvironmentFault, InputError, NothingFits, did_you_mean
 from qlora_sweep.search_spaces.gpus import match_product
+from qlora_sweep.search_spaces.kinds import TrainerName
 from qlora_sweep.search_spaces.models import ModelSpec
 from qlora_sweep.search_spaces.trainers import TRAINERS
 from qlora_sweep.storage.definition import StudySnapshot

@@ -17,7 +17,7 @@ from typer import Argument, Option
 
 from qlora_sweep import search_spaces
 from qlora_sweep.search_spaces.errors import InputError, did_you_mean, listed, quote
-from qlora_sweep.search_spaces.kinds import COMPUTE_DTYPES, QUANTIZATIONS
+from qlora_sweep.search_spaces.kinds import COMPUTE_DTYPES, QUANTIZATIONS, TRAINER_LABELS
 from qlora_sweep.sweep.paths import STORAGE, runs_directory
 
 _SHIPPED = Path(search_spaces.__file__).parent
@@ -71,9 +71,6 @@ def studies() -> list[str]:
         return [str(name) for (name,) in rows.fetchall()]
     return []
 
-
-TRAINERS = ("sweep", "trl", "axolotl", "llama-factory", "unsloth")
-"""What `--for` takes; `search_spaces.config` has the same, and takes longer to import."""
 
 # Declared once each; a command has one under the name of its parameter, unless it says another.
 
@@ -153,8 +150,8 @@ Trainer = Annotated[
     Option(
         "--for",
         metavar="TRAINER",
-        help="What is to train: sweep, trl, axolotl, llama-factory or unsloth.",
-        autocompletion=completed(lambda: TRAINERS),
+        help=f"What is to train: {listed(TRAINER_LABELS)}.",
+        autocompletion=completed(lambda: TRAINER_LABELS),
     ),
 ]
 

@@ -8,9 +8,9 @@ from typing import Any, get_args
 
 import pytest
 import torch
-from transformers.training_args import OptimizerNames
+from transformers.training_args import OptimizerNames, TrainingArguments
 
-from qlora_sweep.search_spaces.config import TrialConfig
+from qlora_sweep.search_spaces.config import WEIGHT_DECAY, TrialConfig
 from qlora_sweep.search_spaces.kinds import (
     COMPUTE_DTYPES,
     KERNELS,
@@ -18,12 +18,17 @@ from qlora_sweep.search_spaces.kinds import (
     OPTIMIZERS,
     QUANTIZATIONS,
     SHARDED_OPTIMIZER,
+    TRAINER_LABELS,
     ComputeDtype,
     Kernels,
     Method,
     OptimizerName,
     Quantization,
+    TrainerName,
 )
+from qlora_sweep.search_spaces.trainers import TRAINERS
+from qlora_sweep.sweep.export.formats import format_names
+from qlora_sweep.sweep.export.record import Trainer as ExportedFor
 
 TABLES: Mapping[str, tuple[Any, Mapping[Any, Any]]] = {
     "optimizer": (OptimizerName, OPTIMIZERS),
@@ -47,6 +52,26 @@ def test_optimizers_are_what_libraries_build_and_trainers_call_them() -> None:
         assert issubclass(pkgutil.resolve_name(kind.built_by), torch.optim.Optimizer)
     assert OPTIMIZERS["paged_adamw_8bit"].unpaged == "adamw_8bit"
     assert SHARDED_OPTIMIZER == "adamw_torch_fused"
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_an_optimizer_trains_as_exported_files_say(name: OptimizerName) -> None:
+    from qlora_sweep.sweep.training.step import make_optimizer
+
+    weight = torch.nn.Parameter(torch.zeros(8))
+    made = make_optimizer(TrialConfig(optimizer=name), [weight], rate=0.001)
+    as_transformers = TrainingArguments(use_cpu=True, weight_decay=WEIGHT_DECAY)
+    for group in made.param_groups:
+        assert group["weight_decay"] == as_transformers.weight_decay
+        betas = (as_transformers.adam_beta1, as_transformers.adam_beta2)
+        assert group.get("betas", betas) == betas
+
+
+def test_trainers_are_told_apart_alike_wherever_they_are_listed() -> None:
+    assert set(TRAINER_LABELS) == set(get_args(TrainerName)) == set(TRAINERS)
+    others = set(TRAINERS) - {"sweep"}
+    assert set(get_args(ExportedFor)) - {"script"} == others
+    assert others <= set(format_names())
 
 
 def test_quantizations_have_the_losses_that_were_measured() -> None:

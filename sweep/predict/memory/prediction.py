@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from qlora_sweep.search_spaces.config import TrialConfig
 from qlora_sweep.search_spaces.errors import InputError
+from qlora_sweep.search_spaces.trainers import trainer_of
 from qlora_sweep.sweep.predict.memory.allocator import paged
 from qlora_sweep.sweep.predict.memory.peaks import KNOWN_PARTS, Peaks, alike, find_peaks
 from qlora_sweep.sweep.predict.memory.profile_store import OnProgress, ignore_progress
@@ -65,7 +66,6 @@ of its SFTTrainer 1.8 % and 14 % at worst."""
 UNSEEN = Uncertainty(allocated=0.15, reserved=0.3)
 """Of a model that more GPUs share, or in other types, and of steps of axolotl and LLaMA-Factory:
 derived, and measured nowhere. Of Unsloth's too: its factors are of one model alone."""
-UNMEASURED_TRAINERS = ("axolotl", "llama-factory", "unsloth")
 CAPPED = 0.015
 """How far the least cap that a step runs under may be from the replay's, where its peak is known.
 
@@ -100,7 +100,7 @@ def stated_uncertainty(config: TrialConfig) -> Uncertainty:
         return UNSEEN
     if config.has_head_of_trl:
         return IN_TRL
-    if config.trainer in UNMEASURED_TRAINERS:
+    if not trainer_of(config).has_measured_peaks:
         return UNSEEN
     if not config.compile:
         return EAGER
