@@ -168,12 +168,6 @@ def ENDLESS_STEPS(worker: Worker) -> None:
 
 
 @behaviour
-def CRASH_WITH_THE_PIPE_HELD(worker: Worker) -> None:
-    fork(lambda: time.sleep(600))
-    die(signal.SIGSEGV)
-
-
-@behaviour
 def CRASH_WITH_THE_PIPE_FLOODED(worker: Worker) -> None:
     def flood() -> None:
         while True:
@@ -203,14 +197,6 @@ CLOSED_PIPE = behaviour(lambda worker: os.close(worker.pipe))
 
 
 @behaviour
-def CLOSED_EARS(worker: Worker) -> None:
-    os.close(0)
-    for step in range(10**9):
-        worker.beat(step)
-        time.sleep(0.05)
-
-
-@behaviour
 def ANSWER_TWICE(worker: Worker) -> None:
     worker.answer()
     worker.answer()
@@ -233,7 +219,6 @@ def DIE_IDLE(worker: Worker) -> None:
 ANOTHER_CONFIGURATION = behaviour(
     lambda worker: worker.answer(config={**worker.command["config"], "seq_len": 64})
 )
-READY_AGAIN = behaviour(lambda worker: worker.say(kind="ready", device_name="none"))
 UNUSABLE_LATE = behaviour(lambda worker: worker.say(kind="unusable", reason="it fell off the bus"))
 NESTED = behaviour(lambda worker: worker.write(b"[" * 100_000 + b"]" * 100_000 + b"\n"))
 
