@@ -197,6 +197,14 @@ CLOSED_PIPE = behaviour(lambda worker: os.close(worker.pipe))
 
 
 @behaviour
+def CLOSED_EARS(worker: Worker) -> None:
+    os.close(0)
+    for step in range(10**9):
+        worker.beat(step)
+        time.sleep(0.05)
+
+
+@behaviour
 def ANSWER_TWICE(worker: Worker) -> None:
     worker.answer()
     worker.answer()

@@ -132,6 +132,7 @@ def test_what_does_not_come_to_an_end_is_timed_out_by_the_limit_that_it_passed(
         (how.UNUSABLE_LATE, "protocol", "it fell off the bus"),
         (how.ANOTHER_CONFIGURATION, "protocol", "it said 'finished' when nobody expected that"),
         (how.CLOSED_PIPE, "protocol", "it closed its pipe, and lived on"),
+        (how.CLOSED_EARS, "protocol", "closed its pipe"),
         (how.EXIT, "exit", "exit status 1; it printed last: hello from a library | Error invalid"),
         (how.KILLED, "signal", "signal SIGKILL from outside"),
         (how.NO_HOST_MEMORY, "host_out_of_memory", "SIGABRT, as the host's memory ran out"),
@@ -143,7 +144,8 @@ def test_what_no_worker_says_and_an_end_of_its_own_are_told_as_they_were_and_at_
     start: Start, rank: int, cause: str, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("qlora_sweep.sweep.processes.oom_kills", lambda: 3)
-    outcome = ran(start(deadlines=PATIENT), rank)
+    # Whether it reads is known once something was written to it.
+    outcome = ran(start(deadlines=PATIENT), rank, observe=lambda _: True)
     assert isinstance(outcome, Crashed), outcome
     assert outcome.cause == cause
     assert words in outcome.detail
