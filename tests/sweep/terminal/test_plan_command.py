@@ -456,7 +456,14 @@ def test_sequences_that_a_completion_does_not_go_into_are_no_part_of_the_answer(
         ({"work": AskedWork(samples=1000)}, "no cost and no trial"),
         ({"typed_prices": ("a10=0.5",)}, "without --work and --price"),
         (
-            {"configuration": {**GRPO, "quantization": "none", "adapter_dtype": "bf16"}},
+            {
+                "is_exact": False,
+                "configuration": {
+                    "method": "grpo",
+                    "quantization": "none",
+                    "adapter_dtype": "bf16",
+                },
+            },
             "adapter_dtype bf16: use fp32",
         ),
         ({"configuration": {}, "grpo": {"beta": 0.1}}, "--set beta is of GRPO"),
