@@ -9,16 +9,23 @@ import pytest
 
 from qlora_sweep.search_spaces.models import load_model_spec
 from qlora_sweep.search_spaces.rules import own_settings
+from qlora_sweep.storage.records import Measured
 from tests.lazy import lazily
-from tests.sweep.training.tiny import BRIEF, TINY, measured, outcome_of, tiny_base, tiny_config
+from tests.sweep.training.tiny import BRIEF, tiny_base, tiny_config, trial_on
 
 torch = lazily("torch")
 transformers = lazily("transformers")
 
 SIZES: dict[str, Any] = {
-    **{key: value for key, value in TINY.config.items() if key != "model_type"},
-    "head_dim": 32,
-    "query_pre_attn_scalar": 32,
+    "vocab_size": 512,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "query_pre_attn_scalar": 16,
+    "max_position_embeddings": 256,
 }
 
 
@@ -34,16 +41,17 @@ def test_scores_beyond_the_cap_come_out_as_in_eager_attention(kind: str, tmp_pat
     model.save_pretrained(tmp_path)
     rows = torch.arange(3, 60)[None]
     spec = load_model_spec(str(tmp_path))
-    attention, _ = own_settings(spec)["attention"]
-    assert attention == "eager"
-
-    def logits(attention: str) -> Any:
-        asked = tiny_config(quantization="none", compute_dtype="fp32", attention=attention)
+    own = {key: value for key, (value, _) in own_settings(spec).items()}
+    exact = {"quantization": "none", "compute_dtype": "fp32"}
+    logits = {}
+    for attention in (own["attention"], "sdpa"):
+        asked = tiny_config(**exact, attention=attention)
         with tiny_base(asked, spec=spec, weights="pretrained") as base, torch.no_grad():
-            return base.model.eval()(input_ids=rows).logits
-
+            logits[attention] = base.model.eval()(input_ids=rows).logits
     with torch.no_grad():
         expected = model.eval()(input_ids=rows).logits
-    torch.testing.assert_close(logits("eager"), expected)
-    assert float((logits("sdpa") - expected).abs().max()) > 0.01
-    measured(outcome_of(tiny_config(attention="eager"), spec=spec, steps=BRIEF))
+    torch.testing.assert_close(logits["eager"], expected)
+    assert float((logits["sdpa"] - expected).abs().max()) > 0.01
+    with tiny_base(tiny_config(**own), spec=spec, weights="pretrained") as base:
+        outcome = trial_on(base, tiny_config(**own), steps=BRIEF).run()
+    assert isinstance(outcome, Measured), outcome
