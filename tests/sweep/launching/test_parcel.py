@@ -116,15 +116,15 @@ def test_weights_go_along_where_they_are_loaded_and_asked_for_alone(here: Path) 
     assert "model/mine/model.safetensors" in files
 
 
-@pytest.mark.parametrize("typed", ["before", "runs/before/spool.jsonl"])
-def test_the_spool_of_a_study_that_is_carried_over_goes_along(here: Path, typed: str) -> None:
+def test_the_spool_of_a_study_that_is_carried_over_goes_along(here: Path) -> None:
     study = here / "runs" / "before"
     study.mkdir(parents=True)
     for name in ("spool.jsonl", "study.json"):
         (study / name).write_text("{}\n")
-    sent, files = packed(RunRequest(space="cpu-demo", carried=typed))
-    assert sent.carried == "./beside/from/before/spool.jsonl"
-    assert sorted(files) == ["from/before/spool.jsonl", "from/before/study.json"]
+    for typed in ("before", "runs/before/spool.jsonl"):
+        sent, files = packed(RunRequest(space="cpu-demo", carried=typed))
+        assert sent.carried == "./beside/from/before/spool.jsonl"
+        assert sorted(files) == ["from/before/spool.jsonl", "from/before/study.json"]
 
 
 def test_what_a_request_names_here_is_never_looked_for_beside_it(tmp_path: Path) -> None:
@@ -142,7 +142,6 @@ def test_what_a_request_names_here_is_never_looked_for_beside_it(tmp_path: Path)
 @pytest.mark.parametrize(
     ("doctored", "more", "says"),
     [
-        ('{"space": "cpu-demo", "overrides": {"data": 5}}', [], "holds no request"),
         ('{"space": "a10", "more": 1}', [], "holds no request"),
         ('{"space": "cpu-demo"}', ["--trials", "3"], "no option goes with it"),
     ],
@@ -175,13 +174,10 @@ def test_a_parcel_has_this_very_package_and_the_versions_beside_it(here: Path) -
 @pytest.mark.parametrize(
     ("version", "source", "pinned"),
     [
-        ("2.13.0", None, "2.13.0"),
         ("2.13.0+cpu", None, "2.13.0"),
-        ("2.8.3+cu12torch2.4", None, "2.8.3"),
         ("5.0.0rc1", None, "5.0.0rc1"),
         ("1.2.post1", {"url": "file:///x.whl", "archive_info": {}}, "1.2.post1"),
         # In no index.
-        ("2.14.0.dev20261101", None, None),
         ("2.14.0.dev20261101+cu130", None, None),
         ("2.8.0a0+5228986c39.nv25.05", None, None),
         ("5.1.0", {"url": "https://x/y", "vcs_info": {"vcs": "git", "commit_id": "1"}}, None),

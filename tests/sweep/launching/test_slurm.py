@@ -146,7 +146,8 @@ TWICE = "n=0; trap 'n=$((n + 1)); touch told$n; [ $n -lt 2 ] || exit 130' TERM"
 @pytest.mark.parametrize(
     ("program", "warning", "signals", "came_to"),
     [
-        *((f"exit {code}", 3, (), (code, False)) for code in (0, 1, 2, 4)),
+        ("exit 0", 3, (), (0, False)),
+        ("exit 2", 3, (), (2, False)),
         # Near its limit, whether the study stops or has to be killed.
         (f"trap '{RESULT}; exit 130' TERM; {LOOP}", 3, (WARNED,), (0, True)),
         (f"trap 'echo asked >> spool.jsonl' TERM; {LOOP}", 3, (WARNED,), (0, True)),
@@ -213,15 +214,11 @@ def test_an_allocation_is_asked_for_in_the_queues_words() -> None:
 @pytest.mark.parametrize(
     ("asked", "said"),
     [
-        ({"limit_seconds": 60}, "--with time must be at least 2m, got 60 s"),
-        *(
-            ({"options": (option,)}, "is an option of sbatch")
-            for option in ("a=1\nrm -rf /", "account=a\n#SBATCH --x", "; rm", 'partition=a"b')
-        ),
-        *(
-            ({"options": (option,)}, "ask for GPUs with --with gpus=2")
-            for option in ("gres=gpu:2", "--gpus-per-node=2", "-G 2")
-        ),
+        ({"limit_seconds": 60}, "at least 2m, got 60 s"),
+        ({"options": ("a=1\nrm -rf /",)}, "is an option of sbatch"),
+        ({"options": ('partition=a"b',)}, "is an option of sbatch"),
+        ({"options": ("gres=gpu:2",)}, "--with gpus=2"),
+        ({"options": ("-G 2",)}, "--with gpus=2"),
     ],
 )
 def test_what_would_not_stand_in_a_scripts_head_is_refused(asked: Any, said: str) -> None:
@@ -248,7 +245,6 @@ def test_what_the_queue_refuses_is_said_in_its_words(
 BAD: list[Any] = [
     (["cpu-demo", "--with", "time=soon"], "--with time: a duration is written like"),
     (["cpu-demo", "--devices", "abc"], "--devices abc: name all, how many"),
-    (["a10", "--devices", "0,2"], "name how many"),
     (["a10", "--devices", "4", "--with", "gpus=2"], "ask for as many"),
     (["cpu-demo", "--devices", "1"], "is for the CPU, which is one"),
     (["cpu-demo", "--from", "nosuch"], "no studies yet"),
@@ -302,7 +298,6 @@ def test_without_a_queue_the_script_can_still_be_written(
         (["a10"], "1", None),
         (["a10", "--with", "gpus=a100:2"], "a100:2", "all"),
         (["a10", "--with", "gpus=2", "--devices", "1"], "2", "1"),
-        (["a10", "--devices", "2"], "2", "2"),
         (["a10", "--set", "data_parallel=2"], "2", "all"),
         (["cpu-demo"], None, None),
         (["cpu-demo", "--with", "gpus=2"], "2", None),

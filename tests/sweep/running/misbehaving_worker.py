@@ -168,12 +168,6 @@ def ENDLESS_STEPS(worker: Worker) -> None:
 
 
 @behaviour
-def CRASH_WITH_THE_PIPE_HELD(worker: Worker) -> None:
-    fork(lambda: time.sleep(600))
-    die(signal.SIGSEGV)
-
-
-@behaviour
 def CRASH_WITH_THE_PIPE_FLOODED(worker: Worker) -> None:
     def flood() -> None:
         while True:
@@ -233,7 +227,6 @@ def DIE_IDLE(worker: Worker) -> None:
 ANOTHER_CONFIGURATION = behaviour(
     lambda worker: worker.answer(config={**worker.command["config"], "seq_len": 64})
 )
-READY_AGAIN = behaviour(lambda worker: worker.say(kind="ready", device_name="none"))
 UNUSABLE_LATE = behaviour(lambda worker: worker.say(kind="unusable", reason="it fell off the bus"))
 NESTED = behaviour(lambda worker: worker.write(b"[" * 100_000 + b"]" * 100_000 + b"\n"))
 

@@ -51,23 +51,14 @@ NO_NVML = {"nvmlInit": pynvml.NVMLError_LibraryNotFound()}
             BY_CUDA,
             {"compute_capability": (12, 1)},
         ),
-        ({"nvmlDeviceGetCudaComputeCapability": REFUSED}, None, {"compute_capability": None}),
-        ({"nvmlSystemGetDriverVersion": REFUSED}, BY_CUDA, {"driver": None}),
-        ({"nvmlDeviceGetEnforcedPowerLimit": REFUSED}, BY_CUDA, {"power_limit_watts": None}),
         ({"nvmlSystemGetCudaDriverVersion_v2": REFUSED}, BY_CUDA, {"cuda": None}),
         ({"nvmlDeviceGetComputeRunningProcesses": REFUSED}, BY_CUDA, {"processes": ()}),
         # Nobody knows what is free of a memory that is the host's.
-        (
-            {"nvmlDeviceGetMemoryInfo": REFUSED},
-            BY_CUDA,
-            {"memory_bytes": 120 * GIB, "free_bytes": None, "shares_host_memory": True},
-        ),
         (
             {"nvmlDeviceGetMemoryInfo": memory(0, 0)},
             BY_CUDA,
             {"memory_bytes": 120 * GIB, "free_bytes": None, "shares_host_memory": True},
         ),
-        ({"nvmlDeviceGetMemoryInfo": REFUSED}, None, None),
         (NO_NVML, BY_CUDA, BY_CUDA),
         (NO_NVML, None, None),
     ],
@@ -102,7 +93,6 @@ def many(count: int) -> PretendNvml:
         (None, ["GPU-0", "GPU-1", "GPU-2"]),
         ("2,0", ["GPU-2", "GPU-0"]),
         ("GPU-1", ["GPU-1"]),
-        ("0,9,1", ["GPU-0"]),
         ("0,,1", ["GPU-0"]),
         ("", []),
         ("-1", []),
@@ -138,8 +128,6 @@ UNTOLD = replace(FREE, free_bytes=None)
     ("typed", "gpus", "indices"),
     [
         ("all", FOUR, [0, 1, 2, 3]),
-        ("2", FOUR, [0, 1]),
-        ("0,2", FOUR, [0, 2]),
         ("2,", FOUR, [2]),
         ("3,0", FOUR, [3, 0]),
         ("0,2", [FREE, L4, LAST], [0, 2]),
@@ -163,12 +151,9 @@ def test_gpus_are_all_so_many_or_those_that_are_named(
         ("0,4", FOUR, InputError, "there is no GPU 4"),
         ("1,1", FOUR, InputError, "GPU 1 is named twice"),
         ("0", FOUR, InputError, "GPU 0 alone is --devices 0,"),
-        ("every", FOUR, InputError, "name all, how many"),
         ("-1", FOUR, InputError, "name all, how many"),
-        ("0;1", FOUR, InputError, "name all, how many"),
         ("１", FOUR, InputError, "name all, how many"),
         ("all", [], EnvironmentFault, "shows no NVIDIA GPU"),
-        ("0,1", [], EnvironmentFault, "shows no NVIDIA GPU"),
         ("all", [FREE, L4, LAST], InputError, "GPU 0 is a NVIDIA A10.*L4.*--devices 0,2"),
         (
             "all",
@@ -177,12 +162,6 @@ def test_gpus_are_all_so_many_or_those_that_are_named(
             "GPU 1 a NVIDIA A10 with 40.00 GiB.*--devices 0,2",
         ),
         ("all", [FREE, BUSY, LAST], EnvironmentFault, "GPU 1 .*4711 has 3.00 GiB.*--devices 0,2"),
-        (
-            "all",
-            [FREE, replace(BUSY, processes=(GpuProcess(4711, None),))],
-            EnvironmentFault,
-            "process 4711",
-        ),
         (
             "all",
             [FREE, replace(BUSY, processes=(), free_bytes=20 * GIB)],
@@ -206,14 +185,11 @@ def test_gpus_train_together_in_whole_teams() -> None:
         assert [[gpu.index for gpu in team] for team in found] == teams
 
 
-def test_a_trial_of_several_gpus_takes_the_first_of_a_machine_or_says_how_many_are_missing() -> (
-    None
-):
+def test_a_trial_of_several_gpus_takes_the_first_or_says_how_many_are_missing() -> None:
     assert [gpu.index for gpu in gpus_for(2, FOUR)] == [0, 1]
-    with pytest.raises(InputError, match=r"data_parallel 4 needs 4 GPUs for a trial: .*2 GPUs"):
-        gpus_for(4, FOUR[:2])
-    with pytest.raises(EnvironmentFault, match="data_parallel 4 needs 4 GPUs for a trial"):
-        gpus_for(4, [])
+    for gpus, error in ((FOUR[:2], InputError), ([], EnvironmentFault)):
+        with pytest.raises(error, match="needs 4 GPUs"):
+            gpus_for(4, gpus)
 
 
 # What befell a GPU is told from what a training did.
@@ -243,7 +219,6 @@ def xids(*codes: int) -> Any:
     ("then", "words"),
     [
         ({HANDLE: pynvml.NVMLError_GpuIsLost()}, OFF_THE_BUS),
-        ({HANDLE: pynvml.NVMLError_NotFound()}, OFF_THE_BUS),
         ({"nvmlDeviceGetMemoryInfo": pynvml.NVMLError_GpuIsLost()}, OFF_THE_BUS),
         ({"nvmlDeviceGetTotalEccErrors": 5}, "2 uncorrectable memory errors"),
         ({"nvmlEventSetWait_v2": xids(13, 79)}, "Xid 79"),

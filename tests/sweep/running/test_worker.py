@@ -16,7 +16,6 @@ import pytest
 
 from qlora_sweep.search_spaces.config import TrialConfig
 from qlora_sweep.search_spaces.errors import EnvironmentFault
-from qlora_sweep.search_spaces.gpus import GIB
 from qlora_sweep.search_spaces.models import load_model_spec
 from qlora_sweep.search_spaces.space import StepBudget
 from qlora_sweep.storage.directory import OutcomeFile
@@ -119,8 +118,6 @@ def cuda_out_of_memory() -> Exception:
     [
         (RuntimeError("no such kernel"), "exception", "no such kernel"),
         (MemoryError(), "host_out_of_memory", "memory error"),
-        (RuntimeError("DefaultCPUAllocator: can't allocate memory"), "host_out_of_memory", ""),
-        (OSError(errno.ENOMEM, "Cannot allocate memory"), "host_out_of_memory", ""),
         (OSError(errno.EMFILE, "Too many open files"), "too_few_descriptors", "ulimit -n"),
         (cuda_out_of_memory, "exception", ""),
         (SystemExit(4), "exit", "a library called exit(4)"),
@@ -176,7 +173,6 @@ def test_a_message_comes_back_as_it_was_sent() -> None:
 @pytest.mark.parametrize(
     ("key", "value"),
     [
-        ("trainable_parameters", 10**30),
         ("peak_allocated_bytes", 10**400),
         ("tokens_per_second", float("inf")),
         ("tokens_per_second", "NaN"),
@@ -195,13 +191,10 @@ PROGRESS = b'{"kind":"progress","phase":"measure","step":'
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        (PROGRESS[:-7] + b'"tokens_per_second":NaN}', "finite"),
         (PROGRESS[:-7] + b'"tokens_per_second":1e999}', "finite"),
-        (PROGRESS + b"1" + b"0" * 300 + b"}", "step: Input should be less than"),
         (PROGRESS + b"9" * 100_000 + b"}", "progress"),
         (PROGRESS + b'{"a":' * 5_000 + b"1" + b"}" * 5_000 + b"}", "progress"),
         (b'{"kind":"progress","phase":"\xff\xfe"}', "utf-8"),
-        (b"\0" * 1000, "no JSON"),
         (b"[1]", "a message"),
     ],
 )
@@ -249,8 +242,7 @@ def test_its_beats_and_its_record_are_of_the_tokens_that_carry_loss(
     runner: SupervisedRunner,
 ) -> None:
     measurement, seen = trained(runner, ON_TEXTS)
-    assert measurement.loss_tokens_per_step is not None
-    assert measurement.loss_tokens_per_step < ON_TEXTS.tokens_per_step
+    assert 0 < (measurement.loss_tokens_per_step or 0) < ON_TEXTS.tokens_per_step
     rates = [beat.tokens_per_second for beat in seen if beat.tokens_per_second]
     assert rates[-1] == pytest.approx(measurement.tokens_per_second)
     assert measurement.quality is None
@@ -263,7 +255,6 @@ def test_what_fits_is_asked_what_it_learned_and_no_speed_is_measured_twice_for_t
     first, seen = trained(runner, ON_TEXTS, QUALITY)
     assert first.quality is not None
     assert first.quality.train_tokens >= QUALITY.tokens
-    assert (first.quality.seed, first.quality.eval_seq_len) == (1, 32)
     phases = list(dict.fromkeys(beat.phase for beat in seen))
     assert phases[-3:] == ["measure", "detach", "quality"]
     assert seen[-1].step == first.quality.steps
@@ -315,21 +306,13 @@ def test_texts_that_are_not_those_of_the_study_are_refused(
 ) -> None:
     from qlora_sweep.sweep.running.worker import Worker
 
-    settings = WorkerSettings(
-        device="cpu",
-        budget_bytes=GIB,
-        model=load_model_spec("demo").to_json(),
-        weights="random",
-        seed=0,
-        is_emulated=False,
-        texts=texts.model_copy(update=changes),
-    )
+    settings = CPU.model_copy(update={"texts": texts.model_copy(update=changes)})
     with pytest.raises(EnvironmentFault, match=words):
         Worker(settings, send=lambda _: None)
 
 
 def test_kernels_for_every_width_of_texts_are_no_part_of_a_budget(tmp_path: Path) -> None:
-    texts = prepared_settings(tmp_path / "texts", np.random.default_rng(3).integers(20, 190, 120))
+    texts = prepared_settings(tmp_path / "texts", np.random.default_rng(3).integers(20, 190, 80))
     config = TrialConfig(
         micro_batch_size=2,
         seq_len=192,
@@ -337,7 +320,6 @@ def test_kernels_for_every_width_of_texts_are_no_part_of_a_budget(tmp_path: Path
         upcast_fp32=False,
         packing="grouped",
     )
-    many = StepBudget(warmup_min=1, warmup_max=1, measured_min=6, measured_max=6)
     with a_cpu_runner(tmp_path / "worker.log", budget_bytes=32 * 2**20, texts=texts) as runner:
-        found = measured(runner.run(TrialRequest(config=config, steps=many)))
+        found = measured(runner.run(TrialRequest(config=config, steps=STEPS)))
     assert found.peak_allocated_bytes < 20 * 2**20

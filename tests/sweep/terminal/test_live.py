@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import io
 import re
-import threading
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import count, pairwise
 from typing import Any
@@ -84,22 +84,26 @@ AGAIN = ConfirmationStarted(series=1, numbers=(1, 0))
 RUNNING_AGAIN = started(2, run_kind=RunKind(purpose="confirm", series=1, confirms=1))
 
 
-def test_the_panel_shows_best_memory_verdicts_and_what_runs_and_is_measured_again() -> None:
+def test_the_panel_shows_best_memory_verdicts_and_what_runs() -> None:
     board = a_board(trials=40)
     ran_out = finished(2, outcome=OutOfMemory(stage="forward"))
     for event in (finished(0, batch=8), ran_out, started(), beat(step=4, allocated_bytes=18 * GIB)):
         board.take(event)
     text = drawn(board)
-    assert "night: a10, 21.50 GiB" in text
-    assert re.search(r"trials +2 of at most 40 trials: 1 fits, 1 ran out of memory", text)
-    assert re.search(r"best +trial 0: fits, [\d,]+ tokens/s", text)
-    assert "trial 1, measuring step 4, 0 s: 4 x 512" in text
-    assert "18.00 GiB of 21.50 GiB" in text
+    for words in (
+        "2 of at most 40 trials: 1 fits, 1 ran out of memory",
+        "trial 0: fits",
+        "trial 1, measuring step 4, 0 s: 4 x 512",
+        "18.00 GiB of 21.50 GiB",
+    ):
+        assert words in text
     assert STOPPING[:20] not in text
+
+
+def test_the_panel_says_what_is_measured_again_and_not_what_was_traced_before() -> None:
     board = a_board(trials=9)
     for event in (finished(1), AGAIN, RUNNING_AGAIN, beat(2, step=4)):
         board.take(event)
-    # Tracing that has ended is not what is done now.
     board.take(SpaceTraced(done=36, of=36))
     assert "again trial 1, measuring step 4" in drawn(board)
     assert "1 of at most 9 trials" in drawn(board)
@@ -135,12 +139,11 @@ def test_without_a_terminal_there_is_a_line_per_trial_and_no_control_codes(
     out, err = capsys.readouterr()
     assert (out, "\x1b" in err) == ("", False)
     assert re.findall(r"(\d+) of 36 structures", err) == ["0", "9", "18", "27", "36"]
-    start, trial, again, *confirming = err.splitlines()[5:]
-    assert "trial 1 starts the worker" in start
-    assert re.match(r"\d\d:\d\d:\d\d trial 1, attempt 2: fits, .* GiB: 4 x 512", trial)
-    assert "the search has ended: measuring trials 1, 0 again" in again
+    _, trial, again, *confirming = err.splitlines()[5:]
+    assert re.match(r"\d\d:\d\d:\d\d trial 1, attempt 2: fits, ", trial)
+    assert "trials 1, 0 again" in again
     for line, words in zip(confirming, ["again trial 1", "again trial 1", "soak of"], strict=True):
-        assert f"{words}" in line
+        assert words in line
         assert ": fits, " in line
 
 
@@ -171,21 +174,17 @@ def test_in_a_pipe_a_long_silence_is_broken_by_what_is_waited_for(
     clock = Clock()
     lines = PlainLines(a_board(clock=clock), is_stopping=lambda: False)
     lines.listen(started())
-    for _ in range(100):
+    for _ in range(1200):
         clock.seconds += 1.0
         lines.tick()
-    said = capsys.readouterr().err.splitlines()
-    waits = [line.partition("... ")[2] for line in said if "..." in line]
-    seconds = [int(re.findall(r"(\d+) s", wait)[0]) for wait in waits]
+    seconds = list(map(int, re.findall(r"starting the worker, (\d+) s", capsys.readouterr().err)))
     assert seconds[:10] == [2, 4, 6, 8, 10, 12, 14, 16, 18, 20]
     later = [after - before for before, after in pairwise(seconds[9:])]
     assert later == sorted(later), "less and less is said of one wait"
-    assert len(seconds) < 17
-    assert all(wait.startswith("trial 1, starting the worker") for wait in waits)
+    assert 59 <= later[-1] <= 61
     lines.listen(finished(1))
-    for _ in range(2):
-        clock.seconds += 1.0
-        lines.tick()
+    clock.seconds += 2.0
+    lines.tick()
     assert "choosing the next configuration, 2 s" in capsys.readouterr().err
 
 
@@ -196,29 +195,24 @@ def test_what_runs_may_change_while_it_is_shown() -> None:
             return super().describe(config)
 
     # Every look at the clock is ten seconds later, so that each tick has something to say.
-    seconds, made = count(step=10), a_board()
+    seconds = count(step=10)
+    made = a_board()
     board = Slow(made.name, made.definition, clock=lambda: float(next(seconds)))
     lines = PlainLines(board, is_stopping=lambda: False)
-    failed: list[Exception] = []
+    lines.listen(started())
 
     def show() -> None:
-        try:
-            for _ in range(10):
-                lines.tick()
-        except RuntimeError as error:
-            failed.append(error)
+        for _ in range(10):
+            lines.tick()
 
-    for number in range(5):
-        lines.listen(started(number))
-    shown = threading.Thread(target=show)
-    shown.start()
-    for number in count(5):
-        lines.listen(started(number))
-        if not shown.is_alive():
-            break
-        time.sleep(0.001)
-    shown.join()
-    assert not failed
+    with ThreadPoolExecutor() as pool:
+        shown = pool.submit(show)
+        for number in count(2):
+            lines.listen(started(number))
+            if shown.done():
+                break
+            time.sleep(0.001)
+    shown.result()
 
 
 # On a terminal
@@ -259,14 +253,10 @@ def test_the_panel_redraws_itself_in_place_within_the_terminals_width(
             listener(TrialFinished(record=a_record(LONG, measured, number=number)))
         again = screen.seen
     assert [first.count("now  "), again.count("now  ")] == [1, 1]
-    flat = " ".join(again.split())
-    assert "trial 0: fits, " in flat
-    assert "rank 64 on all linear layers, no checkpointing, no fp32 upcast, Liger kernels" in flat
-    assert "2 of at most 40 trials: 2 fits" in flat
+    assert "2 of at most 40 trials: 2 fits" in " ".join(again.split())
     assert "…" not in again
     assert "now  " not in screen.seen, "the panel goes, the trials' lines stay"
     assert screen.seen.count("trial 1: fits") == 1
-    assert all("memory" in picture for picture in screen.pictures[1:-2] if "best" in picture)
     # What is written at once is shown at once.
     text = screen.getvalue()
     assert text.count("\x1b[?2026h") == text.count("\x1b[?2026l") > 0

@@ -18,9 +18,7 @@ from qlora_sweep.search_spaces.errors import InputError
 from qlora_sweep.search_spaces.gpus import GIB, gpu_catalogue
 from qlora_sweep.search_spaces.learning_rates import in_words, learning_rate_of
 from qlora_sweep.search_spaces.models import load_model_spec
-from qlora_sweep.storage.environment import fingerprint
 from qlora_sweep.storage.reading import read_study
-from qlora_sweep.storage.study import open_study
 from qlora_sweep.sweep.cli import main
 from qlora_sweep.sweep.paths import runs_directory, storage_url
 from qlora_sweep.sweep.planning.question import PlanRequest, read_configurations
@@ -28,11 +26,12 @@ from qlora_sweep.sweep.planning.survey import SURVEYED_BY
 from qlora_sweep.sweep.predict.memory.profile_store import source_files
 from qlora_sweep.sweep.predict.memory.profiles import Untraceable
 from qlora_sweep.sweep.running.device_info import GpuInfo
-from qlora_sweep.sweep.sampling.samplers import make_sampler
 from qlora_sweep.sweep.terminal.plan import plan
 from tests.families import spec_of
 from tests.sweep.imagined_memory import ImaginedMemory, ImaginedPredictor
 from tests.sweep.imagined_study import INTERFACE_KEYS, TRIALS, a_snapshot
+from tests.sweep.terminal.kept_study import keep_study
+from tests.sweep.terminal.screen import Screen
 
 pytestmark = pytest.mark.usefixtures("home")
 HELD = {"compute_dtype": "bf16", "kernels": "hf", "target_modules": "attention"}
@@ -102,9 +101,8 @@ def a_gpu(product: str) -> GpuInfo:
 
 
 @pytest.mark.parametrize(
-    ("typed", "gpu", "gpu", "model"),
+    ("typed", "gpu_here", "gpu", "model"),
     [
-        ({"space": "t4"}, None, "t4", "mistral-7b-v0.3"),
         ({"space": "A10"}, None, "a10", "mistral-7b-v0.3"),
         ({"gpus": ("l4",), "model": "qwen3-8b"}, None, "l4", "qwen3-8b"),
         ({"gpus": ("h200", "H200")}, None, "h200", "mistral-7b-v0.3"),
@@ -115,9 +113,8 @@ def a_gpu(product: str) -> GpuInfo:
 def test_gpu_and_model_come_from_what_is_named(
     ask: Asked, typed: dict[str, Any], gpu_here: str | None, gpu: str, model: str
 ) -> None:
-    here = None if gpu_here is None else a_gpu(gpu_here)
-    held = {"compute_dtype": "fp16", "kernels": "hf"}
-    document = ask.document(gpu=here, configuration=held, **typed)
+    here = a_gpu(gpu_here) if gpu_here else None
+    document = ask.document(gpu=here, configuration=HELD, **typed)
     assert (ask.code, document["gpu"]["name"], document["model"]) == (0, gpu, model)
 
 
@@ -129,53 +126,36 @@ def test_where_no_gpu_is_named_the_one_that_is_here_must_be_known(ask: Asked) ->
     assert ask.memory.asked == []
 
 
-@pytest.mark.parametrize(
-    ("budget", "gpu", "bytes_"),
-    [
-        ("7", (), 7 * GIB),
-        ("7", ("A10",), 7 * GIB),
-        # Of another GPU the space says nothing.
-        ("7", ("l4",), gpu_catalogue()["l4"].budget_bytes),
-    ],
-)
 def test_the_budget_of_a_space_counts_on_its_own_gpu_where_it_is_the_tighter_one(
-    ask: Asked, budget: str, gpu: tuple[str, ...], bytes_: int
+    ask: Asked,
 ) -> None:
-    space = ask.space(f"{SMALL}budget_gib: {budget}\n")
-    assert ask.document(space=space, gpus=gpu)["gpu"]["budget_bytes"] == bytes_
+    def budget(*gpus: str) -> int:
+        return int(ask.document(space=space, gpus=gpus)["gpu"]["budget_bytes"])
+
+    space = ask.space(f"{SMALL}budget_gib: 7\n")
+    assert budget() == budget("A10") == 7 * GIB
+    # Of another GPU the space says nothing.
+    assert budget("l4") == gpu_catalogue()["l4"].budget_bytes
     with pytest.raises(InputError, match="budget_gib 700 is more than the 21"):
         ask.document(space=ask.space(f"{SMALL}budget_gib: 700\n"))
 
 
 @pytest.mark.parametrize("mode", ["is_longest", "is_cheapest", "is_exact", "is_detailed"])
 def test_a_gpus_name_is_the_same_question_however_it_is_asked(ask: Asked, mode: str) -> None:
-    asked = {mode: True, "configuration": {"lora_rank": 16, **HELD}}
-    ways: list[dict[str, Any]] = [{"space": "L4"}, {"gpus": ("L4",)}]
-    ways.append({**ways[0], **ways[1]})
-    first, *others = (ask.document(**way, **asked) for way in ways)
-    assert others == [first] * 2
-    assert len({ask.shown(**way, **asked) for way in ways}) == 1
+    asked: dict[str, Any] = {mode: True, "configuration": {"lora_rank": 16, **HELD}}
+    first = ask.shown(space="L4", **asked)
+    assert ask.shown(gpus=("L4",), **asked) == first
+    assert ask.shown(space="L4", gpus=("L4",), **asked) == first
 
 
 def test_a_gpu_without_a_preset_has_the_space_that_init_writes_for_it(ask: Asked) -> None:
     typed = {"compile": False, "kernels": "hf"}
-    shown = ask.shown(space="L4", configuration=typed)
-    assert "the space that `sweep init --gpu l4` writes, " in shown
+    shown = ask.words(space="L4", configuration=typed)
     assert "`sweep init --gpu l4 -o l4.yaml && sweep run l4.yaml --set compile=false" in shown
     file = str(ask.home / "l4.yaml")
     assert main(["init", "--gpu", "l4", "-o", file]) == 0
     own = ask.document(gpus=("l4",), configuration=typed)
     assert own == {**ask.document(space=file, configuration=typed), "space_kind": "standard"}
-
-
-class Terminal(io.StringIO):
-    """A screen to write on."""
-
-    def isatty(self) -> bool:
-        return True
-
-    def lines(self) -> list[str]:
-        return re.sub(r"\x1b\[[0-9;]*m", "", self.getvalue()).rstrip().splitlines()
 
 
 @pytest.mark.parametrize(
@@ -187,7 +167,6 @@ class Terminal(io.StringIO):
         ({"gpus": ("a10", "l4"), "is_cheapest": True, "within_seconds": 3600.0}, 120),
         # Nothing of it fits.
         ({"space": "mine.yaml"}, 80),
-        ({"space": "mine.yaml", "is_longest": True}, 120),
     ],
     ids=str,
 )
@@ -198,16 +177,18 @@ def test_an_answer_is_one_screen_that_names_what_comes_next(
     ask.space(SMALL.replace("a10", "a10g") + "budget_gib: 4\n")
     ask.memory = ImaginedPredictor()
     monkeypatch.setenv("COLUMNS", str(columns))
-    screens = []
-    for details in ({}, {"is_detailed": True}):
-        monkeypatch.setattr(sys, "stdout", screen := Terminal())
+
+    def screen_of(**details: bool) -> str:
+        # It refuses lines that are too long.
+        screen = Screen(columns)
+        monkeypatch.setattr(sys, "stdout", screen)
         ask.shown(**typed, **details)
-        screens.append(screen.lines())
-        assert max(map(len, screens[-1])) <= columns
-    first, whole = screens
-    assert len(first) <= 28
-    assert any("--details" in line for line in first)
-    assert not any("…" in line for line in whole)
+        return screen.seen
+
+    first = screen_of()
+    assert len(first.splitlines()) <= 28
+    assert "--details" in first
+    assert "…" not in screen_of(is_detailed=True)
 
 
 # Settings that are typed
@@ -220,14 +201,12 @@ def test_what_is_typed_is_held_and_the_rest_of_the_space_is_searched(ask: Asked)
     assert document["held"] == {"micro_batch_size": 2}
     assert document["recommended"]["config"]["micro_batch_size"] == 2
     assert document["table"]["micro_batch_sizes"] == [2]
-    assert "you fixed micro-batch 2" in ask.words(**asked)
 
 
 def test_what_leaves_nothing_valid_of_a_space_or_a_gpu_says_why(ask: Asked) -> None:
     with pytest.raises(InputError, match=f"no configuration is valid: {FORBIDDEN}"):
         ask.shown(space="a10", configuration={"seq_len": 100_000})
-    told = ask.words(gpus=("a10",), configuration={"compute_dtype": "fp8"})
-    assert "every configuration is forbidden for this model and GPU: compute_dtype fp8" in told
+    assert "compute_dtype fp8" in ask.words(gpus=("a10",), configuration={"compute_dtype": "fp8"})
 
 
 def test_numerics_16_bit_leaves_compute_in_8_bits_out(ask: Asked) -> None:
@@ -242,7 +221,7 @@ def test_a_plan_on_pairs_says_how_many_a_second_as_trials_do(ask: Asked) -> None
     found = ask.document(**asked)["recommended"]
     rate = found["config"]["micro_batch_size"] / found["step_seconds"]
     assert found["samples_per_second"] == pytest.approx(rate)
-    assert f": {rate:.3g} pairs/s, " in ask.words(**asked)
+    assert f"{rate:.3g} pairs/s" in ask.words(**asked)
 
 
 # A file of configurations
@@ -277,12 +256,9 @@ FALCON = {"num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 64, "
     ("line", "message", "model_type"),
     [
         ('{"micro_batch": 3}', "unknown key 'micro_batch'; did you mean", None),
-        ('{"seq_len": "a"}', "seq_len must be a whole number, got 'a'", None),
         ("[1]", "must be a JSON object, got [1]", None),
         ('{"seq_len": 5, "seq_len": 6}', "key 'seq_len' is given twice", None),
         ("[" * 100_000, "not valid JSON", None),
-        ('{"effective_batch_size": 6}', "must be a multiple of micro_batch_size", None),
-        ('{"target_modules": ["q_prj"]}', "'q_prj'", None),
         ('{"target_modules": ["q_proj", "zz"]}', "'zz'", None),
         # That only the model's code knows.
         ('{"target_modules": ["zz"], "quantization": "none"}', "'zz'", "falcon"),
@@ -339,18 +315,14 @@ def test_one_configuration_is_answered_under_the_files_keys(ask: Asked) -> None:
 
 
 def test_a_plan_says_the_learning_rate_and_its_range(ask: Asked) -> None:
-    document = ask.document(space="a10", is_exact=True, configuration={"lora_rank": 64})
-    known = document["learning_rate"]
-    rule = learning_rate_of(
-        parse_config(document["config"]), load_model_spec("mistral-7b-v0.3").config
-    )
-    assert known == rule.model_dump(mode="json")
-    assert known["low"] < known["value"] < known["high"]
-    shown = ask.words(space="a10", is_exact=True, configuration={"lora_rank": 64})
+    asked: dict[str, Any] = {"space": "a10", "is_exact": True, "configuration": {"lora_rank": 64}}
+    document = ask.document(**asked)
+    model = load_model_spec("mistral-7b-v0.3")
+    rule = learning_rate_of(parse_config(document["config"]), model.config)
+    assert document["learning_rate"] == rule.model_dump(mode="json")
+    shown = ask.words(**asked)
     for rate in (rule.value, rule.low, rule.high):
         assert in_words(rate) in shown
-    own = ask.document(space="a10", is_exact=True, configuration={"learning_rate": 7e-3})
-    assert (own["learning_rate"]["value"], own["learning_rate"]["source"]) == (7e-3, "given")
 
 
 def test_a_space_is_answered_with_counts_a_recommendation_and_its_grounds(ask: Asked) -> None:
@@ -364,51 +336,39 @@ def test_a_space_is_answered_with_counts_a_recommendation_and_its_grounds(ask: A
     assert document["capacity_class"] == standard
     assert len(document["fastest_by_class"]) == 2
     assert document["study_seconds"][0] < document["study_seconds"][1]
-    first, whole = ask.shown(space=space).rstrip(), ask.shown(space=space, is_detailed=True)
-    assert first.startswith("Recommended for mistral-7b-v0.3 on the a10: micro-batch 8, ")
-    assert f"`sweep run {space}` measures it" in " ".join(first.split())
-    assert whole.startswith(first)
-    details = " ".join(whole.removeprefix(first).split())
-    for words in ("What fits", "activations 4.00 GiB", "bound by", "Cost of 1,000 steps", "boot"):
-        assert words in details
-    # The useful few of the changes that JSON lists.
     changes = document["what_ifs"]
-    _, _, shown = whole.partition("What if: one change each")
-    shown_lines = shown.partition("\n\n")[0].splitlines()[1:]
-    assert 2 < len(shown_lines) < 11
-    assert shown_lines[-1].strip() == f"all {len(changes)} changes of a setting: --json"
     assert changes[0].keys() >= {"key", "value", "fits", "speed_change", "peak_change_bytes"}
+    first = ask.shown(space=space).rstrip()
+    assert "micro-batch 8" in first.splitlines()[0]
+    assert f"`sweep run {space}`" in " ".join(first.split())
+    whole = ask.shown(space=space, is_detailed=True)
+    assert whole.startswith(first)
+    assert "activations 4.00 GiB" in whole
+    assert f"{len(changes)} changes" in whole
 
 
 @pytest.mark.parametrize("is_exact", [True, False])
-@pytest.mark.parametrize("budget", [4, 6, 7])
-def test_details_are_shown_of_what_fits_at_some_length_at_none_and_perhaps(
+@pytest.mark.parametrize("budget", [4, 6])
+def test_details_are_shown_of_what_fits_at_some_length_or_at_none(
     ask: Asked, budget: int, is_exact: bool
 ) -> None:
     space = ask.space(f"{SMALL}  seq_len: [512, 2048, 4096]\nbudget_gib: {budget}\n")
     whole = ask.shown(space=space, is_exact=is_exact, is_detailed=True)
     assert "Grounds" in whole
-    largest = [line.split() for line in whole.splitlines() if line.strip().startswith("largest")]
-    assert bool(largest) or budget == 4
-    assert all(words[-1] == "-" for words in largest)
+    largest = re.findall(r"^ *largest.* (\S+)$", whole, re.MULTILINE)
+    assert largest or budget == 4
+    assert set(largest) <= {"-"}
 
 
-@pytest.mark.parametrize(("gpus", "effective", "micro"), [(2, 12, 3), (3, 6, 2), (1, 6, 3)])
-@pytest.mark.parametrize("mode", ["is_exact", "is_longest"])
+@pytest.mark.parametrize(("gpus", "effective", "micro"), [(3, 6, 2), (1, 6, 3)])
 def test_a_typed_effective_batch_is_not_refused_over_a_micro_batch_that_nobody_typed(
-    ask: Asked, gpus: int, effective: int, micro: int, mode: str
+    ask: Asked, gpus: int, effective: int, micro: int
 ) -> None:
     typed = {**HELD, "data_parallel": gpus, "effective_batch_size": effective}
-    document = ask.document(space="a10", configuration=typed, **{mode: True})
-    if mode == "is_exact":
-        assert document["config"]["micro_batch_size"] == micro
-    else:
-        asked = [row["micro_batch_size"] for row in document["rows"]]
-        assert asked
-        assert all(effective % (size * gpus) == 0 for size in asked)
-    held = {**typed, "micro_batch_size": 5}
+    document = ask.document(space="a10", configuration=typed, is_exact=True)
+    assert document["config"]["micro_batch_size"] == micro
     with pytest.raises(InputError, match="multiple of micro_batch_size"):
-        ask.shown(space="a10", configuration=held, **{mode: True})
+        ask.shown(space="a10", configuration={**typed, "micro_batch_size": 5}, is_exact=True)
 
 
 # Several GPUs of one host
@@ -424,16 +384,16 @@ def test_one_gpu_all_of_a_host_and_shards_are_beside_each_other_at_one_batch(ask
     spread = [(config["data_parallel"], config["sharding"]) for config in ways.values()]
     assert spread == [(1, "none"), (2, "none"), (2, "fsdp")]
     speeds = document["speeds"]
-    effective = [one["config"]["effective_batch_size"] for one in speeds["configurations"].values()]
-    assert set(effective) <= {None, speeds["effective_batch_size"]}
+    assert speeds["effective_batch_size"] == 16
+    for one in speeds["configurations"].values():
+        assert one["config"]["effective_batch_size"] in (None, 16)
     assert speeds["perhaps_fastest"] == ["2 x DDP", "2 x FSDP"]
     assert document["recommended"]["way"] == "2 x DDP"
     link = {"kind": "pcie", "bytes_per_second": 3.151e10, "share": 0.5}
     assert document["interconnect"] == link
     shown = ask.words(**asked)
-    assert shown.startswith("Recommended for mistral-7b-v0.3 on 2 x a10: 2 x DDP, chosen by its ")
-    assert "same batch 16 x 512 a step: one GPU" in shown
-    assert "--set data_parallel=2` measures it" in shown
+    assert "on 2 x a10: 2 x DDP" in shown
+    assert "--set data_parallel=2`" in shown
 
 
 def test_a_way_that_is_not_possible_says_why_and_hides_no_other(ask: Asked) -> None:
@@ -443,8 +403,7 @@ def test_a_way_that_is_not_possible_says_why_and_hides_no_other(ask: Asked) -> N
     assert "use sharding none" in document["not_possible"]["2 x FSDP"]
     assert "use sharding none" in ask.words(**asked)
     odd = {"space": "a10", "devices": 3, "configuration": {"effective_batch_size": 16}}
-    shown = ask.words(**odd, is_exact=True)
-    assert "on 3 x a10: one GPU, which alone is possible: " in shown
+    assert "on 3 x a10: one GPU" in ask.words(**odd, is_exact=True)
     with pytest.raises(InputError, match="--devices compares values of data_parallel"):
         ask.shown(space="a10", devices=2, configuration={"data_parallel": 2})
     with pytest.raises(InputError, match="name one"):
@@ -463,19 +422,17 @@ def test_grpos_training_step_is_planned_alone_and_says_what_is_missing(ask: Aske
         "grpo": {"num_generations": 4, "beta": 0.04},
     }
     document = ask.document(**asked)
-    found = document["grpo_config"]
-    assert (
-        found.items() >= {"num_generations": 4, "beta": 0.04, "max_completion_length": 256}.items()
-    )
+    known = {"num_generations": 4, "beta": 0.04, "max_completion_length": 256}
+    assert document["grpo_config"].items() >= known.items()
     exact = ask.document(space="a10", configuration={"method": "grpo"}, is_exact=True)
     assert exact["config"]["upcast_fp32"] is False
-    assert document["recommended"]["config"]["upcast_fp32"] is False
-    assert document["recommended"]["config"]["effective_batch_size"] == 16
-    assert (document["bills"], document["recommended"]["cost"]) == ([], None)
-    assert any("generation is not in these numbers" in note for note in document["notes"])
+    recommended = document["recommended"]
+    assert recommended["config"]["upcast_fp32"] is False
+    assert recommended["config"]["effective_batch_size"] == 16
+    assert (document["bills"], recommended["cost"]) == ([], None)
     for longest in (True, False):
         shown = ask.words(**asked, is_longest=longest)
-        assert "for GRPO's training step alone, of mistral-7b-v0.3" in shown
+        assert "training step alone" in shown
         assert "generation is not in these numbers" in shown
     assert "GRPOConfig(per_device_train_batch_size=8, gradient_accumulation_steps=2, " in shown
     assert "sweep run" not in shown
@@ -494,10 +451,10 @@ def test_sequences_that_a_completion_does_not_go_into_are_no_part_of_the_answer(
 @pytest.mark.parametrize(
     ("typed", "message"),
     [
-        ({"grpo": {"num_generations": 1}}, "--set num_generations must be at least 2, got 1"),
-        ({"grpo": {"max_completion_length": 512}}, "into seq_len with a prompt, got 512 and 512"),
+        ({"grpo": {"num_generations": 1}}, "num_generations must be at least 2, got 1"),
+        ({"grpo": {"max_completion_length": 512}}, "got 512 and 512"),
         ({"is_cheapest": True, "is_exact": False}, "no cost and no trial"),
-        ({"work": AskedWork(samples=1000)}, "no cost and no trial: ask of one GPU alone, without"),
+        ({"work": AskedWork(samples=1000)}, "no cost and no trial"),
         ({"typed_prices": ("a10=0.5",)}, "without --work and --price"),
         (
             {
@@ -508,12 +465,12 @@ def test_sequences_that_a_completion_does_not_go_into_are_no_part_of_the_answer(
                     "adapter_dtype": "bf16",
                 },
             },
-            "TRL cannot run adapter_dtype bf16: use fp32$",
+            "adapter_dtype bf16: use fp32",
         ),
         ({"configuration": {}, "grpo": {"beta": 0.1}}, "--set beta is of GRPO"),
         (
             {"configuration": {**GRPO, "effective_batch_size": 12}},
-            "effective_batch_size must be a multiple of num_generations, got 12 and 8",
+            "num_generations, got 12 and 8",
         ),
     ],
 )
@@ -529,9 +486,7 @@ def test_what_grpo_cannot_be_asked_is_refused(
 
 def test_the_longest_rows_are_asked_for(ask: Asked) -> None:
     asked = {"space": ask.space(SMALL), "is_longest": True}
-    assert ask.shown(**asked).startswith("The longest sequences that surely fit")
-    document = ask.document(**asked, configuration={"micro_batch_size": 2})
-    (row,) = document["rows"]
+    (row,) = ask.document(**asked, configuration={"micro_batch_size": 2})["rows"]
     # 21.48 GiB less 2 % hold 5 GiB, 16 MiB and two rows of a MiB a token.
     assert (row["micro_batch_size"], row["seq_len"]) == (2, 8192)
     both = ask.document(gpus=("a10", "l4"), is_longest=True, configuration=HELD)
@@ -541,15 +496,15 @@ def test_the_longest_rows_are_asked_for(ask: Asked) -> None:
 def test_the_whole_catalogue_is_asked_for_the_cheapest_gpu(ask: Asked) -> None:
     work = {"work": AskedWork(samples=10_000), "within_seconds": 7200.0}
     document = ask.document(is_cheapest=True, configuration=HELD, **work)
-    gpus = {gpu["gpu"]: gpu for gpu in document["gpus"]}
-    assert set(gpus) == set(gpu_catalogue())
-    able = [c for c in document["gpus"] if c["outcome"] in ("in_time", "perhaps_late")]
+    assert {gpu["gpu"] for gpu in document["gpus"]} == set(gpu_catalogue())
+    able = [gpu for gpu in document["gpus"] if gpu["outcome"] in ("in_time", "perhaps_late")]
     assert able[0]["gpu"] == document["recommended"]
-    costs = [gpu["bills"][0]["usd"] for gpu in able]
-    assert costs == sorted(costs)
-    assert gpus[document["smallest"]]["memory_bytes"] == min(c["memory_bytes"] for c in able)
-    assert {c["answer"]["config"]["effective_batch_size"] for c in able} == {16}
-    assert all(gpu["bills"][0]["wall_hours"] <= 2 for gpu in able)
+    bills = [gpu["bills"][0] for gpu in able]
+    assert bills == sorted(bills, key=lambda bill: bill["usd"])
+    assert max(bill["wall_hours"] for bill in bills) <= 2
+    assert {gpu["answer"]["config"]["effective_batch_size"] for gpu in able} == {16}
+    smallest = min(able, key=lambda gpu: gpu["memory_bytes"])
+    assert smallest["gpu"] == document["smallest"]
 
 
 # What is known besides, and what is kept
@@ -566,23 +521,10 @@ def test_prices_of_the_users_are_taken_from_where_they_are_kept(ask: Asked) -> N
 
 
 def test_a_study_calibrates_the_plan(ask: Asked) -> None:
-    definition, url = a_snapshot().definition, f"sqlite:///{ask.home}/sweep.db"
-    with open_study(
-        "mine",
-        url=url,
-        definition=definition,
-        sampler=make_sampler("random", definition.space, seed=0),
-        environment=fingerprint(device="cpu"),
-        home=ask.home / "runs",
-    ) as study:
-        for record in TRIALS:
-            trial = study.ask({}, params=None)
-            begun = study.begin(trial, record.config, "2026-11-21T00:00:00+00:00")
-            told = {"number": trial.number, "attempt_id": begun.id}
-            study.tell(trial, record.model_copy(update=told))
-    asked: dict[str, Any] = {"space": "a10", "study": "mine", "storage": url, "is_exact": True}
+    keep_study(ask.home, a_snapshot().definition, TRIALS)
+    asked: dict[str, Any] = {"space": "a10", "study": "mine", "is_exact": True, "is_detailed": True}
     for batch, words in ((2, f"calibrated by {len(TRIALS)} trials"), (8, "measured by trial 4")):
-        shown = ask.shown(**asked, configuration={"micro_batch_size": batch}, is_detailed=True)
+        shown = ask.words(**asked, configuration={"micro_batch_size": batch})
         assert f"{words} of study mine" in shown
 
 
@@ -601,7 +543,7 @@ def test_a_kept_answer_that_cannot_be_read_or_written_is_worked_out_anew(
     space = ask.space(SMALL)
     first = ask.shown(space=space)
     (kept,) = (ask.home / "cache" / "qlora-sweep" / "surveys").iterdir()
-    for content in ("", "[]", '{"fit": 1}', "\0"):
+    for content in ("", '{"fit": 1}', "\0"):
         kept.write_text(content)
         assert ask.shown(space=space) == first
     (ask.home / "file").touch()
@@ -665,27 +607,22 @@ def test_a_kept_answer_is_of_no_use_once_any_code_that_predicts_changes() -> Non
 
 def test_a_speed_that_is_not_known_says_so_in_the_first_line(ask: Asked) -> None:
     typed = {"gpus": ("a10g",), "is_exact": True, "configuration": {"compute_dtype": "int8"}}
-    reason = "speed unknown for mistral-7b-v0.3: a10g has no matrix rate for int8"
-    assert ask.shown(**typed).startswith(reason)
     document = ask.document(**typed)
     assert document["tokens_per_second"] is None
-    assert document["notes"][0].startswith(reason)
+    assert "no matrix rate for int8" in document["notes"][0]
+    assert ask.shown(**typed).startswith("speed unknown")
 
 
-@pytest.mark.parametrize("typed", [{}, {"attention": "eager"}])
-def test_a_model_without_sdpa_takes_eager_attention_by_itself(
-    ask: Asked, typed: dict[str, str]
-) -> None:
-    held = {"quantization": "none", **typed}
-    asked = {"gpus": ("h200",), "model": "gpt-oss-20b", "configuration": held}
-    for is_exact in (True, False):
-        document = ask.document(**asked, is_exact=is_exact)
-        found = document if is_exact else document["recommended"]
-        assert found["config"]["attention"] == "eager"
-        assert found["invalid"] is None
-    lines = ask.lines('{"quantization": "none"}')
-    asked = {"gpus": ("h200",), "model": "gpt-oss-20b", "from_file": lines}
-    assert ask.document(**asked)["config"]["attention"] == "eager"
+def test_a_model_without_sdpa_takes_eager_attention_by_itself(ask: Asked) -> None:
+    asked: dict[str, Any] = {"gpus": ("h200",), "model": "gpt-oss-20b"}
+    held = {"configuration": {"quantization": "none"}}
+    for answer in (
+        ask.document(**asked, **held, is_exact=True),
+        ask.document(**asked, **held)["recommended"],
+        ask.document(**asked, from_file=ask.lines('{"quantization": "none"}')),
+    ):
+        assert answer["config"]["attention"] == "eager"
+        assert answer["invalid"] is None
 
 
 @pytest.mark.parametrize(
@@ -696,10 +633,8 @@ def test_what_may_overflow_fp16_is_not_given_it_without_a_word(
     ask: Asked, model: str, compute: str, is_told: bool
 ) -> None:
     typed = {"compute_dtype": compute}
-    asked = {"gpus": ("t4",), "model": model, "is_exact": True, "configuration": typed}
-    told = "may pass the largest number of fp16"
-    assert any(told in note for note in ask.document(**asked)["notes"]) is is_told
-    assert (told in ask.shown(**asked).replace("\n", " ")) is is_told
+    shown = ask.words(gpus=("t4",), model=model, is_exact=True, configuration=typed)
+    assert ("the largest number of fp16" in shown) is is_told
 
 
 def test_a_space_that_names_sdpa_is_kept_as_written(ask: Asked) -> None:
@@ -725,7 +660,5 @@ def test_a_model_that_cannot_be_walked_says_first_that_its_speed_is_unknown(
     ask.memory = Refusing()
     typed = {"gpus": ("h200",), "model": str(tmp_path)}
     for more in ({}, {"is_exact": True, "configuration": {"quantization": "none"}}):
-        with pytest.raises(
-            InputError, match=r"^speed unknown for .*, and memory: module 'y' loops"
-        ):
+        with pytest.raises(InputError, match=r"^speed unknown for .* module 'y' loops"):
             ask.shown(**typed, **more)

@@ -71,7 +71,7 @@ def shown(*words: str, width: int, home: Path) -> Screen:
     return screen
 
 
-@pytest.mark.slow
+@pytest.mark.integration
 def test_a_study_is_drawn_and_leaves_its_trials_and_its_answer(tmp_path: Path) -> None:
     command = ("run", "cpu-demo", "--trials", "2", "--sampler", "random", "--no-confirm")
     screen = shown(*command, width=80, home=tmp_path)

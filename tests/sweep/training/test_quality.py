@@ -104,14 +104,12 @@ def test_what_is_learned_shows_in_the_loss_of_what_was_held_out(tmp_path: Path) 
     for path in (tmp_path / "tokens").iterdir():
         path.unlink()
     rows = {"input_ids": [[5, 9, 7, 11] * 3] * 40, "completion_mask": [[1] * 12] * 40}
-    kinds = {"input_ids": List(Value("int32")), "completion_mask": List(Value("int8"))}
-    features = Features(kinds)
+    features = Features({"input_ids": List(Value("int32")), "completion_mask": List(Value("int8"))})
     Dataset.from_dict(rows, features=features).save_to_disk(tmp_path / "tokens")
     config = tiny_config(target_modules="all-linear", learning_rate=1e-2, micro_batch_size=4)
     with tiny_base(config) as base:
-        little, much = (
-            learned(base, alike, config, tokens=tokens, eval_seq_len=12) for tokens in (44, 1500)
-        )
+        little = learned(base, alike, config, tokens=44, eval_seq_len=12)
+        much = learned(base, alike, config, tokens=1500, eval_seq_len=12)
     assert little.steps == 1
     assert much.eval_loss < little.eval_loss - 0.5
     assert much.train_tokens == pytest.approx(1500, abs=44)
@@ -159,33 +157,29 @@ def test_none_of_what_was_held_out_is_trained_on(texts: Any) -> None:
     assert not kept & set(trained)
 
 
-EXACT = {"compute_dtype": "fp32", "quantization": "none"}
-
-
-@pytest.mark.parametrize(
-    ("settings", "variants", "relative"),
-    [
-        ({}, [{"seq_len": 8}, {"micro_batch_size": 8, "packing": "packed"}], 1e-3),
-        (EXACT, [{"micro_batch_size": 3}, {"micro_batch_size": 8, "lora_dropout": 0.5}], 1e-5),
-    ],
-)
-def test_the_question_does_not_depend_on_how_a_configuration_trains(
-    texts: Any, settings: dict[str, Any], variants: list[dict[str, Any]], relative: float
-) -> None:
+def test_the_question_does_not_depend_on_how_a_configuration_trains(texts: Any) -> None:
     """Where nothing is learned, the loss is the base's, whatever was trained on."""
-    configs = [
-        tiny_config(learning_rate=1e-7, **settings, **changes) for changes in ({}, *variants)
-    ]
-    with tiny_base(configs[0]) as base:
-        first, *others = (
-            learned(base, texts, config, tokens=50, eval_tokens=200) for config in configs
-        )
-    assert all(r.eval_loss == pytest.approx(first.eval_loss, rel=relative) for r in others)
-    # So that losses of the same examples are paired.
-    counts = {(r.eval_rows, tuple(n for _, n in r.eval_blocks or ())) for r in (first, *others)}
-    ((rows, tokens),) = counts
-    assert (1 < len(tokens) <= rows, sum(tokens)) == (True, first.eval_tokens)
-    assert first.eval_tokens >= 200
+    plain = tiny_config(learning_rate=1e-7, compute_dtype="fp32", quantization="none")
+
+    def answer(**changes: Any) -> QualityReport:
+        config = plain.model_copy(update=changes)
+        return learned(base, texts, config, tokens=50, eval_tokens=200)
+
+    def tokens_of_blocks(report: QualityReport) -> list[int]:
+        return [tokens for _, tokens in report.eval_blocks or ()]
+
+    with tiny_base(plain) as base:
+        first = answer()
+        for other in (
+            answer(seq_len=8),
+            answer(micro_batch_size=8, lora_dropout=0.5),
+            answer(micro_batch_size=8, packing="packed"),
+        ):
+            assert other.eval_loss == pytest.approx(first.eval_loss, rel=1e-5)
+            # So that losses of the same examples are paired.
+            assert tokens_of_blocks(other) == tokens_of_blocks(first)
+    assert len(tokens_of_blocks(first)) > 1
+    assert sum(tokens_of_blocks(first)) == first.eval_tokens >= 200
 
 
 def test_a_loss_that_is_not_finite_is_diverged(texts: Any) -> None:
@@ -193,7 +187,7 @@ def test_a_loss_that_is_not_finite_is_diverged(texts: Any) -> None:
         base.model.model.norm.weight.data.fill_(float("nan"))
         found = outcome(base, texts, tiny_config())
     assert isinstance(found, Diverged)
-    assert (found.step, "training for its quality" in found.detail) == (0, True)
+    assert found.step == 0
 
 
 def test_memory_that_runs_out_in_it_is_out_of_memory_and_the_base_goes_on(

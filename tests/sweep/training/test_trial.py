@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import resource
 import time
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,7 +18,6 @@ from qlora_sweep.storage.records import (
     Ineffective,
     Invalid,
     Measured,
-    Outcome,
     OutOfMemory,
     PrunedSlow,
 )
@@ -37,27 +35,27 @@ from tests.sweep.training.tiny import (
 )
 
 devices = lazily("tests.sweep.training.devices")
+torch = lazily("torch")
+cpu_devices = lazily("qlora_sweep.sweep.training.device")
 CONFIG = tiny_config()
 
 
 @pytest.mark.parametrize(
     "settings",
     [
-        {},
         {"checkpoint_fraction": 0.5, "quantized_fraction": 0.5},
-        {"checkpoint_fraction": 0.0, "upcast_fp32": False},
+        {"checkpoint_fraction": 0.0, "upcast_fp32": False, "optimizer": "adamw_torch_fused"},
         {"quantization": "fp4", "double_quant": False, "effective_batch_size": 8},
         {"quantization": "none", "double_quant": False, "compute_dtype": "fp32"},
         {"attention": "eager", "lora_dropout": 0.1, "target_modules": "all-linear"},
-        {"optimizer": "adamw_torch_fused"},
     ],
     ids=str,
 )
 def test_every_setting_the_cpu_has_is_trained_for_real(settings: dict[str, object]) -> None:
     config = tiny_config(**settings)
-    found = measured(outcome_of(config))
+    found = measured(outcome_of(config, steps=BRIEF))
     assert found.tokens_per_second == pytest.approx(config.tokens_per_step / found.step_seconds)
-    assert found.steps_measured == 6
+    assert found.steps_measured == 2
     assert found.peak_allocated_bytes > 0
     assert found.final_loss == pytest.approx(UNIFORM_LOSS, abs=0.5)
 
@@ -69,14 +67,14 @@ def peak(base: Any, **settings: Any) -> int:
 def test_peaks_repeat_to_the_byte_and_follow_micro_batch_and_checkpointing() -> None:
     with tiny_base(CONFIG) as base:
         first = peak(base)
-        sizes = [peak(base, micro_batch_size=size) for size in (8, 16, 24)]
-        whole, half, none = (
-            peak(base, micro_batch_size=16, seq_len=64, checkpoint_fraction=share)
-            for share in (1.0, 0.5, 0.0)
-        )
-        assert peak(base) == first < sizes[0]
-    assert sizes[2] - sizes[1] == pytest.approx(sizes[1] - sizes[0], rel=0.01)
-    assert whole < half < none
+        eight = peak(base, micro_batch_size=8)
+        sixteen = peak(base, micro_batch_size=16)
+        twenty_four = peak(base, micro_batch_size=24)
+        half = peak(base, micro_batch_size=16, checkpoint_fraction=0.5)
+        none = peak(base, micro_batch_size=16, checkpoint_fraction=0.0)
+        assert peak(base) == first < eight
+    assert twenty_four - sixteen == pytest.approx(sixteen - eight, rel=0.01)
+    assert sixteen < half < none
 
 
 def test_a_trial_that_is_told_to_stop_keeps_what_it_measured() -> None:
@@ -107,48 +105,44 @@ NO_SHARED_MEMORY = "out of resource: shared memory, Required: 147456"
 
 
 @pytest.mark.parametrize(
-    ("error", "is_compiled", "expected"),
+    ("error", "is_compiled", "setting"),
     [
-        (RuntimeError(NO_ROOM), False, OutOfMemory),
-        (MemoryError(), False, OutOfMemory),
         (OutOfResources(NO_SHARED_MEMORY), False, "attention"),
-        (OutOfResources(NO_SHARED_MEMORY), True, "compile"),
         (AssertionError("\n\nfrom user code:\n   File modeling.py, line 222"), True, "compile"),
         (AssertionError("\n\nfrom user code:\n   File modeling.py, line 222"), False, None),
         (RuntimeError("CUDA error: an illegal memory access"), False, None),
     ],
 )
-def test_what_a_step_raises_is_a_result_or_goes_on_and_the_base_serves_the_next_trial(
-    error: Exception, is_compiled: bool, expected: type[Outcome] | str | None
+def test_a_kernel_that_cannot_be_made_is_its_settings_fault_and_other_errors_are_raised(
+    error: Exception, is_compiled: bool, setting: str | None
 ) -> None:
     config = tiny_config(compile=is_compiled)
     with tiny_base(config) as base:
         trial = trial_on(base, config, device=devices.Failing(error))
-        if expected is None:
+        if setting is None:
             with pytest.raises(type(error)):
                 trial.run()
         else:
             outcome = trial.run()
+            assert isinstance(outcome, Ineffective)
+            assert outcome.setting == setting
             assert outcome.verdict not in RETRYABLE
-            if expected is OutOfMemory:
-                assert isinstance(outcome, OutOfMemory)
-                assert outcome.stage == "optimizer"
-                assert outcome.requested_bytes == (64 if NO_ROOM in str(error) else None)
-            else:
-                assert isinstance(outcome, Ineffective)
-                assert outcome.setting == expected
         assert isinstance(trial_on(base, CONFIG, steps=BRIEF).run(), Measured)
 
 
-@pytest.mark.parametrize("phase", ["warmup", "measure", "detach"])
-def test_a_trial_knows_in_which_phase_it_failed(phase: str) -> None:
-    def fail_at_third(beat: Any) -> bool:
-        if (phase, beat.phase, beat.step) == ("measure", "measure", 3):
-            raise RuntimeError("CUDA error: the launch failed")
-        return False
-
+def test_memory_that_runs_out_in_a_step_is_out_of_memory_and_the_next_trial_fits() -> None:
     with tiny_base(CONFIG) as base:
-        trial = trial_on(base, CONFIG, device=devices.Breaking(phase), report=fail_at_third)
+        outcome = trial_on(base, CONFIG, device=devices.Failing(RuntimeError(NO_ROOM))).run()
+        assert isinstance(outcome, OutOfMemory)
+        assert (outcome.stage, outcome.requested_bytes) == ("optimizer", 64)
+        assert outcome.verdict not in RETRYABLE
+        assert isinstance(trial_on(base, CONFIG, steps=BRIEF).run(), Measured)
+
+
+@pytest.mark.parametrize("phase", ["warmup", "detach"])
+def test_a_trial_knows_in_which_phase_it_failed(phase: str) -> None:
+    with tiny_base(CONFIG) as base:
+        trial = trial_on(base, CONFIG, device=devices.Breaking(phase), steps=BRIEF)
         with pytest.raises(RuntimeError, match="launch"):
             trial.run()
     assert trial.phase == phase
@@ -167,34 +161,24 @@ def test_a_peak_above_the_budget_does_not_fit_and_one_at_the_budget_does() -> No
     assert isinstance(above, OutOfMemory)
     assert above.peak_allocated_bytes == most
     assert above.stage in ("forward", "backward")
-    assert f"{most:,} bytes, over the budget of {most - 1:,} bytes" in above.detail
+    assert f"{most - 1:,}" in above.detail
     assert isinstance(least, OutOfMemory)
     assert least.stage == "load"
 
 
-@pytest.mark.parametrize(
-    ("settings", "stage"),
-    [
-        ({"micro_batch_size": 8, "checkpoint_fraction": 0.0}, "backward"),
-        ({"micro_batch_size": 1, "seq_len": 8, "lora_rank": 128}, "optimizer"),
-    ],
-)
-def test_the_stage_of_the_peak_is_where_it_was(settings: dict[str, object], stage: str) -> None:
-    from qlora_sweep.sweep.training.device import CpuDevice
-
-    device = CpuDevice()
-    outcome_of(tiny_config(**settings), device=device, steps=BRIEF)
-    assert device.memory().peak_stage == stage
+def test_the_peak_of_large_adapters_and_little_else_is_the_optimizers() -> None:
+    device = cpu_devices.CpuDevice()
+    config = tiny_config(micro_batch_size=1, seq_len=8, lora_rank=128)
+    outcome_of(config, device=device, steps=BRIEF)
+    assert device.memory().peak_stage == "optimizer"
 
 
 def test_a_trial_that_spilled_into_the_hosts_memory_does_not_fit() -> None:
-    from qlora_sweep.sweep.training.device import bytes_beyond
-
-    outcome = outcome_of(CONFIG, device=devices.Spilling())
+    outcome = outcome_of(CONFIG, device=devices.Spilling(), steps=BRIEF)
     assert isinstance(outcome, OutOfMemory)
     assert "host's memory" in outcome.detail
-    assert bytes_beyond(22 * GIB + 2**20, 22 * GIB) == 0
-    assert bytes_beyond(25 * GIB, 22 * GIB) == 3 * GIB
+    assert cpu_devices.bytes_beyond(22 * GIB + 2**20, 22 * GIB) == 0
+    assert cpu_devices.bytes_beyond(25 * GIB, 22 * GIB) == 3 * GIB
 
 
 @pytest.mark.parametrize(
@@ -204,9 +188,8 @@ def test_a_trial_that_spilled_into_the_hosts_memory_does_not_fit() -> None:
         # The libraries' own kernels, loaded with the first steps.
         ((80, 79.5, 79.5), False),
         ((80, 70, 70), True),
-        ((80, 81, 81), False),
     ],
-    ids=["measuring", "kernels", "warming", "left"],
+    ids=["measuring", "kernels", "warming"],
 )
 def test_memory_that_others_take_meanwhile_is_a_neighbours(
     rooms: tuple[float, ...], is_flagged: bool
@@ -258,14 +241,29 @@ def test_two_micro_steps_stand_for_a_whole_accumulation(monkeypatch: pytest.Monk
     assert short.measured_seconds < 0.5 * short.step_seconds * short.steps_measured
 
 
-@pytest.mark.parametrize(("least", "most", "has_interval"), [(6, 7, True), (2, 3, False)])
-def test_measuring_stops_at_the_step_budget_and_says_that_it_is_noisy(
-    least: int, most: int, has_interval: bool
+@pytest.mark.parametrize(
+    ("seconds", "measured_steps", "is_noisy"),
+    [
+        ([1.0] * 30, 6, False),
+        # One that was held up does not make it uncertain; what stays uneven is not waited for.
+        ([1.0] * 5 + [5.0] + [1.0] * 24, 10, False),
+        ([1.0, 1.2] * 15, 10, True),
+    ],
+    ids=["even", "one held up", "uneven"],
+)
+def test_steps_are_measured_until_the_median_is_precise_or_never_will_be(
+    seconds: list[float], measured_steps: int, is_noisy: bool
 ) -> None:
-    few = {"warmup_min": 1, "warmup_max": 1, "measured_min": least, "measured_max": most}
-    found = measured(outcome_of(CONFIG, steps=StepBudget(**few, relative_interval=1e-9)))
-    assert found.steps_measured == most
-    assert (found.step_seconds_ci95 is not None) is has_interval
+    device = devices.Behind(1.0, *seconds)
+    steps = StepBudget(warmup_min=1, warmup_max=1, measured_min=6, measured_max=30)
+    found = measured(outcome_of(CONFIG, device=device, steps=steps))
+    assert found.steps_measured == measured_steps
+    assert ("noisy" in found.flags) is is_noisy
+
+
+def test_fewer_steps_than_an_interval_needs_have_none_and_are_noisy() -> None:
+    found = measured(outcome_of(CONFIG, steps=BRIEF))
+    assert found.step_seconds_ci95 is None
     assert "noisy" in found.flags
 
 
@@ -284,27 +282,27 @@ def test_a_step_that_was_queued_has_its_own_seconds_and_is_counted_once() -> Non
 def test_a_micro_step_that_takes_long_is_a_sign_of_life_before_its_step_is_queued(
     silence: float, signs: int
 ) -> None:
-    beats: list[Any] = []
+    heard: list[tuple[str, int]] = []
 
     def hear(beat: Any) -> bool:
-        beats.append(beat)
+        heard.append((beat.phase, beat.step))
         return False
 
     outcome_of(ACCUMULATING, steps=BRIEF, report=hear, silence_seconds=silence)
-    of_first = [b for b in beats if b.phase == "warmup" and b.step == 0]
     # One where the phase begins; then of two micro-steps that are queued, and that are done.
-    assert len(of_first) == 1 + signs
+    assert heard.count(("warmup", 0)) == 1 + signs
 
 
 @pytest.mark.parametrize("phase", ["attach", "measure"])
 def test_a_loss_that_stops_being_finite_is_found_one_step_later_at_most(phase: str) -> None:
-    device, queued = devices.Behind(), []
+    device = devices.Behind()
+    queued: list[int] = []
 
     def spoil(beat: Any) -> bool:
         is_measured = beat.tokens_per_second is not None and beat.step == 2
         if not queued and beat.phase == phase and (phase == "attach" or is_measured):
             base.model.model.norm.weight.data.fill_(float("nan"))
-            queued.append(len([line for line in device.log if line.startswith("queue")]))
+            queued.append(sum(line.startswith("queue") for line in device.log))
         return False
 
     with tiny_base(CONFIG) as base:
@@ -312,25 +310,17 @@ def test_a_loss_that_stops_being_finite_is_found_one_step_later_at_most(phase: s
     assert isinstance(outcome, Diverged)
     (first_spoilt,) = queued
     assert outcome.step == first_spoilt
-    assert device.log[-1] == f"wait {first_spoilt}"
     assert f"queue {first_spoilt + 2}" not in device.log
 
 
 # A soak trains on, evaluates and saves as a training does, on the CPU for real.
 
-torch = lazily("torch")
 STEPS = StepBudget(warmup_min=1, warmup_max=2, measured_min=6, measured_max=24, seconds_max=60)
 
 
 def test_a_soak_trains_on_however_steady_and_evaluates_and_saves_half_way() -> None:
-    phases: list[str] = []
-
-    def hear(beat: Any) -> bool:
-        phases.append(beat.phase)
-        return False
-
     with tiny_base(CONFIG) as base:
-        found = measured(trial_on(base, CONFIG, steps=STEPS, is_soak=True, report=hear).run())
+        found = measured(trial_on(base, CONFIG, steps=STEPS, is_soak=True).run())
         assert not hasattr(base.model, "peft_config")
     soak = found.soak
     assert soak is not None
@@ -340,8 +330,7 @@ def test_a_soak_trains_on_however_steady_and_evaluates_and_saves_half_way() -> N
     assert soak.evaluation_loss == pytest.approx(UNIFORM_LOSS, abs=0.5)
     # An fp32 adapter and the optimizer's two moments.
     weights = found.trainable_parameters * 4
-    assert weights < soak.checkpoint_bytes < 8 * weights
-    assert {"measure", "detach"} <= set(phases)
+    assert 3 * weights < soak.checkpoint_bytes < 8 * weights
 
 
 def test_the_time_of_a_soak_ends_it_as_well() -> None:
@@ -350,16 +339,6 @@ def test_the_time_of_a_soak_ends_it_as_well() -> None:
     assert found.soak is not None
     assert 0.5 <= found.soak.seconds < 20.0
     assert found.steps_measured < 100_000
-
-
-def test_a_checkpoint_holds_what_a_training_goes_on_from(tmp_path: Path) -> None:
-    with tiny_loop(CONFIG) as loop:
-        loop.step()
-        loop.save(tmp_path)
-        state = torch.load(tmp_path / "optimizer.pt", weights_only=False)
-        assert len(state["state"]) == len(loop.attached.trainable_parameters())
-    assert (tmp_path / "adapter_model.safetensors").stat().st_size > 0
-    assert (tmp_path / "scheduler.pt").exists()
 
 
 def test_an_evaluation_makes_no_gradients_and_the_training_goes_on() -> None:
@@ -377,20 +356,7 @@ def test_an_evaluation_makes_no_gradients_and_the_training_goes_on() -> None:
 
 
 def test_memory_of_the_evaluation_counts_towards_the_peak() -> None:
-    from qlora_sweep.sweep.training.device import CpuDevice
-
-    class Watched(CpuDevice):
-        """Says how much was observed in the pass."""
-
-        passes = 0
-
-        def observed(self) -> Any:
-            self.passes += 1
-            return super().observed()
-
-    device = Watched()
-    outcome_of(CONFIG, steps=STEPS, is_soak=True, device=device)
-    assert device.passes == 2
+    device = cpu_devices.CpuDevice()
     with tiny_loop(CONFIG) as loop, tiny_base(CONFIG) as base:
         device.reset_peak()
         before = device.memory().peak_allocated_bytes
@@ -409,11 +375,6 @@ def test_running_out_in_the_evaluation_is_out_of_memory_and_says_where(
     outcome = outcome_of(CONFIG, steps=STEPS, is_soak=True)
     assert isinstance(outcome, OutOfMemory), outcome
     assert outcome.detail.startswith("in an evaluation pass: ")
-
-
-#
-
-cpu_devices = lazily("qlora_sweep.sweep.training.device")
 
 
 def test_a_limit_of_the_process_below_the_budget_is_not_taken_for_the_budget(
