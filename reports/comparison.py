@@ -78,7 +78,7 @@ class ComparedGpu:
 
 
 @dataclass(frozen=True)
-class Entry:
+class GpuEntry:
     """What a GPU is recommended to run on a ground, and what the work takes with it."""
 
     candidate: ComparedGpu
@@ -94,7 +94,7 @@ class Group:
     """The GPUs that can be compared on one ground."""
 
     ground: Ground
-    entries: tuple[Entry, ...]
+    entries: tuple[GpuEntry, ...]
     """The cheapest first; those without a price last, the fastest of them first."""
     offered: costs.OfferComparison | None
     """None where fewer than two prices are known."""
@@ -108,7 +108,7 @@ class GpuComparison:
     work: costs.AskedWork
     groups: tuple[Group, ...]
     """Of at least two GPUs, the one with the most GPUs first."""
-    alone: tuple[Entry, ...]
+    alone: tuple[GpuEntry, ...]
     """The fastest on each ground that a single GPU has."""
 
 
@@ -181,7 +181,7 @@ def compare(candidates: Sequence[ComparedGpu], *, work: costs.AskedWork) -> GpuC
         raise InputError("comparing takes at least two studies")
     named = _told_apart(candidates)
     # What each GPU is recommended to run on a ground.
-    entries: dict[Ground, list[Entry]] = defaultdict(list)
+    entries: dict[Ground, list[GpuEntry]] = defaultdict(list)
     for candidate in named:
         for ground, option in _first_by_ground(candidate.options).items():
             entries[ground].append(_entry(candidate, option, _priced(work)))
@@ -229,14 +229,14 @@ def _priced(work: costs.AskedWork) -> costs.AskedWork:
     return costs.AskedWork(tokens=JOB_TOKENS)
 
 
-def _cheapest_first(entry: Entry) -> tuple[bool, float]:
+def _cheapest_first(entry: GpuEntry) -> tuple[bool, float]:
     """Return what sorts entries: by the bill, those without one last, by their time."""
     if entry.bill is None:
         return True, entry.seconds.value
     return False, entry.bill.usd
 
 
-def _entry(candidate: ComparedGpu, option: Option, work: costs.AskedWork) -> Entry:
+def _entry(candidate: ComparedGpu, option: Option, work: costs.AskedWork) -> GpuEntry:
     amount = work.workload(
         option.config,
         tokens_per_sample=option.tokens_per_sample,
@@ -257,7 +257,7 @@ def _entry(candidate: ComparedGpu, option: Option, work: costs.AskedWork) -> Ent
             (seconds.low / amount.steps, seconds.high / amount.steps),
             gpus=option.config.data_parallel,
         )
-    return Entry(candidate, option, seconds, bill)
+    return GpuEntry(candidate, option, seconds, bill)
 
 
 def training_words(snapshot: StudySnapshot, number: int, work: costs.AskedWork) -> str:
@@ -409,7 +409,7 @@ def _absent(group: Group, candidates: Sequence[ComparedGpu]) -> Iterator[str]:
             yield f"{candidate.label} is not compared here: {why}. {to_compare}"
 
 
-def _row(entry: Entry) -> tuple[str, ...]:
+def _row(entry: GpuEntry) -> tuple[str, ...]:
     """Return GPU, tokens/s, dollars per million tokens, time, bill, price, peak memory and
     configuration."""
     option = entry.option

@@ -12,8 +12,8 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from qlora_sweep.sweep.data.kinds import Asked
-from qlora_sweep.sweep.data.prepared_dataset import Question
+from qlora_sweep.sweep.data.kinds import ReadingOptions
+from qlora_sweep.sweep.data.prepared_dataset import PreparationRequest
 from qlora_sweep.sweep.json_child import Say
 from qlora_sweep.sweep.subprocess_jobs import serve_subprocess
 
@@ -42,7 +42,7 @@ def _prepare(request: Mapping[str, Any], say: Say) -> Mapping[str, Any]:
             told_seconds = time.monotonic()
             say({"what": what, "done": done, "of": of})
 
-    question = Question(**{**request, "asked": Asked(**request["asked"])})
+    question = PreparationRequest(**{**request, "asked": ReadingOptions(**request["asked"])})
     return {"prepared": str(prepare(question, on_progress=tell))}
 
 

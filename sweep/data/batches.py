@@ -290,7 +290,7 @@ def in_parts(batch: Batch, count: int, rows_per_sample: int = 1) -> list[Batch]:
     return parts
 
 
-class Lesson:
+class QualityBatches:
     """One rank's micro-batches of a training on so many supervised tokens, in whole optimizer
     steps.
 

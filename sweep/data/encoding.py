@@ -21,14 +21,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from qlora_sweep.sweep.data.collation import INPUT, MASK
-from qlora_sweep.sweep.data.files import Broken, Place, Read, RowsError, Source, is_nothing
+from qlora_sweep.sweep.data.files import Broken, DatasetSource, Place, Read, RowsError, is_nothing
 from qlora_sweep.sweep.data.kinds import (
     CHATS,
     LOSS_KEYS,
     PREFERENCE,
-    Asked,
     Example,
-    Layout,
+    ReadingOptions,
+    RowLayout,
     all_broken,
     common_length,
     example_of,
@@ -116,7 +116,7 @@ class Encoder:
         RowsError: rows are chats, and the tokenizer has no template for them.
     """
 
-    def __init__(self, tokenizer: Any, layout: Layout, *, completions_only: bool) -> None:
+    def __init__(self, tokenizer: Any, layout: RowLayout, *, completions_only: bool) -> None:
         self._tokenizer = tokenizer
         self._layout = layout
         self._completions_only = completions_only
@@ -526,7 +526,7 @@ _NOTES = {
 class _Unread:
     """What rows say and is not read, and what a chat template makes of thoughts."""
 
-    def __init__(self, layout: Layout, *, completions_only: bool) -> None:
+    def __init__(self, layout: RowLayout, *, completions_only: bool) -> None:
         self._layout = layout
         self._completions_only = completions_only
         self._rows = 0
@@ -717,7 +717,7 @@ def _unless_empty(row: Tokens) -> Tokens | Broken:
 
 
 def tokenized(
-    name: str, tokenizer: Any, asked: Asked, *, completions_only: bool | None = None
+    name: str, tokenizer: Any, asked: ReadingOptions, *, completions_only: bool | None = None
 ) -> tuple[Any, list[tuple[Place, Broken]], tuple[str, ...]]:
     """Return a dataset's rows as tokens, with the columns `INPUT` and `MASK`, its broken rows, and
     what a person should know of it; a pair as two rows, where ``preference`` is asked for.
@@ -727,7 +727,7 @@ def tokenized(
     """
     from datasets import Dataset
 
-    source = Source(name)
+    source = DatasetSource(name)
     first, _, layout = first_rows(source, name, asked)
     if layout.kind == PREFERENCE != asked.format:
         raise RowsError(f"{name}: its rows are pairs of completions, and this trains on texts")

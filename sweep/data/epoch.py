@@ -122,7 +122,7 @@ class Shape:
 
 
 @dataclass(frozen=True)
-class Rows:
+class EpochRows:
     """The rows that go through, each a text or several that are packed into it; or pairs."""
 
     documents: Integers = field(repr=False)
@@ -156,7 +156,7 @@ class Epoch:
     """
 
     config: TrialConfig
-    rows: Rows
+    rows: EpochRows
     """In the epoch's order."""
     starts: Integers = field(repr=False)
     """The row with which each micro-batch begins."""
@@ -245,7 +245,7 @@ def epoch(lengths: ArrayLike, loss_lengths: ArrayLike, config: TrialConfig, *, s
         raise InputError(refusal)
     row_lengths = rows.sums(sizes)
     if each > 1:
-        rows = Rows(rows_of_samples(rows.documents, each), rows.starts * each)
+        rows = EpochRows(rows_of_samples(rows.documents, each), rows.starts * each)
     starts = np.arange(0, len(rows), config.micro_batch_size)
     # transformers finds several texts in a packed row, its pads among them. Such rows are all as
     # wide, and the mask that keeps texts apart is what costs memory.
@@ -311,18 +311,18 @@ def too_few(rows: int, config: TrialConfig) -> str | None:
     )
 
 
-def _rows(chosen: Integers, lengths: Integers, config: TrialConfig, *, seed: int) -> Rows:
+def _rows(chosen: Integers, lengths: Integers, config: TrialConfig, *, seed: int) -> EpochRows:
     """Return the rows in the order of the epoch, where texts are numbered by ``chosen``."""
     random = np.random.default_rng(seed)
     if config.packing == "packed" and len(chosen):
         members = packed(lengths, config.seq_len)
         ordered = [members[index] for index in random.permutation(len(members))]
         counts = np.fromiter(map(len, ordered), dtype=np.int64)
-        return Rows(chosen[np.concatenate(ordered)], np.cumsum(counts) - counts)
+        return EpochRows(chosen[np.concatenate(ordered)], np.cumsum(counts) - counts)
     order = random.permutation(len(chosen))
     if config.packing == "grouped" and len(chosen):
         order = _grouped(order, lengths, config.samples_per_step)
-    return Rows(chosen[order], np.arange(len(order)))
+    return EpochRows(chosen[order], np.arange(len(order)))
 
 
 def _grouped(order: Integers, lengths: Integers, batch: int) -> Integers:

@@ -1,8 +1,8 @@
 """The files of a dataset, and the rows in them as they are written.
 
-A `Source` yields rows with their places. A row that cannot be read is a `Broken` with its reason,
-and comes with its place as every other does. datasets and pyarrow are imported where they are
-needed.
+A `DatasetSource` yields rows with their places. A row that cannot be read is a `Broken` with its
+reason, and comes with its place as every other does. datasets and pyarrow are imported where they
+are needed.
 """
 
 from __future__ import annotations
@@ -210,7 +210,7 @@ def _walked(directory: Path) -> Iterator[Path]:
             yield Path(folder, file)
 
 
-class Source:
+class DatasetSource:
     """A dataset by its name: a file, a directory of files, one that ``save_to_disk`` left, or the
     split ``train`` of the hub's; where a directory's names tell splits apart, its ``train`` too.
 

@@ -1,7 +1,7 @@
 """What a row of a dataset is: recognised by its columns, and read as an example.
 
-A `Layout` says which kind rows are of and which columns hold it; `example_of` and `pair_of` read a
-row by one.
+A `RowLayout` says which kind rows are of and which columns hold it; `example_of` and `pair_of` read
+a row by one.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ _NAMES_SHOWN = 12
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class ReadingOptions:
     """How a person wants rows read; what is not said is recognised."""
 
     format: str = "auto"
@@ -78,7 +78,7 @@ class Asked:
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class RowLayout:
     """How rows are read."""
 
     kind: str
@@ -125,8 +125,8 @@ def on_completions(kind: str, asked: bool | None = None) -> bool:
 
 
 def first_rows(
-    rows: Iterable[Read], name: str, asked: Asked | None = None
-) -> tuple[list[Read], tuple[str, ...], Layout]:
+    rows: Iterable[Read], name: str, asked: ReadingOptions | None = None
+) -> tuple[list[Read], tuple[str, ...], RowLayout]:
     """Return as many rows as tell their kind, their columns, and how they are read.
 
     Args:
@@ -197,7 +197,9 @@ def _are_objects(value: Any) -> bool:
     return isinstance(value, list) and value != [] and all(isinstance(x, Mapping) for x in value)
 
 
-def recognised(name: str, samples: Mapping[str, Any], asked: Asked | None = None) -> Layout:
+def recognised(
+    name: str, samples: Mapping[str, Any], asked: ReadingOptions | None = None
+) -> RowLayout:
     """Return how rows are read.
 
     Args:
@@ -208,7 +210,7 @@ def recognised(name: str, samples: Mapping[str, Any], asked: Asked | None = None
     Raises:
         RowsError: a column that is not there, or rows of no known kind.
     """
-    asked = asked or Asked()
+    asked = asked or ReadingOptions()
     if asked.text_column is not None or asked.prompt_column or asked.completion_column:
         return _of_named_columns(name, samples, asked)
     for kind, fields in KINDS.items():
@@ -225,7 +227,7 @@ def recognised(name: str, samples: Mapping[str, Any], asked: Asked | None = None
     raise RowsError(_unknown(name, samples))
 
 
-def _of_named_columns(name: str, samples: Mapping[str, Any], asked: Asked) -> Layout:
+def _of_named_columns(name: str, samples: Mapping[str, Any], asked: ReadingOptions) -> RowLayout:
     """Return how rows are read whose columns were named."""
     named = {
         "text": asked.text_column,
@@ -259,10 +261,10 @@ def _of_named_columns(name: str, samples: Mapping[str, Any], asked: Asked) -> La
     for column in given.values():
         if column not in samples:
             raise RowsError(_no_column(name, column, samples))
-    return Layout(kind, {**_layout(kind, samples).columns, **given}, are_named=True)
+    return RowLayout(kind, {**_layout(kind, samples).columns, **given}, are_named=True)
 
 
-def _layout(kind: str, samples: Mapping[str, Any]) -> Layout:
+def _layout(kind: str, samples: Mapping[str, Any]) -> RowLayout:
     """Return how rows of a kind are read whose columns have its fields' names."""
     fields = KINDS[kind] + _OPTIONAL[kind]
     columns = _present(fields, samples)
@@ -273,7 +275,7 @@ def _layout(kind: str, samples: Mapping[str, Any]) -> Layout:
         # Where the completions begin with it, they hold their prompt.
         if len(prompts) == 1 and str(samples[prompts[0]]).strip() not in samples["chosen"]:
             columns["prompt"] = prompts[0]
-    return Layout(kind, columns)
+    return RowLayout(kind, columns)
 
 
 def _present(fields: Iterable[str], samples: Mapping[str, Any]) -> dict[str, str]:
@@ -299,7 +301,7 @@ def _instruction_columns(samples: Mapping[str, Any], *, without: Iterable[str]) 
     return found
 
 
-def _usual_layout(samples: Mapping[str, Any]) -> Layout | None:
+def _usual_layout(samples: Mapping[str, Any]) -> RowLayout | None:
     """Return how rows are read whose columns are called as in published datasets; None where that
     is not known."""
     chats = _chat_columns(samples)
@@ -307,9 +309,9 @@ def _usual_layout(samples: Mapping[str, Any]) -> Layout | None:
         kind = "messages"
         if all("from" in turn for turn in turns_in(samples[chats[0]])):
             kind = "conversations"
-        return Layout(kind, {kind: chats[0]} | _present(_OPTIONAL[kind], samples))
+        return RowLayout(kind, {kind: chats[0]} | _present(_OPTIONAL[kind], samples))
     if _are_inputs(samples.get("conversation")):
-        return Layout("prompt-completion", {"messages": "conversation"})
+        return RowLayout("prompt-completion", {"messages": "conversation"})
     prompts = _named(_PROMPTS, samples)
     completions = _named(_COMPLETIONS, samples)
     if len(prompts) > 1:
@@ -323,8 +325,8 @@ def _usual_layout(samples: Mapping[str, Any]) -> Layout | None:
         more = {field: column for field, column in more.items() if not is_nothing(samples[column])}
         if not more:
             columns = {"prompt": prompts[0], "completion": completions[0]}
-            return Layout("prompt-completion", columns)
-    return Layout("instruction", columns | more)
+            return RowLayout("prompt-completion", columns)
+    return RowLayout("instruction", columns | more)
 
 
 def _chat_columns(samples: Mapping[str, Any]) -> list[str]:
@@ -405,7 +407,7 @@ class Example:
     """For the template, ``chat_template_kwargs`` of the row."""
 
 
-def example_of(fields: Mapping[str, Any], layout: Layout) -> Example:
+def example_of(fields: Mapping[str, Any], layout: RowLayout) -> Example:
     """Return what a row holds. Raises Broken where it cannot be trained on."""
     kind = layout.kind
     columns = layout.columns
@@ -475,7 +477,7 @@ def _for_template(fields: Mapping[str, Any]) -> tuple[list[Any] | None, dict[str
     return tools, options or {}
 
 
-def pair_of(fields: Mapping[str, Any], layout: Layout) -> tuple[Example, Example]:
+def pair_of(fields: Mapping[str, Any], layout: RowLayout) -> tuple[Example, Example]:
     """Return what a row of a pair holds: its chosen and its rejected example, of one prompt, which
     is what both begin with where it is not given, as in TRL. Raises Broken.
     """

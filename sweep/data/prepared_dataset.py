@@ -27,14 +27,14 @@ from qlora_sweep.search_spaces.models import ModelSpec
 from qlora_sweep.search_spaces.redaction import redact
 from qlora_sweep.sweep.child_environment import child_environment
 from qlora_sweep.sweep.data.files import (
+    DatasetSource,
     RowsError,
-    Source,
     dataset_files,
     is_on_hub,
     is_saved,
     telling_files,
 )
-from qlora_sweep.sweep.data.kinds import Asked, first_rows, on_completions
+from qlora_sweep.sweep.data.kinds import ReadingOptions, first_rows, on_completions
 from qlora_sweep.sweep.data.tokenizers import find_tokenizer
 from qlora_sweep.sweep.paths import runs_directory
 from qlora_sweep.sweep.subprocess_jobs import run_subprocess
@@ -82,17 +82,19 @@ class DatasetRequest:
         return cls(choice.texts, model, **options)
 
     @property
-    def asked(self) -> Asked:
+    def asked(self) -> ReadingOptions:
         """How its rows are to be read."""
-        return Asked(self.format, self.text_column, self.prompt_column, self.completion_column)
+        return ReadingOptions(
+            self.format, self.text_column, self.prompt_column, self.completion_column
+        )
 
 
 @dataclass(frozen=True)
-class Question:
+class PreparationRequest:
     """What the child is to prepare, in plain values."""
 
     source: str
-    asked: Asked
+    asked: ReadingOptions
     """How its rows are to be read."""
     completions_only: bool | None
     tokenizer: str
@@ -259,7 +261,7 @@ def look_at(request: DatasetRequest) -> None:
     if len(text_files(name)) > 1 or is_saved(name):
         return
     with translated(name):
-        _, _, layout = first_rows(Source(name), name, request.asked)
+        _, _, layout = first_rows(DatasetSource(name), name, request.asked)
         on_completions(layout.kind, request.completions_only)
 
 
@@ -295,7 +297,7 @@ def prepare_dataset(
         with translated(source):
             seen_before = seen(source)
             content = content_of(source, on_progress=tell)
-    question = Question(
+    question = PreparationRequest(
         source=source,
         asked=request.asked,
         completions_only=request.completions_only,

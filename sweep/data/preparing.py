@@ -31,14 +31,14 @@ from qlora_sweep.sweep.data import prepared_dataset
 from qlora_sweep.sweep.data.collation import INPUT, MASK
 from qlora_sweep.sweep.data.encoding import Encoder, Tokens, encoded
 from qlora_sweep.sweep.data.epoch import DIFFERENCES
-from qlora_sweep.sweep.data.files import Broken, Place, Read, Source
+from qlora_sweep.sweep.data.files import Broken, DatasetSource, Place, Read
 from qlora_sweep.sweep.data.kinds import all_broken, first_rows, on_completions
 from qlora_sweep.sweep.data.marking import marked
 from qlora_sweep.sweep.data.prepared_dataset import (
     BROKEN_KEPT,
     BrokenRow,
+    PreparationRequest,
     Progress,
-    Question,
     is_whole,
     translated,
 )
@@ -51,7 +51,7 @@ _LEFT_SECONDS = 24 * 3600.0
 _FEATURES = Features({INPUT: List(Value("int32")), MASK: List(Value("int8"))})
 
 
-def prepare(question: Question, *, on_progress: Progress) -> Path:
+def prepare(question: PreparationRequest, *, on_progress: Progress) -> Path:
     """Return the directory of a prepared dataset, which may have been there.
 
     Raises:
@@ -60,7 +60,7 @@ def prepare(question: Question, *, on_progress: Progress) -> Path:
         OSError: something cannot be written.
     """
     with translated(question.source):
-        source = Source(question.source)
+        source = DatasetSource(question.source)
     content = question.content or str(source.data._fingerprint)
     home = Path(question.home)
     note = question.note(content)
@@ -187,7 +187,11 @@ class _BrokenRows:
 
 
 def _write(
-    asked: Question, source: Source, directory: Path, content: str, on_progress: Progress
+    asked: PreparationRequest,
+    source: DatasetSource,
+    directory: Path,
+    content: str,
+    on_progress: Progress,
 ) -> str:
     """Write all that there is of a prepared dataset, the summary last, as it says that the rest is
     there; return its fingerprint."""

@@ -103,7 +103,7 @@ class Steps:
         return warm or every[1:] or every
 
 
-class Course:
+class RunTracker:
     """Follows the steps of one run.
 
     Args:

@@ -88,7 +88,7 @@ class Setup(Message):
     where no sequence has two."""
 
 
-class Started(Setup):
+class TrainingStarted(Setup):
     """The model is built, the rows are counted: the first step begins."""
 
     kind: Literal["started"] = "started"
@@ -176,9 +176,9 @@ class TrainingFinished(Message):
     outcome: TrainingOutcome
 
 
-Event = TrainingProgress | Started | Saved
+Event = TrainingProgress | TrainingStarted | Saved
 TrainingMessage = Annotated[
-    Ready | TrainingProgress | Started | Saved | TrainingFinished | Unusable,
+    Ready | TrainingProgress | TrainingStarted | Saved | TrainingFinished | Unusable,
     Field(discriminator="kind"),
 ]
 message_adapter: TypeAdapter[TrainingMessage] = TypeAdapter(TrainingMessage)

@@ -84,7 +84,7 @@ class Ordered(Dataset[Any]):
 
 
 @dataclass(frozen=True)
-class Rows:
+class TrainingRows:
     """What a training trains on and what it holds out."""
 
     training: Ordered
@@ -96,7 +96,7 @@ class Rows:
     left_out: int = 0
 
 
-def rows_of(job: TrainingJob, model: PeftModel) -> Rows:
+def rows_of(job: TrainingJob, model: PeftModel) -> TrainingRows:
     """Return what a job trains a model on, and holds out.
 
     Raises:
@@ -109,10 +109,10 @@ def rows_of(job: TrainingJob, model: PeftModel) -> Rows:
         if config.is_on_pairs:
             pairs = Paired([{INPUT: random[index % len(random)]} for index in range(count)])
             stacked_pairs = of_pairs(lambda rows: stacked([row[INPUT] for row in rows]))
-            return Rows(Ordered(pairs, config.samples_per_step, job.seed), stacked_pairs)
+            return TrainingRows(Ordered(pairs, config.samples_per_step, job.seed), stacked_pairs)
         repeated: Any = Subset(random, [index % len(random) for index in range(count)])  # type: ignore[arg-type]
         ordered = Ordered(repeated, config.samples_per_step, job.seed)
-        return Rows(ordered, full_rows_in_turn(config))
+        return TrainingRows(ordered, full_rows_in_turn(config))
     # Only texts need `datasets`, which takes a second to import.
     from qlora_sweep.sweep.data.batches import loss_left, training_rows
     from qlora_sweep.sweep.data.collation import LENGTH, Collator
@@ -147,7 +147,7 @@ def rows_of(job: TrainingJob, model: PeftModel) -> Rows:
     elif config.data_parallel > 1:
         # The last pairs of an epoch are joined by its first, as accelerate does it.
         multiple = config.micro_batch_size * config.data_parallel
-    return Rows(
+    return TrainingRows(
         training=Ordered(
             training,
             config.samples_per_step,

@@ -34,7 +34,7 @@ from qlora_sweep.search_spaces.errors import InputError, words_of
 from qlora_sweep.storage import records
 from qlora_sweep.sweep.data.batches import loss_tokens
 from qlora_sweep.sweep.finetuning import checkpoints, protocol
-from qlora_sweep.sweep.finetuning.course import Course, Steps
+from qlora_sweep.sweep.finetuning.course import RunTracker, Steps
 from qlora_sweep.sweep.finetuning.protocol import TrainingJob, TrainingOutcome
 from qlora_sweep.sweep.finetuning.rows import is_keeping_apart, rows_of
 from qlora_sweep.sweep.running import worker
@@ -321,7 +321,7 @@ class Training(TrainerCallback):
         if job.resume_from is not None:
             course = Path(job.resume_from) / checkpoints.COURSE
             steps = Steps(**json.loads(course.read_text(encoding="utf-8")))
-        self._course = Course(self._device, steps, compilation=attachment.compilation)
+        self._course = RunTracker(self._device, steps, compilation=attachment.compilation)
         self._step = steps.done
         self._first = steps.done
         self._saved = steps.done
@@ -373,7 +373,7 @@ class Training(TrainerCallback):
                     model.get_base_model(), self._rows.training.rows, job.config
                 )
             self._setup["documents_apart"] = apart
-        self._send(protocol.Started(**self._setup, steps_done=self._first))
+        self._send(protocol.TrainingStarted(**self._setup, steps_done=self._first))
         with self._observing:
             if self._first < self._steps:
                 self._enter("measure")

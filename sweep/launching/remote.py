@@ -143,7 +143,7 @@ def checked_address(typed: str) -> str:
     return typed
 
 
-class Connection:
+class SshConnection:
     """A connection that commands share; use it in a ``with``. Ctrl-C does not reach it.
 
     Args:
@@ -366,7 +366,7 @@ class Seen(BaseModel):
     """The Python that is to run it; None where there is none."""
 
 
-class Started(BaseModel):
+class StudyStarted(BaseModel):
     """What came of starting a study."""
 
     was_running: bool
@@ -399,7 +399,7 @@ class RemoteStudy:
         EnvironmentFault: there is no way there, or no Python that is new enough.
     """
 
-    def __init__(self, connection: Connection, name: str, *, python: str | None = None) -> None:
+    def __init__(self, connection: SshConnection, name: str, *, python: str | None = None) -> None:
         self._connection = connection
         self._name = name
         self.directory = f"{HOME}/{name}"
@@ -513,7 +513,7 @@ class RemoteStudy:
             with tarfile.open(fileobj=packed, mode="w|", dereference=True) as archive:
                 for name, path in files.items():
                     archive.add(path, name)
-            answer = self._do(Started, "start", self.directory, self._python, stdin=packed)
+            answer = self._do(StudyStarted, "start", self.directory, self._python, stdin=packed)
             return answer.was_running
 
     def follow(

@@ -47,7 +47,7 @@ from qlora_sweep.storage.confirmations import RUNS_TO_CONFIRM
 from qlora_sweep.sweep.launching import parcel
 from qlora_sweep.sweep.launching.volume import STOP_SECONDS
 from qlora_sweep.sweep.planning import survey
-from qlora_sweep.sweep.planning.question import Question
+from qlora_sweep.sweep.planning.question import PlanQuestion
 from qlora_sweep.sweep.predict.forecast import Progress
 from qlora_sweep.sweep.predict.speed.predictor import within
 from qlora_sweep.sweep.request import REQUEST
@@ -62,7 +62,7 @@ NAME_MAX = 40
 
 
 @dataclass(frozen=True)
-class Machine:
+class RentalRequest:
     """What is asked of a provider."""
 
     gpu: GpuSpec
@@ -96,7 +96,7 @@ class Provider(Strict):
     sold_by: str | None = None
     clouds: Mapping[str, Mapping[str, Any]] = {}
 
-    def of(self, machine: Machine) -> Provider:
+    def of(self, machine: RentalRequest) -> Provider:
         """Return it with what its cloud and spot machines have of their own.
 
         Raises:
@@ -139,7 +139,7 @@ class Provider(Strict):
             raise InputError(message)
         return typed
 
-    def offer(self, machine: Machine, offers: Sequence[Offer]) -> Offer:
+    def offer(self, machine: RentalRequest, offers: Sequence[Offer]) -> Offer:
         """Return the cheapest whole machine of its own, or what was typed, by the hour.
 
         The time until it is gone is paid for, as is the time until it is there.
@@ -211,7 +211,7 @@ def providers() -> Mapping[str, Provider]:
 # What it costs.
 
 
-class Course(NamedTuple):
+class StudyForecast(NamedTuple):
     """How a study goes on one machine."""
 
     seconds: tuple[float, float] | None
@@ -224,8 +224,13 @@ class Course(NamedTuple):
 
 
 def predicted(
-    question: Question, machine: Machine, *, typed: SearchSpace, cache: Path, progress: Progress
-) -> Course:
+    question: PlanQuestion,
+    machine: RentalRequest,
+    *,
+    typed: SearchSpace,
+    cache: Path,
+    progress: Progress,
+) -> StudyForecast:
     """Return how long the study takes that `sweep run` would make of a space.
 
     Args:
@@ -256,14 +261,14 @@ def predicted(
             space, question.forecaster(gpu), directory=cache, progress=progress
         )
     except InputError as error:
-        return Course(None, least, download, str(error))
+        return StudyForecast(None, least, download, str(error))
     found = surveyed.found
     seconds = surveyed.study_seconds()
     if not found.fit + found.uncertain:
         why = f"sweep plan {space.name} --gpu {gpu.name} says by how much"
         raise NothingFits(f"nothing of space '{space.name}' is predicted to fit {gpu.name}: {why}")
     if seconds is None or found.step_seconds is None:
-        return Course(None, least, download)
+        return StudyForecast(None, least, download)
     steps_fewest = space.steps.warmup_min + space.steps.measured_min
     step_low, step_high = within(found.step_seconds, found.step_log_spread).ends
     low = _on_lanes(seconds[0], machine, space)
@@ -282,10 +287,10 @@ def predicted(
     # A time budget is of the whole run.
     most = space.time_budget_seconds or math.inf
     least += found.compiled_share * survey.COMPILE_SECONDS + steps_fewest * found.step_seconds
-    return Course((min(low, most), min(high, most)), least, download)
+    return StudyForecast((min(low, most), min(high, most)), least, download)
 
 
-def _on_lanes(seconds: float, machine: Machine, space: SearchSpace) -> float:
+def _on_lanes(seconds: float, machine: RentalRequest, space: SearchSpace) -> float:
     """Return how long a search takes on a machine whose GPUs share its trials: as many GPUs as a
     trial takes are a lane, which starts its worker; one lane confirms the winner."""
     lanes = max(1, machine.gpus // space.gpus_per_trial)
@@ -339,7 +344,9 @@ class Cost:
         }
 
 
-def cost_of(course: Course, offer: Offer, provider: Provider, max_dollars: float | None) -> Cost:
+def cost_of(
+    course: StudyForecast, offer: Offer, provider: Provider, max_dollars: float | None
+) -> Cost:
     """Return what a study costs by the planner's bill.
 
     Args:
@@ -385,7 +392,7 @@ class Rental:
     study: str
     provider: Provider
     """With what its cloud has of its own."""
-    machine: Machine
+    machine: RentalRequest
     cost: Cost
     volume: str
     wheel: Path

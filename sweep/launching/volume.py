@@ -44,7 +44,7 @@ _NEVER_KEPT = (".lock", "-journal", "-wal", "-shm", _PART)
 
 
 @dataclass
-class Ledger:
+class PaidSeconds:
     """Seconds that are paid for, of this machine and of those before it, and whose the study is."""
 
     path: Path
@@ -238,7 +238,7 @@ def _put(path: Path, data: bytes) -> None:
 
 
 def keep(
-    command: list[str], *, copies: Copies, ledger: Ledger, save_seconds: float = SAVE_SECONDS
+    command: list[str], *, copies: Copies, ledger: PaidSeconds, save_seconds: float = SAVE_SECONDS
 ) -> int:
     """Run a command, keeping what it writes; return the exit code for the provider.
 
@@ -323,7 +323,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # A second start on this machine is told by that.
         machine = f"{since:.0f}-{socket.gethostname()}"
     paid = Path(volume, "paid.json")
-    ledger = Ledger(paid, float(limit), since, float(overhead), machine=machine)
+    ledger = PaidSeconds(paid, float(limit), since, float(overhead), machine=machine)
     copies = Copies(Path(volume), Path(tempfile.mkdtemp(prefix="sweep-rented-")))
     command = [sys.executable, "-P", "-c", SWEEP]
     return keep(command + words, copies=copies, ledger=ledger)

@@ -32,7 +32,7 @@ from qlora_sweep.sweep.planning.backwards import (
     ranked,
 )
 from qlora_sweep.sweep.planning.calibrating import Lessons, lessons
-from qlora_sweep.sweep.planning.candidates import Asked
+from qlora_sweep.sweep.planning.candidates import PlanOptions
 from qlora_sweep.sweep.planning.plan import (
     GpuPlan,
     PlanComparison,
@@ -41,9 +41,9 @@ from qlora_sweep.sweep.planning.plan import (
     plan_gpu,
 )
 from qlora_sweep.sweep.planning.question import (
+    PlanQuestion,
     PlanRequest,
     Predictor,
-    Question,
     StudyReader,
     read_configurations,
     resolve_request,
@@ -198,7 +198,7 @@ def answer(
     return found
 
 
-def _answered(question: Question, progress: Progress) -> Answer:
+def _answered(question: PlanQuestion, progress: Progress) -> Answer:
     request = question.request
     if request.from_file is not None:
         return _of_file(question, request.from_file, progress)
@@ -213,7 +213,7 @@ def _answered(question: Question, progress: Progress) -> Answer:
     return _of_gpus(question, progress)
 
 
-def _of_gpus(question: Question, progress: Progress) -> GpuPlans:
+def _of_gpus(question: PlanQuestion, progress: Progress) -> GpuPlans:
     """Return the plan of each GPU, and their comparison."""
     plans = tuple(_planned(question, gpu, progress) for gpu in question.gpus)
     comparison = None
@@ -227,13 +227,13 @@ def _of_gpus(question: Question, progress: Progress) -> GpuPlans:
     return GpuPlans(plans, comparison)
 
 
-def _planned(question: Question, gpu: GpuSpec, progress: Progress) -> GpuPlan:
+def _planned(question: PlanQuestion, gpu: GpuSpec, progress: Progress) -> GpuPlan:
     about = question.about(gpu)
     forecaster = question.forecaster(gpu)
     looked_at: Survey | Forecast
     if isinstance(about, TrialConfig):
         looked_at = forecaster.forecast([about], progress=progress)[0]
-        asked = Asked(grpo=question.grpo)
+        asked = PlanOptions(grpo=question.grpo)
     else:
         looked_at = _surveyed(about, forecaster, progress)
         asked = question.asked(gpu)
@@ -258,7 +258,7 @@ def _look(
     return _surveyed(about, forecaster, progress).recommended
 
 
-def _of_host(question: Question, devices: int, progress: Progress) -> HostPlans:
+def _of_host(question: PlanQuestion, devices: int, progress: Progress) -> HostPlans:
     """Return what one GPU of a host, all of them and shards come to.
 
     Raises:
@@ -279,7 +279,7 @@ def _of_host(question: Question, devices: int, progress: Progress) -> HostPlans:
     return HostPlans(tuple(plans), comparison, refused, devices)
 
 
-def _calibrating(question: Question, progress: Progress) -> CalibrationTrials:
+def _calibrating(question: PlanQuestion, progress: Progress) -> CalibrationTrials:
     """Return the trials that would teach most of each GPU's speed.
 
     Raises:
@@ -302,7 +302,7 @@ def _calibrating(question: Question, progress: Progress) -> CalibrationTrials:
     return CalibrationTrials(tuple(of_gpus))
 
 
-def _longest(question: Question, progress: Progress) -> LongestSequences:
+def _longest(question: PlanQuestion, progress: Progress) -> LongestSequences:
     """Return the longest sequences on each GPU."""
     of_gpus = [
         longest_rows(
@@ -316,7 +316,7 @@ def _longest(question: Question, progress: Progress) -> LongestSequences:
     return LongestSequences(tuple(of_gpus))
 
 
-def _cheapest(question: Question, progress: Progress) -> Cheapest:
+def _cheapest(question: PlanQuestion, progress: Progress) -> Cheapest:
     """Return what a job costs on each GPU."""
     request = question.request
     tell = progress("GPUs looked at")
@@ -348,7 +348,7 @@ def _cheapest(question: Question, progress: Progress) -> Cheapest:
     )
 
 
-def _of_file(question: Question, name: str, progress: Progress) -> PlannedFile:
+def _of_file(question: PlanQuestion, name: str, progress: Progress) -> PlannedFile:
     """Return the answer for each configuration of a file.
 
     Raises:

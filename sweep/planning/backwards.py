@@ -19,7 +19,7 @@ from qlora_sweep.search_spaces.models import ModelSpec
 from qlora_sweep.search_spaces.prices import Offer
 from qlora_sweep.search_spaces.rules import Setting
 from qlora_sweep.search_spaces.space import SearchSpace
-from qlora_sweep.sweep.planning.candidates import NOT_ASKED, Asked, recommended, shown_batches
+from qlora_sweep.sweep.planning.candidates import NOT_ASKED, PlanOptions, recommended, shown_batches
 from qlora_sweep.sweep.planning.plan import BATCHES, bill_offers, reshaped
 from qlora_sweep.sweep.planning.survey import forecasts_of
 from qlora_sweep.sweep.predict.forecast import Forecast, Forecaster, Forecasts, Progress, silent
@@ -309,7 +309,7 @@ class Longest:
 
     forecaster: Forecaster
     """What was asked about the GPU."""
-    asked: Asked
+    asked: PlanOptions
     limit: int
     """The longest that was asked about: what the model has positions for."""
     configurations: int
@@ -328,7 +328,7 @@ def longest_rows(
     about: SearchSpace | TrialConfig,
     forecaster: Forecaster,
     *,
-    asked: Asked = NOT_ASKED,
+    asked: PlanOptions = NOT_ASKED,
     progress: Progress = silent,
 ) -> Longest:
     """Return how long sequences may be at each micro-batch, whichever structure that takes.

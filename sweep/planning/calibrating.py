@@ -42,7 +42,7 @@ contribution is of one GPU and full rows."""
 
 
 @dataclass(frozen=True)
-class Lesson:
+class CalibrationTrial:
     """One trial."""
 
     forecast: Forecast
@@ -61,7 +61,7 @@ class Lessons:
     survey: Survey
     answer: Forecast
     """The recommended configuration."""
-    lessons: tuple[Lesson, ...]
+    lessons: tuple[CalibrationTrial, ...]
     log_spreads: tuple[float, float]
     """Of its speed before the trials and, as is expected, after them."""
     offers: Sequence[Offer] = ()
@@ -207,7 +207,7 @@ def lessons(survey: Survey, *, offers: Sequence[Offer] = ()) -> Lessons | None:
         return float(np.sqrt((known.log_spread(known.after(rows))[wanted] ** 2).sum()))
 
     chosen: list[int] = []
-    taught: list[Lesson] = []
+    taught: list[CalibrationTrial] = []
     left = list(range(len(able)))
     while left and len(chosen) < TRIALS:
         now = spread(chosen)
@@ -218,7 +218,7 @@ def lessons(survey: Survey, *, offers: Sequence[Offer] = ()) -> Lessons | None:
         after = np.sqrt(np.diag(known.after(chosen)))
         factor = int(np.argmax(before - after))
         spreads = (float(before[factor]), float(after[factor]))
-        taught.append(Lesson(able[best], seconds[best], FACTORS[factor], spreads))
+        taught.append(CalibrationTrial(able[best], seconds[best], FACTORS[factor], spreads))
     before_all = answer.speed.log_spread
     after_all = min(before_all, float(known.log_spread(known.after(chosen))[0]))
     return Lessons(survey, answer, tuple(taught), (before_all, after_all), offers)

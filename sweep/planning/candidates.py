@@ -36,7 +36,7 @@ other."""
 
 
 @dataclass(frozen=True)
-class Asked:
+class PlanOptions:
     """What was asked of a GPU, for the answer to say."""
 
     kind: SpaceKind | None = None
@@ -49,7 +49,7 @@ class Asked:
     """Settings of `GRPOConfig`, under method grpo."""
 
 
-NOT_ASKED = Asked()
+NOT_ASKED = PlanOptions()
 
 
 @cache

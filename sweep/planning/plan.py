@@ -35,7 +35,7 @@ from qlora_sweep.search_spaces.trainers import trainer_of
 from qlora_sweep.sweep.export.grpo import grpo_config
 from qlora_sweep.sweep.planning.candidates import (
     NOT_ASKED,
-    Asked,
+    PlanOptions,
     is_faster,
     recommended,
     single_changes,
@@ -156,7 +156,7 @@ class GpuPlan:
     """Of the space; None where one configuration is asked about."""
     what_ifs: tuple[WhatIf, ...] = ()
     """Single changes of the shown configuration, the most useful first."""
-    asked: Asked = NOT_ASKED
+    asked: PlanOptions = NOT_ASKED
     way: str = ""
     """How many of the GPU train together, and how, where that is asked."""
 
@@ -242,7 +242,7 @@ def plan_gpu(
     *,
     work: AskedWork,
     offers: Sequence[Offer],
-    asked: Asked = NOT_ASKED,
+    asked: PlanOptions = NOT_ASKED,
     progress: Progress = silent,
 ) -> GpuPlan:
     """Return the plan of a space that was looked over, and what is recommended of it; or that of

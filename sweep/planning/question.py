@@ -54,7 +54,7 @@ from qlora_sweep.sweep.data.choice import ReadDataset, space_with_dataset, typed
 from qlora_sweep.sweep.data.prepared_dataset import DatasetRequest, PreparedDataset, prepare_dataset
 from qlora_sweep.sweep.paths import own_price_file
 from qlora_sweep.sweep.planning.backwards import job, whole_step
-from qlora_sweep.sweep.planning.candidates import Asked, SpaceKind, own_space
+from qlora_sweep.sweep.planning.candidates import PlanOptions, SpaceKind, own_space
 from qlora_sweep.sweep.planning.evidence import evidence_from
 from qlora_sweep.sweep.predict.building import build_forecaster, shapes_of_dataset
 from qlora_sweep.sweep.predict.forecast import NO_EVIDENCE, Evidence, Forecaster
@@ -130,7 +130,7 @@ class PlanRequest:
 
 
 @dataclass(frozen=True)
-class Question:
+class PlanQuestion:
     """What was asked, with every name looked up."""
 
     request: PlanRequest
@@ -235,12 +235,12 @@ class Question:
             refuse_impossible(asked, Setting(self.model, "cuda", None, self.texts is not None))
         return asked
 
-    def of_named_space(self) -> Question:
+    def of_named_space(self) -> PlanQuestion:
         """Return the question with the space that was named on every GPU."""
         assert self.space is not None, "a space was named"
         return replace(self, spaces=dict.fromkeys(self.spaces, (self.space, self.kind)))
 
-    def ways(self, gpu: GpuSpec) -> Iterator[tuple[str, Question]]:
+    def ways(self, gpu: GpuSpec) -> Iterator[tuple[str, PlanQuestion]]:
         """Yield what a host's GPUs can do, by its name: one alone, all of them, or shards."""
         space, _ = self.spaces[gpu.name]
         count = self.request.devices or 1
@@ -290,13 +290,13 @@ class Question:
         )
         return Offered(offered.space, notes + offered.notes)
 
-    def asked(self, gpu: GpuSpec) -> Asked:
+    def asked(self, gpu: GpuSpec) -> PlanOptions:
         """Return what was asked of a GPU, for the answer to say."""
         if self.request.is_exact:
-            return Asked(held=self.held, grpo=self.grpo)
+            return PlanOptions(held=self.held, grpo=self.grpo)
         _, kind = self.spaces[gpu.name]
         held = self._typed if self.is_grpo else self.held
-        return Asked(kind, held, run_command=self._run_command(gpu), grpo=self.grpo)
+        return PlanOptions(kind, held, run_command=self._run_command(gpu), grpo=self.grpo)
 
     def _run_command(self, gpu: GpuSpec) -> str:
         """Return what to type to measure on a GPU what is searched here."""
@@ -361,7 +361,7 @@ def resolve_request(
     read_gpu: Callable[[], GpuInfo | None],
     read_study: StudyReader,
     read_dataset: ReadDataset = prepare_dataset,
-) -> Question:
+) -> PlanQuestion:
     """Look up every name that was typed.
 
     Args:
@@ -403,7 +403,7 @@ def resolve_request(
         shapes = shapes_of_dataset(texts, choice, seed=of_first.seed)
     if space is not None:
         space = space.model_copy(update={"data": choice})
-    question = Question(
+    question = PlanQuestion(
         texts=texts,
         shapes=shapes,
         request=request,
@@ -420,7 +420,7 @@ def resolve_request(
     return question
 
 
-def _check_grpo(question: Question) -> None:
+def _check_grpo(question: PlanQuestion) -> None:
     request = question.request
     if request.grpo and not question.is_grpo:
         raise InputError(f"--set {min(request.grpo)} is of GRPO: add --method grpo")

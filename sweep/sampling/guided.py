@@ -39,7 +39,7 @@ from qlora_sweep.sweep.sampling.surrogate import (
     Column,
     Mixture,
     Observed,
-    Peaks,
+    PredictedPeaks,
     SpeedSurrogate,
     chance_to_fit,
     expected_improvement,
@@ -183,13 +183,13 @@ class _World:
         self.speed = SpeedSurrogate(
             columns(configs), log_tokens=self.log_tokens, physics=forecasts.physics
         )
-        self.peaks: Peaks | None = None
+        self.peaks: PredictedPeaks | None = None
         if forecasts.peak_bytes is not None:
             # Compiled layers keep other tensors than eager ones, and recomputed ones are predicted
             # worse: each says nothing of the other.
             pairs = [(c.compile, stated_uncertainty(c).allocated) for c in configs]
             _, kinds = np.unique(np.array(pairs, float), axis=0, return_inverse=True)
-            self.peaks = Peaks(np.log(forecasts.peak_bytes), forecasts.uncertainty, kinds)
+            self.peaks = PredictedPeaks(np.log(forecasts.peak_bytes), forecasts.uncertainty, kinds)
         self.numerics = np.array([config.numerics for config in configs])
         self.stand_in = forecasts.target
         self.bases = Column.of_kinds(list(map(_base, configs)), common=0.0).codes

@@ -282,7 +282,7 @@ class SpeedSurrogate:
 
 
 @dataclass(frozen=True)
-class Peaks:
+class PredictedPeaks:
     """Predicted peaks of the configurations, with their uncertainty."""
 
     log_bytes: Array
@@ -303,7 +303,7 @@ _DOUBT = 0.1
 
 
 def chance_to_fit(
-    peaks: Peaks, seen: Iterable[tuple[int, float, bool]], *, log_budget: float
+    peaks: PredictedPeaks, seen: Iterable[tuple[int, float, bool]], *, log_budget: float
 ) -> Array:
     """Return the probability that each configuration's peak is within the budget.
 
@@ -332,7 +332,7 @@ def _chances() -> Array:
 
 
 def _ratio_weights(
-    stated: float, peaks: Peaks, seen: Iterable[tuple[int, float, bool]], kind: int
+    stated: float, peaks: PredictedPeaks, seen: Iterable[tuple[int, float, bool]], kind: int
 ) -> Array:
     """Return the probability of each ratio and spread, given what was seen of one kind."""
     narrow = np.exp(-0.5 * (_RATIOS / (stated / 3.0)) ** 2)

@@ -15,7 +15,7 @@ from qlora_sweep.storage.study import OpenStudy
 from qlora_sweep.sweep.planning.evidence import target_speeds
 from qlora_sweep.sweep.running.runner import Lane
 from qlora_sweep.sweep.study.confirmation_plan import ConfirmationPlan
-from qlora_sweep.sweep.study.driver import Driver, Source, Wanted, tokens_of
+from qlora_sweep.sweep.study.driver import Driver, TrialSource, Wanted, tokens_of
 from qlora_sweep.sweep.study.events import ConfirmationStarted, StopReason
 
 
@@ -27,7 +27,7 @@ def ranking_of(study: OpenStudy) -> Ranking:
     return rank(records, study.definition, confirmations, target_speeds=speeds)
 
 
-class Confirmation(Source):
+class Confirmation(TrialSource):
     """Wants a study's winner measured again, soaked and trained with several seeds.
 
     On one lane while nothing runs on the others, so that what is compared is measured on the same

@@ -84,7 +84,7 @@ class Wanted:
 
 
 @dataclass(eq=False)
-class Running:
+class RunningTrial:
     """A trial between ask and tell."""
 
     handle: optuna.trial.Trial
@@ -117,7 +117,7 @@ class Running:
         return not self.record.is_interrupted
 
 
-class Source(Protocol):
+class TrialSource(Protocol):
     """Says what is run next, and hears what came of it; in the thread that drives the study."""
 
     def next(self, lane: Lane) -> Wanted | StopReason | None:
@@ -204,7 +204,7 @@ class Driver:
 
         def watch() -> None:
             while not is_over.wait(_WATCH_SECONDS):
-                running: list[Running] = list(self.lanes.running.values())
+                running: list[RunningTrial] = list(self.lanes.running.values())
                 step_seconds = max((trial.step_seconds for trial in running), default=0.0)
                 if self.time.left_seconds <= -step_seconds:
                     self.lanes.cancel()
@@ -232,7 +232,7 @@ class Driver:
         confirmed = self.study.confirmations()
         self.forecaster.learn_all(r for r in confirmed if isinstance(r.outcome, OutOfMemory))
 
-    def run(self, source: Source) -> StopReason:
+    def run(self, source: TrialSource) -> StopReason:
         """Run what a source wants, trial after trial, and return why that stopped.
 
         Raises:
@@ -266,7 +266,7 @@ class Driver:
                         self.study.spool.append(self._record(ended.trial, ended.result))
             raise
 
-    def _fill(self, source: Source) -> StopReason | None:
+    def _fill(self, source: TrialSource) -> StopReason | None:
         """Give every idle lane a trial; return why no more are begun, None where all are busy."""
         for lane in self.lanes.idle:
             while lane not in self.lanes.running:
@@ -304,7 +304,7 @@ class Driver:
     def _abandon(self) -> None:
         self.study.abandon(besides={t.record.number for t in self.lanes.running.values()})
 
-    def _begin(self, wanted: Wanted, lane: Lane) -> Running:
+    def _begin(self, wanted: Wanted, lane: Lane) -> RunningTrial:
         """Ask storage for a trial, mark it begun, and say what is expected of it."""
         started_seconds = self.clock()
         study = self.study
@@ -343,7 +343,7 @@ class Driver:
             quality=wanted.quality,
             faithfulness=None if run_kind == SEARCH else self._compared(config),
         )
-        return Running(
+        return RunningTrial(
             handle,
             begun,
             request,
@@ -375,7 +375,7 @@ class Driver:
                 return measured.faithfulness
         return None
 
-    def _measure(self, trial: Running, lane: Lane) -> Outcome:
+    def _measure(self, trial: RunningTrial, lane: Lane) -> Outcome:
         """Run a trial, again where another process disturbed it, and return the outcome to keep.
 
         Raises:
@@ -407,14 +407,14 @@ class Driver:
             return OUT_OF_TIME
         return kept
 
-    def _timed(self, trial: Running) -> TrialRequest:
+    def _timed(self, trial: RunningTrial) -> TrialRequest:
         """Return what is asked of a trial now, with the time that it has."""
         if not self.time.is_limited:
             return trial.request
         seconds_left = max(0.0, self.time.left_seconds - trial.kept_seconds)
         return trial.request.model_copy(update={"seconds_left": seconds_left})
 
-    def _observe(self, trial: Running, progress: Progress) -> bool:
+    def _observe(self, trial: RunningTrial, progress: Progress) -> bool:
         """Return whether a trial is to be stopped, as it cannot matter any more."""
         trial.progress = progress
         event = TrialProgress(number=trial.record.number, progress=progress)
@@ -430,9 +430,9 @@ class Driver:
             objectives=self.space.objectives,
         )
 
-    def _conclude(self, ended: Ended, source: Source) -> None:
+    def _conclude(self, ended: Ended, source: TrialSource) -> None:
         """Store what a trial came to that ran to its end, or that its lane was lost under."""
-        trial: Running = ended.trial
+        trial: RunningTrial = ended.trial
         lane = ended.lane
         result = ended.result
         config = trial.record.config
@@ -479,7 +479,7 @@ class Driver:
         lane.runner.close()
         self.on_event(LaneLost(lane.name, words_of(fault), left=left))
 
-    def _tell(self, trial: Running, outcome: Outcome, source: Source) -> None:
+    def _tell(self, trial: RunningTrial, outcome: Outcome, source: TrialSource) -> None:
         """Store how a trial ended, before anything else happens, and learn from it."""
         record = self._record(trial, outcome)
         now = self.clock()
@@ -490,7 +490,7 @@ class Driver:
         source.told(stored)
         self.on_event(TrialFinished(record=stored))
 
-    def _record(self, trial: Running, outcome: Outcome) -> TrialRecord:
+    def _record(self, trial: RunningTrial, outcome: Outcome) -> TrialRecord:
         changes = {
             "outcome": outcome,
             "wall_seconds": self.clock() - trial.started_seconds,

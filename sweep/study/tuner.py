@@ -14,7 +14,7 @@ from qlora_sweep.sweep.running.runner import Lane
 from qlora_sweep.sweep.sampling.encoding import Frontier, identity
 from qlora_sweep.sweep.study.confirmation import Confirmation, ranking_of
 from qlora_sweep.sweep.study.confirmation_plan import ConfirmationPlan
-from qlora_sweep.sweep.study.driver import Driver, Source, Wanted, quality_command, tokens_of
+from qlora_sweep.sweep.study.driver import Driver, TrialSource, Wanted, quality_command, tokens_of
 from qlora_sweep.sweep.study.events import StopReason, StudyFinished
 from qlora_sweep.sweep.study.stopping import (
     ConsecutiveFailures,
@@ -84,7 +84,7 @@ def _any_fits(records: Sequence[TrialRecord]) -> bool:
     return any(record.verdict is Verdict.FITS for record in records)
 
 
-class Search(Source):
+class Search(TrialSource):
     """Wants what the sampler chooses, what failed, and the baseline, until the stop rule ends it.
 
     The baseline is no part of a guided search that is followed by a confirmation, which measures it

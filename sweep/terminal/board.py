@@ -63,7 +63,7 @@ def fixed_words(space: SearchSpace) -> str:
 
 
 @dataclass
-class Running:
+class ShownTrial:
     """A trial that runs; seconds are by the board's clock."""
 
     started: events.TrialStarted
@@ -96,7 +96,7 @@ class Board:
         self.clock = clock
         self.lock = threading.Lock()
         self.ledger = TrialLedger(records)
-        self.running: dict[int, Running] = {}
+        self.running: dict[int, ShownTrial] = {}
         """What runs, by number."""
         self.tracing: events.SpaceTraced | None = None
         """How far tracing the space is, while it is traced."""
@@ -130,7 +130,7 @@ class Board:
             case events.GainForeseen():
                 self.foreseen = event
             case events.TrialStarted():
-                self.running[event.number] = Running(event, self.clock(), self.clock())
+                self.running[event.number] = ShownTrial(event, self.clock(), self.clock())
             case events.TrialProgress() if (running := self.running.get(event.number)) is not None:
                 if running.progress is None or running.progress.phase != event.progress.phase:
                     running.since_seconds = self.clock()

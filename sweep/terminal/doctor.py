@@ -49,7 +49,7 @@ class Finding:
 
 
 @dataclass(frozen=True)
-class Machine:
+class InspectedMachine:
     """What the checks look at."""
 
     gpu: GpuInfo | None
@@ -65,14 +65,14 @@ class Machine:
     """Files of sweep that are gone, or not what was installed."""
 
 
-def examine(ask_libraries: Callable[[], Mapping[str, Any]] | None = None) -> Machine:
+def examine(ask_libraries: Callable[[], Mapping[str, Any]] | None = None) -> InspectedMachine:
     """Look at this machine; takes as long as importing torch in a child does."""
     runs = runs_directory()
     environment = fingerprint(device="cpu")
     nearest = runs.absolute()
     while not os.path.exists(nearest):
         nearest = nearest.parent
-    return Machine(
+    return InspectedMachine(
         gpu=read_gpu(),
         libraries=(ask_libraries or probe_libraries)(),
         versions=environment["versions"],
@@ -105,7 +105,7 @@ def probe_libraries(command: Sequence[str] = PROBE) -> Mapping[str, Any]:
     return {"torch": None, "cuda": None, "has_cuda": False, "errors": {"torch": reason}}
 
 
-def check(machine: Machine) -> tuple[Finding, ...]:
+def check(machine: InspectedMachine) -> tuple[Finding, ...]:
     """Return every finding, what fails included."""
     findings = [Finding("ok", "python", machine.python), _installation(machine)]
     findings += _libraries(machine)
@@ -119,7 +119,7 @@ def is_healthy(findings: Sequence[Finding]) -> bool:
     return all(finding.state != "fail" for finding in findings)
 
 
-def _installation(machine: Machine) -> Finding:
+def _installation(machine: InspectedMachine) -> Finding:
     """Return whether sweep's own files are what was installed."""
     changed = machine.changed_files
     if not changed:
@@ -131,7 +131,7 @@ def _installation(machine: Machine) -> Finding:
     return Finding("fail", "installation", detail, installation.REINSTALL)
 
 
-def _libraries(machine: Machine) -> Iterator[Finding]:
+def _libraries(machine: InspectedMachine) -> Iterator[Finding]:
     found = machine.libraries
     versions = machine.versions
     errors = found["errors"]
@@ -155,7 +155,7 @@ def _libraries(machine: Machine) -> Iterator[Finding]:
         yield Finding("note", "liger-kernel", detail, install_extra("gpu"))
 
 
-def _other_torch(machine: Machine) -> str | None:
+def _other_torch(machine: InspectedMachine) -> str | None:
     """Return which torch to install where the one that is here has no kernels for the GPU."""
     gpu = machine.gpu
     built = machine.libraries.get("architectures")
@@ -188,7 +188,7 @@ def runs_on(capability: tuple[int, int], architectures: Sequence[str]) -> bool:
     return False
 
 
-def _gpu(machine: Machine) -> Iterator[Finding]:
+def _gpu(machine: InspectedMachine) -> Iterator[Finding]:
     gpu = machine.gpu
     cuda = machine.libraries["cuda"]
     if gpu is None:
@@ -238,7 +238,7 @@ def _gpu_memory(gpu: GpuInfo) -> Finding:
     return Finding("ok", "GPU memory", f"{free}, no other process")
 
 
-def _disk(machine: Machine) -> Finding:
+def _disk(machine: InspectedMachine) -> Finding:
     where = f"{machine.runs} ({units.gib(machine.free_disk_bytes)} free)"
     if not machine.is_writable:
         advice = "set SWEEP_HOME to a directory that can"

@@ -81,7 +81,7 @@ def on_ssh(request: RunRequest, where: Where, *, is_dry: bool) -> int:
         document = {"study": sent.study, "on": str(where), "files": list(files)}
         say_result(document, "\n".join(lines), as_json=request.as_json)
         return 0
-    with remote.Connection(address) as connection, scratch("request") as directory:
+    with remote.SshConnection(address) as connection, scratch("request") as directory:
         there = remote.RemoteStudy(connection, sent.study, python=where.settings.get("python"))
         # Before anything there is touched: what runs reads it.
         seen = there.look()
@@ -385,7 +385,7 @@ def on_rented(
     return 0
 
 
-def _as_read_there(request: RunRequest, study: str, machine: rented.Machine) -> RunRequest:
+def _as_read_there(request: RunRequest, study: str, machine: rented.RentalRequest) -> RunRequest:
     """Return a request as the rented machine runs it."""
     changes = {
         "study": study,
@@ -398,7 +398,7 @@ def _as_read_there(request: RunRequest, study: str, machine: rented.Machine) -> 
 def _written(
     request: RunRequest,
     study: str,
-    machine: rented.Machine,
+    machine: rented.RentalRequest,
     provider: rented.Provider,
     cost: rented.Cost,
     volume: str,
@@ -437,7 +437,7 @@ def _start(command: str, variables: Mapping[str, str], rental: rented.Rental) ->
         )
 
 
-def _machine(request: RunRequest, where: Where, space: SearchSpace) -> rented.Machine:
+def _machine(request: RunRequest, where: Where, space: SearchSpace) -> rented.RentalRequest:
     """Return the machine that is asked for; with the space's own GPU where none was typed, and as
     many of it as one trial trains on.
 
@@ -464,13 +464,13 @@ def _machine(request: RunRequest, where: Where, space: SearchSpace) -> rented.Ma
     cloud = where.settings.get("cloud")
     if cloud is not None:
         cloud = cloud.lower()
-    return rented.Machine(find_gpu(space.gpu), int(devices), cloud, spot == "true")
+    return rented.RentalRequest(find_gpu(space.gpu), int(devices), cloud, spot == "true")
 
 
 def _cost(
     request: RunRequest,
     settings: Mapping[str, str],
-    machine: rented.Machine,
+    machine: rented.RentalRequest,
     provider: rented.Provider,
     *,
     typed: SearchSpace,
@@ -509,7 +509,7 @@ def _cost(
     return rented.cost_of(course, offer, provider, typed.max_dollars)
 
 
-def cost_words(cost: rented.Cost, machine: rented.Machine) -> str:
+def cost_words(cost: rented.Cost, machine: rented.RentalRequest) -> str:
     """Return what a rental costs: ``about $0.21 to $0.35: 11 min to 19 min of a10 at ...``."""
     gpu = machine.gpu.name
     if machine.gpus > 1:

@@ -233,7 +233,7 @@ def _shown() -> Iterator[Callable[[protocol.Event], None]]:
         def observe(event: protocol.Event) -> None:
             nonlocal steps
             match event:
-                case protocol.Started():
+                case protocol.TrainingStarted():
                     steps = event.steps
                     console.note(_started(event))
                     if event.documents_apart is False:
@@ -256,7 +256,7 @@ def _shown() -> Iterator[Callable[[protocol.Event], None]]:
         yield observe
 
 
-def _started(started: protocol.Started) -> str:
+def _started(started: protocol.TrainingStarted) -> str:
     steps = units.plural(started.steps, "step")
     if started.steps_done:
         steps += f" from step {started.steps_done:,}"

@@ -25,7 +25,7 @@ from qlora_sweep.storage.records import Phase, Purpose, RunKind, TrialRecord, Ve
 from qlora_sweep.sweep.predict.forecast import TRACED
 from qlora_sweep.sweep.study import events
 from qlora_sweep.sweep.terminal import console
-from qlora_sweep.sweep.terminal.board import Board, Running
+from qlora_sweep.sweep.terminal.board import Board, ShownTrial
 from qlora_sweep.sweep.terminal.drawing import Shown, facts
 from qlora_sweep.sweep.terminal.summary import status_text
 
@@ -247,7 +247,7 @@ def now_lines(board: Board) -> list[str]:
     return [_running_line(board, running) for running in board.running.values()]
 
 
-def _running_line(board: Board, running: Running) -> str:
+def _running_line(board: Board, running: ShownTrial) -> str:
     started = running.started
     what = _named(board, started.run_kind, started.number, started.config)
     if running.progress is not None:

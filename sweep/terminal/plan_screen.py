@@ -32,7 +32,7 @@ from qlora_sweep.sweep.planning.backwards import (
     LongestRow,
     Outcome,
 )
-from qlora_sweep.sweep.planning.calibrating import Lesson, Lessons
+from qlora_sweep.sweep.planning.calibrating import CalibrationTrial, Lessons
 from qlora_sweep.sweep.planning.documents import pairs_per_second
 from qlora_sweep.sweep.planning.plan import (
     GENERATION,
@@ -624,7 +624,7 @@ def calibrating(answers: Sequence[Lessons]) -> RenderableType:
     return Group(*parts)
 
 
-def _lesson_row(lesson: Lesson) -> tuple[str, ...]:
+def _lesson_row(lesson: CalibrationTrial) -> tuple[str, ...]:
     before, after = lesson.log_spreads
     return (
         f"{lesson.seconds:.0f}",

@@ -111,7 +111,7 @@ def _multiplied(
         return left.float() @ right.float().t() * left_scales * scales
 
 
-class _Product(torch.autograd.Function):
+class _EightBitProduct(torch.autograd.Function):
     """x W^T and, going back, dy W: the weight's scales go into the gradient before it is rounded,
     as a sum over output features cannot take them out again. Without a kind it is in 16 bits, by a
     weight that is held in 8.
@@ -298,7 +298,7 @@ def _forward(layer: Any, x: torch.Tensor, parts: Parts) -> torch.Tensor:
     if layer.products == "nf4":
         product = linear(x, _rounded_to_nf4(layer.dequantized()))
     else:
-        product = _Product.apply(
+        product = _EightBitProduct.apply(
             x,
             layer.products,
             layer.row_scales,

@@ -19,7 +19,7 @@ from qlora_sweep.storage.confirmations import binomial_ci95
 from qlora_sweep.storage.records import OUT_OF_TIME, Diverged, Lost, OutOfMemory, QualityReport
 from qlora_sweep.sweep.data.batches import (
     Batch,
-    Lesson,
+    QualityBatches,
     TokenizedDataset,
     held_out_batches,
     in_parts,
@@ -108,7 +108,9 @@ class Quality:
     def _learn(self, attachment: Attached) -> QualityReport | Diverged | Lost | None:
         begun = time.perf_counter()
         asked = self.question
-        lesson = Lesson(self.texts, self.config, tokens=asked.tokens, seed=asked.seed, rank=rank())
+        lesson = QualityBatches(
+            self.texts, self.config, tokens=asked.tokens, seed=asked.seed, rank=rank()
+        )
         steps = len(lesson) // self.config.accumulation_steps
         loop = TrainingLoop(
             attachment,

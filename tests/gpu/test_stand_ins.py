@@ -17,7 +17,7 @@ import torch.nn.functional as functional
 
 from qlora_sweep.search_spaces.config import TrialConfig
 from qlora_sweep.sweep.predict.memory.tracing import fused, stand_ins
-from qlora_sweep.sweep.predict.memory.tracing.walk import Ledger
+from qlora_sweep.sweep.predict.memory.tracing.walk import StorageCounter
 from qlora_sweep.sweep.training.model import quantize_random
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]
@@ -74,7 +74,7 @@ def _measured(inputs: tuple[Any, ...], function: Callable[..., torch.Tensor]) ->
 def on_paper(make: Make) -> Footprint:
     inputs, function = make("meta")
     held = [t for t in inputs if isinstance(t, torch.Tensor)]
-    with Ledger(ignored=held) as ledger:
+    with StorageCounter(ignored=held) as ledger:
         ledger.mark("forward")
         out = function(*inputs)
         grad = torch.ones_like(out)
@@ -88,7 +88,7 @@ def on_paper(make: Make) -> Footprint:
     return Footprint(kept, max(levels[:-1]), max(later))
 
 
-def _changes(ledger: Ledger, events: list[tuple[int, bool]]) -> list[int]:
+def _changes(ledger: StorageCounter, events: list[tuple[int, bool]]) -> list[int]:
     return [ledger.sizes[n] if is_birth else -ledger.sizes[n] for n, is_birth in events]
 
 

@@ -45,7 +45,7 @@ Bytes = NDArray[Any]
 
 
 @dataclass(frozen=True, eq=False)
-class Peaks:
+class StepPeaks:
     """The most that is alive at once in each of many steps."""
 
     there: Bytes
@@ -96,7 +96,7 @@ def alike(steps: Mapping[int, Step]) -> list[list[int]]:
     return parts
 
 
-def find_peaks(steps: Sequence[Step]) -> Peaks:
+def find_peaks(steps: Sequence[Step]) -> StepPeaks:
     """Return the peak of each of steps `alike`, as if every block were as large as what was asked
     for."""
     width = _width(steps)
@@ -104,7 +104,7 @@ def find_peaks(steps: Sequence[Step]) -> Peaks:
     moments, highest = _highest(steps, width)
     passing = there.copy()
     passing[_VARYING_ROWS] += highest
-    return Peaks(there, passing, moments)
+    return StepPeaks(there, passing, moments)
 
 
 def _width(steps: Sequence[Step]) -> Any:

@@ -16,7 +16,7 @@ from qlora_sweep.search_spaces.config import TrialConfig
 from qlora_sweep.search_spaces.errors import InputError
 from qlora_sweep.search_spaces.trainers import trainer_of
 from qlora_sweep.sweep.predict.memory.allocator import paged
-from qlora_sweep.sweep.predict.memory.peaks import KNOWN_PARTS, Peaks, alike, find_peaks
+from qlora_sweep.sweep.predict.memory.peaks import KNOWN_PARTS, StepPeaks, alike, find_peaks
 from qlora_sweep.sweep.predict.memory.profile_store import OnProgress, ignore_progress
 from qlora_sweep.sweep.predict.memory.profiles import Untraceable
 from qlora_sweep.sweep.predict.memory.replay import (
@@ -296,7 +296,7 @@ class WholeMemory:
         for group, rows in enumerate(self._alike):
             for place, row in enumerate(rows):
                 self._places[row] = (group, place)
-        self._peaks: dict[int, Peaks] = {}
+        self._peaks: dict[int, StepPeaks] = {}
         self._replays: dict[int, Uncapped] = {}
 
     @cached_property
@@ -437,7 +437,7 @@ class WholeMemory:
                 wasted[row] = known[key]
         return wasted
 
-    def _peaks_of(self, group: int) -> Peaks:
+    def _peaks_of(self, group: int) -> StepPeaks:
         if group not in self._peaks:
             self._peaks[group] = find_peaks([self.steps[row] for row in self._alike[group]])
         return self._peaks[group]

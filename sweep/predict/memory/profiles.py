@@ -177,7 +177,7 @@ _SIGNS = np.array([1, -1, 1, -1, -1, 1, -1])
 """Whether there is more alive after a change (1) or less, by its number."""
 
 
-class Entry(NamedTuple):
+class TapeEntry(NamedTuple):
     """One change of what is alive in a segment."""
 
     change: Change
@@ -207,7 +207,7 @@ layers'."""
 class Segment:
     """A stretch of a training step."""
 
-    tape: Sequence[Entry]
+    tape: Sequence[TapeEntry]
     """Its births and deaths in order."""
     highest: Sequence[int]
     """Its births after which most is alive, at some size."""
@@ -216,13 +216,13 @@ class Segment:
     def from_json(cls, values: Mapping[str, Any]) -> Segment:
         """Read a segment of what the tracing child writes."""
         tape = [
-            Entry(_CHANGES[change], key, size, purpose, layers)
+            TapeEntry(_CHANGES[change], key, size, purpose, layers)
             for change, key, size, purpose, layers in values["tape"]
         ]
         return cls(tape, values["highest"])
 
     @cached_property
-    def _born(self) -> Sequence[Entry]:
+    def _born(self) -> Sequence[TapeEntry]:
         return [entry for entry in self.tape if entry.change in (Change.BIRTH, Change.LEAVE)]
 
     @property
@@ -267,7 +267,7 @@ class Segment:
         return stretches
 
 
-def alive(tape: Sequence[Entry], coefficients: NDArray[np.int64]) -> NDArray[np.int64]:
+def alive(tape: Sequence[TapeEntry], coefficients: NDArray[np.int64]) -> NDArray[np.int64]:
     """Return how much more is alive after each entry of a tape than at its beginning.
 
     Args:
@@ -545,14 +545,14 @@ def mixed(packed: Profile, wide: Profile, *, quantized: Collection[int]) -> Prof
     )
 
 
-def _behind(entry: Entry, *, layers: int, sizes: int) -> Entry:
+def _behind(entry: TapeEntry, *, layers: int, sizes: int) -> TapeEntry:
     """Return an entry of a profile whose traced layers and sizes come behind so many others."""
     if not _is_of_each_layer(entry):
         layers = 0
     return entry._replace(size=entry.size + sizes, layers=entry.layers + layers)
 
 
-def _is_of_each_layer(entry: Entry) -> bool:
+def _is_of_each_layer(entry: TapeEntry) -> bool:
     """Whether something dies that each layer has left."""
     return entry.change == Change.FETCH_ALL and entry.layers >= 0
 
@@ -652,15 +652,15 @@ def _gathering(segment: Segment, gathered: _Gathered, *, size: int) -> Segment:
     """Return a segment that gathers; ``size`` is the index of what is there at first."""
     first, beside, copied = range(size, size + 3)
     tape = [
-        Entry(Change.RECEIVE, "", first, ACTIVATIONS, 0),
-        Entry(Change.RELEASE, "", first, ACTIVATIONS, 0),
-        Entry(Change.RECEIVE, "", beside, ACTIVATIONS, 0),
-        Entry(Change.BIRTH, "gathered", copied, ACTIVATIONS, 0),
+        TapeEntry(Change.RECEIVE, "", first, ACTIVATIONS, 0),
+        TapeEntry(Change.RELEASE, "", first, ACTIVATIONS, 0),
+        TapeEntry(Change.RECEIVE, "", beside, ACTIVATIONS, 0),
+        TapeEntry(Change.BIRTH, "gathered", copied, ACTIVATIONS, 0),
     ]
     before = len(tape)
     tape += segment.tape
-    tape.append(Entry(Change.DEATH, "gathered", copied, ACTIVATIONS, 0))
-    tape.append(Entry(Change.RELEASE, "", beside, ACTIVATIONS, 0))
+    tape.append(TapeEntry(Change.DEATH, "gathered", copied, ACTIVATIONS, 0))
+    tape.append(TapeEntry(Change.RELEASE, "", beside, ACTIVATIONS, 0))
     highest = [before + birth for birth in segment.highest or (-1,)]
     highest.append(0)
     return Segment(tape, highest)

@@ -95,7 +95,7 @@ Passes = tuple[tuple[Any, Any], tuple[Any, Any]]
 """Bytes and launches, forward and backward."""
 
 
-class Layout:
+class KernelShapes:
     """Configurations on a model. Widths are features per token, sizes bytes of an element."""
 
     def __init__(
@@ -220,16 +220,16 @@ class Layout:
         self.trained = np.where(is_trained_fp32, FP32_BYTES, HALF_BYTES)
         """Of an adapter, and of its gradient."""
 
-    def unquantized(self) -> Layout:
+    def unquantized(self) -> KernelShapes:
         """Return the same configurations with 16-bit layers."""
         wide = [config.changed(quantization="none") for config in self.configs]
         return self.of(wide)
 
-    def of(self, configs: Sequence[TrialConfig]) -> Layout:
+    def of(self, configs: Sequence[TrialConfig]) -> KernelShapes:
         """Return other configurations on the same layers."""
         kinds = self.kinds
         at = self.at
-        return Layout(configs, self.model, kinds=kinds, at=at, is_grouped=self.is_grouped)
+        return KernelShapes(configs, self.model, kinds=kinds, at=at, is_grouped=self.is_grouped)
 
     def input_bytes(self, name: str) -> Sizes:
         """Bytes of an element of a linear layer's input."""
@@ -243,7 +243,7 @@ class Layout:
         return np.where(self.is_4bit, self.input_bytes(name), self.compute)
 
 
-def asked(layout: Layout, flops: Any = 0.0, *, moved: Any = 0.0, launches: Any = 0.0) -> Work:
+def asked(layout: KernelShapes, flops: Any = 0.0, *, moved: Any = 0.0, launches: Any = 0.0) -> Work:
     """Return work, from numbers for all configurations or arrays with one for each."""
     work = np.empty((3, len(layout.configs)))
     work[FLOPS] = flops
@@ -252,7 +252,7 @@ def asked(layout: Layout, flops: Any = 0.0, *, moved: Any = 0.0, launches: Any =
     return work
 
 
-def _fused(layout: Layout, *, eager: Passes, liger: Passes, compiled: Passes) -> Work:
+def _fused(layout: KernelShapes, *, eager: Passes, liger: Passes, compiled: Passes) -> Work:
     """Return what the kernels of each configuration do: as written, Liger's, or the compiler's."""
     work = np.zeros((2, 3, len(layout.configs)))
     is_eager = ~(layout.is_liger | layout.is_compiled)
@@ -263,14 +263,14 @@ def _fused(layout: Layout, *, eager: Passes, liger: Passes, compiled: Passes) ->
     return work
 
 
-def product(layout: Layout, rows: int, columns: int) -> Work:
+def product(layout: KernelShapes, rows: int, columns: int) -> Work:
     """One product of the tokens with a frozen matrix; its input's gradient is such another."""
     tokens = layout.tokens
     moved = tokens * rows + rows * columns + tokens * columns
     return asked(layout, 2.0 * tokens * rows * columns, moved=layout.compute * moved, launches=1)
 
 
-def shared_product(layout: Layout, of: Product) -> Work:
+def shared_product(layout: KernelShapes, of: Product) -> Work:
     """A product with frozen matrices that share the rows, forward or for the rows' gradient.
 
     Where each row is sent to one of the matrices, as a token is to experts, a kernel of its own
@@ -296,7 +296,7 @@ def shared_product(layout: Layout, of: Product) -> Work:
     )
 
 
-def eight_bit_product(layout: Layout, rows: int, columns: int) -> Work:
+def eight_bit_product(layout: KernelShapes, rows: int, columns: int) -> Work:
     """The same in 8 bits, where that is asked for: the input is rounded row by row, and sums of
     integers are brought back to 16 bits.
 
@@ -313,7 +313,7 @@ def eight_bit_product(layout: Layout, rows: int, columns: int) -> Work:
     return asked(layout, flops, moved=moved, launches=launches) * layout.is_8bit_compute
 
 
-def dequantization(layout: Layout, rows: int, columns: int) -> Work:
+def dequantization(layout: KernelShapes, rows: int, columns: int) -> Work:
     """One expansion of a quantized matrix, which every pass over it needs.
 
     8-bit weights multiply as they are; going back a copy of them is transposed.
@@ -331,7 +331,7 @@ def dequantization(layout: Layout, rows: int, columns: int) -> Work:
     return np.stack([once * ~(is_rounded & ~is_packed), once])
 
 
-def linear_casts(layout: Layout, name: str) -> Work:
+def linear_casts(layout: KernelShapes, name: str) -> Work:
     """Casts of a linear layer's input and output to and from the compute type, in each pass."""
     rows, columns = layout.linears[name]
     cast = _cast(layout, rows, layout.input_bytes(name))
@@ -339,7 +339,7 @@ def linear_casts(layout: Layout, name: str) -> Work:
     return (cast + back) * ~layout.is_compiled
 
 
-def adapter_products(layout: Layout, name: str) -> Work:
+def adapter_products(layout: KernelShapes, name: str) -> Work:
     """An adapter's two thin products forward; their inputs' and their own gradients backward."""
     rows, columns = layout.linears[name]
     rank = layout.rank
@@ -350,7 +350,7 @@ def adapter_products(layout: Layout, name: str) -> Work:
     return np.stack([forward, 2 * forward])
 
 
-def adapter_elementwise(layout: Layout, name: str) -> Work:
+def adapter_elementwise(layout: KernelShapes, name: str) -> Work:
     """What PEFT does around those products: copy, cast, dropout, scale, add."""
     rows, columns = layout.linears[name]
     tokens = layout.tokens
@@ -376,7 +376,7 @@ def adapter_elementwise(layout: Layout, name: str) -> Work:
     return eager * ~is_compiled + np.stack([summed, scaled]) * is_compiled
 
 
-def _adapter_input(layout: Layout, width: int, given: Sizes) -> Work:
+def _adapter_input(layout: KernelShapes, width: int, given: Sizes) -> Work:
     """Dropout and casts of an adapter's input; PEFT casts it first, but beside a 4-bit layer."""
     elements = layout.tokens * width
     taken = np.where(layout.is_4bit, given, layout.trained)
@@ -386,7 +386,7 @@ def _adapter_input(layout: Layout, width: int, given: Sizes) -> Work:
     return _cast(layout, width, taken) + cast + dropped
 
 
-def walked_over_known(layout: Layout) -> Work:
+def walked_over_known(layout: KernelShapes) -> Work:
     """Return how many times as much of what is elementwise the operators of a layer were seen to do
     as those of a layer of a known type as wide would; 1 where the type is known.
 
@@ -404,14 +404,14 @@ def walked_over_known(layout: Layout) -> Work:
     return times
 
 
-def _cast(layout: Layout, width: int, element: Sizes) -> Work:
+def _cast(layout: KernelShapes, width: int, element: Sizes) -> Work:
     """A cast between ``element`` bytes and the compute type; nothing where they are the same."""
     moved = layout.tokens * width * (element + layout.compute)
     is_other: Mask = element != layout.compute
     return asked(layout, moved=moved, launches=1) * is_other
 
 
-def norm(layout: Layout, width: int) -> Work:
+def norm(layout: KernelShapes, width: int) -> Work:
     """A root-mean-square norm; transformers' own is a chain of fp32 operations."""
     s = layout.stream
     c = layout.compute
@@ -429,7 +429,7 @@ def norm(layout: Layout, width: int) -> Work:
     )
 
 
-def rotation(layout: Layout) -> Work:
+def rotation(layout: KernelShapes) -> Work:
     """Rotary positions of queries and keys."""
     moved = layout.tokens * (layout.queries + layout.keys) * layout.projected
     return _fused(
@@ -440,7 +440,7 @@ def rotation(layout: Layout) -> Work:
     )
 
 
-def attention(layout: Layout) -> Work:
+def attention(layout: KernelShapes) -> Work:
     """The attention itself: a causal flash kernel, or scores that are written out."""
     rows = layout.tokens * layout.seq_len
     products = 4.0 * rows * layout.queries
@@ -482,14 +482,14 @@ def attention(layout: Layout) -> Work:
     )
 
 
-def attention_casts(layout: Layout) -> Work:
+def attention_casts(layout: KernelShapes) -> Work:
     """Autocast brings queries, keys and values to the compute type, and their gradients back."""
     cast = _cast(layout, layout.queries + 2 * layout.keys, layout.projected)
     cast[LAUNCHES] *= 3
     return cast * ~layout.is_compiled
 
 
-def activation(layout: Layout) -> Work:
+def activation(layout: KernelShapes) -> Work:
     """The gate of the feed-forward part."""
     elements = layout.tokens * layout.inner
     y = elements * layout.projected
@@ -502,7 +502,7 @@ def activation(layout: Layout) -> Work:
     )
 
 
-def residual(layout: Layout) -> Work:
+def residual(layout: KernelShapes) -> Work:
     """Two sums into the stream; backward also the sums over what reads one norm's output."""
     moved = layout.stream_bytes
     written = (6 * moved, 2), (15 * moved, 5)

@@ -30,7 +30,7 @@ from qlora_sweep.sweep.predict.speed.kernels import (
     FLOPS,
     FP32_BYTES,
     LAUNCHES,
-    Layout,
+    KernelShapes,
     Mask,
     Sizes,
     Work,
@@ -130,7 +130,7 @@ class StepPhases:
             return cls(*[np.full(shape, np.nan) for shape in shapes])
         is_grouped = np.array([has_grouped_kernel(config, gpu) for config in configs], np.bool_)
         layouts = [
-            Layout(configs, model, kinds=kinds, at=at, is_grouped=is_grouped)
+            KernelShapes(configs, model, kinds=kinds, at=at, is_grouped=is_grouped)
             for at in range(len(kinds))
         ]
         layout = layouts[0]
@@ -236,7 +236,7 @@ def overlapped(device: NDArray[np.float64], launch: NDArray[np.float64]) -> NDAr
 
 
 def _seconds(
-    stretches: Work, layout: Layout, gpu: GpuSpec
+    stretches: Work, layout: KernelShapes, gpu: GpuSpec
 ) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]:
     """Return the seconds of the matrix units and of the memory, by configuration, stretch and term,
     and those of the host, by configuration and stretch.
@@ -276,7 +276,7 @@ def link_of(gpu: GpuSpec) -> Interconnect:
     return gpu.interconnect or UNKNOWN_LINK
 
 
-def _waiting_seconds(layout: Layout, gpu: GpuSpec, *, backward: Sizes) -> Sizes:
+def _waiting_seconds(layout: KernelShapes, gpu: GpuSpec, *, backward: Sizes) -> Sizes:
     """Return how long each configuration's step waits for what GPUs send each other.
 
     Gradients are sent in buckets while the last micro-batch's backward pass goes on; the last
@@ -299,7 +299,7 @@ def _waiting_seconds(layout: Layout, gpu: GpuSpec, *, backward: Sizes) -> Sizes:
     return np.where(layout.is_sharded, gathered, np.where(gpus > 1, waited, 0.0))
 
 
-def _gathering_seconds(layout: Layout, rate: float, *, backward: Sizes) -> Sizes:
+def _gathering_seconds(layout: KernelShapes, rate: float, *, backward: Sizes) -> Sizes:
     """Return how long steps wait for layers to be gathered, in both passes of each micro-batch.
 
     While a layer computes the next one is on its way, so that a pass takes as long as the slower of
@@ -316,7 +316,7 @@ def _gathering_seconds(layout: Layout, rate: float, *, backward: Sizes) -> Sizes
     return np.asarray(layout.micro_batches * (2.0 * waited + 2.0 * (ends + COLLECTIVE_SECONDS)))
 
 
-def micro_batches(layouts: Sequence[Layout]) -> Work:
+def micro_batches(layouts: Sequence[KernelShapes]) -> Work:
     """Return what forward and backward of all micro-batches of a step ask, by term.
 
     Args:
@@ -339,7 +339,7 @@ def micro_batches(layouts: Sequence[Layout]) -> Work:
     return np.asarray((work + _ends(layout)) * layout.micro_batches)
 
 
-def _layers(layout: Layout) -> Work:
+def _layers(layout: KernelShapes) -> Work:
     """Return what all decoder layers of a kind ask."""
     count = layout.kind.count
     last = layout.kind.last
@@ -357,7 +357,7 @@ def _layers(layout: Layout) -> Work:
     )
 
 
-def _by_term(layout: Layout, parts: Sequence[tuple[Term, Work]]) -> Work:
+def _by_term(layout: KernelShapes, parts: Sequence[tuple[Term, Work]]) -> Work:
     """Return the sums of what passes ask, by pass and term."""
     work = np.zeros((2, len(TERMS), 3, len(layout.configs)))
     for term, part in parts:
@@ -365,7 +365,7 @@ def _by_term(layout: Layout, parts: Sequence[tuple[Term, Work]]) -> Work:
     return work
 
 
-def _layer(layout: Layout) -> tuple[Work, Work]:
+def _layer(layout: KernelShapes) -> tuple[Work, Work]:
     """Return forward and backward of one decoder layer, without its adapters and with them."""
     times = kernels.walked_over_known(layout)
     parts: list[tuple[Term, Work]] = [
@@ -391,7 +391,7 @@ def _layer(layout: Layout) -> tuple[Work, Work]:
     return bare, bare + _by_term(layout, parts)
 
 
-def _frozen(layout: Layout, name: str) -> list[tuple[Term, Work]]:
+def _frozen(layout: KernelShapes, name: str) -> list[tuple[Term, Work]]:
     """Return both passes through a frozen linear layer."""
     rows, columns = layout.linears[name]
     narrow = [kernels.eight_bit_product(layout, *w) for w in ((rows, columns), (columns, rows))]
@@ -403,7 +403,7 @@ def _frozen(layout: Layout, name: str) -> list[tuple[Term, Work]]:
     ]
 
 
-def _ends(layout: Layout) -> Work:
+def _ends(layout: KernelShapes) -> Work:
     """Return embedding, last norm, head and loss, forward and backward, by term."""
     forward, backward = kernels.norm(layout, layout.hidden)
     embedding = asked(layout, moved=2 * layout.stream_bytes, launches=10)
@@ -422,7 +422,7 @@ def _ends(layout: Layout) -> Work:
     return ends
 
 
-def _loss_in_tiles(layout: Layout) -> Work:
+def _loss_in_tiles(layout: KernelShapes) -> Work:
     """Logits by TRL's tiles: written and read once forward, and going back written, made their own
     gradient in place, and read."""
     vocabulary = layout.model.vocab_size
@@ -433,7 +433,7 @@ def _loss_in_tiles(layout: Layout) -> Work:
     )
 
 
-def _loss_in_chunks(layout: Layout) -> Work:
+def _loss_in_chunks(layout: KernelShapes) -> Work:
     """Logits by chunks: once forward, once more going back, and once for each reference."""
     logits = layout.tokens * layout.model.vocab_size
     cast = (layout.compute + FP32_BYTES) * (layout.compute != FP32_BYTES)
@@ -444,14 +444,14 @@ def _loss_in_chunks(layout: Layout) -> Work:
     return casts + asked(layout, moved=logits * (cast + 12) * passes, launches=7 * chunks * passes)
 
 
-def _written_loss(layout: Layout) -> Work:
+def _written_loss(layout: KernelShapes) -> Work:
     """Logits written out: cast to fp32, log-softmax, and both gradients of the same size."""
     logits = layout.tokens * layout.model.vocab_size
     casts = 2 * (layout.compute + FP32_BYTES) * (layout.compute != FP32_BYTES)
     return _head_cast(layout) + asked(layout, moved=logits * (casts + 24), launches=15)
 
 
-def _fused_loss(layout: Layout) -> Work:
+def _fused_loss(layout: KernelShapes) -> Work:
     """Logits by chunks of about the hidden states' size; the gradient takes the logits' place."""
     tokens = layout.tokens
     vocabulary = layout.model.vocab_size
@@ -462,14 +462,14 @@ def _fused_loss(layout: Layout) -> Work:
     return casts + asked(layout, moved=logits, launches=12 * chunks)
 
 
-def _head_cast(layout: Layout) -> Work:
+def _head_cast(layout: KernelShapes) -> Work:
     weights = layout.hidden * layout.model.vocab_size
     moved = weights * (layout.stream + layout.compute)
     is_other: Mask = layout.stream != layout.compute
     return asked(layout, moved=moved, launches=1) * is_other
 
 
-def update(layout: Layout) -> Work:
+def update(layout: KernelShapes) -> Work:
     """Return clipping and the optimizer's step over the adapters."""
     matrices = 2 * layout.adapters
     per_matrix = layout.sizes(lambda config: config.optimizer_kind.launches)
@@ -484,7 +484,7 @@ def update(layout: Layout) -> Work:
     return asked(layout, moved=layout.adapter_parameters * moved, launches=launches)
 
 
-def model_flops(layout: Layout) -> Sizes:
+def model_flops(layout: KernelShapes) -> Sizes:
     """Return the FLOPs that the model needs for a step; what is recomputed is not counted."""
     scored = sum(kind.count * kind.queries for kind in layout.kinds) / layout.layers
     per_token = training_flops_per_token(

@@ -7,14 +7,14 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from qlora_sweep.sweep.data.files import Broken, Source
-from qlora_sweep.sweep.data.kinds import KINDS, Layout
+from qlora_sweep.sweep.data.files import Broken, DatasetSource
+from qlora_sweep.sweep.data.kinds import KINDS, RowLayout
 
 _OPTIONAL = ("prompt", "input", "system", "history", "tools", "chat_template_kwargs")
 
 
-def layout_of(kind: str) -> Layout:
-    return Layout(kind, {name: name for name in (*_OPTIONAL, *KINDS[kind])})
+def layout_of(kind: str) -> RowLayout:
+    return RowLayout(kind, {name: name for name in (*_OPTIONAL, *KINDS[kind])})
 
 
 def written(path: Path, data: bytes | str) -> Path:
@@ -33,4 +33,4 @@ def written_rows(path: Path, rows: Iterable[Any]) -> Path:
 
 def lines_of(path: Path) -> list[tuple[int, dict[str, Any] | Broken]]:
     """Return the rows of a file, each with its line."""
-    return [(place.line, fields) for place, fields in Source(str(path))]
+    return [(place.line, fields) for place, fields in DatasetSource(str(path))]

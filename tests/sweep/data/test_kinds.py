@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from qlora_sweep.sweep.data.files import Broken, RowsError
-from qlora_sweep.sweep.data.kinds import Asked, Example, example_of, recognised
+from qlora_sweep.sweep.data.kinds import Example, ReadingOptions, example_of, recognised
 from tests.sweep.data.layouts import layout_of
 
 TURNS = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}]
@@ -32,8 +32,8 @@ def test_the_kind_is_recognised_by_the_columns(columns: str, kind: str) -> None:
 
 
 def test_what_was_typed_overrules_the_columns() -> None:
-    assert recognised("mine", {"messages": [], "text": "x"}, Asked("text")).kind == "text"
-    named = Asked(text_column="story")
+    assert recognised("mine", {"messages": [], "text": "x"}, ReadingOptions("text")).kind == "text"
+    named = ReadingOptions(text_column="story")
     assert recognised("mine", {"messages": [], "story": "x"}, named).columns == {"text": "story"}
 
 
@@ -51,7 +51,7 @@ def test_columns_that_do_not_go_with_what_was_typed_are_named(
     columns: str, typed: tuple[str, ...], words: str
 ) -> None:
     with pytest.raises(RowsError, match=words):
-        recognised("mine", dict.fromkeys(columns.split(), "x"), Asked(*typed))
+        recognised("mine", dict.fromkeys(columns.split(), "x"), ReadingOptions(*typed))
 
 
 def test_an_instruction_is_put_as_alpaca_put_it() -> None:

@@ -19,14 +19,14 @@ from qlora_sweep.search_spaces.errors import InputError
 from qlora_sweep.search_spaces.models import load_model_spec
 from qlora_sweep.sweep.data import prepared_dataset as module
 from qlora_sweep.sweep.data.choice import refuse_other_kind
-from qlora_sweep.sweep.data.kinds import Asked
+from qlora_sweep.sweep.data.kinds import ReadingOptions
 from qlora_sweep.sweep.data.prepared_dataset import (
     BROKEN,
     LENGTHS,
     LOSS_LENGTHS,
     SUMMARY,
+    PreparationRequest,
     PreparedDataset,
-    Question,
     open_prepared,
 )
 from qlora_sweep.sweep.data.study_epochs import StudyEpochs
@@ -50,9 +50,9 @@ def prepared(tmp_path: Path) -> Prepare:
             written(path, rows)
         else:
             written_rows(path, rows)
-        question = Question(
+        question = PreparationRequest(
             source=str(path),
-            asked=Asked(),
+            asked=ReadingOptions(),
             completions_only=None,
             tokenizer="demo",
             tokenizer_directory=str(files.directory),

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from qlora_sweep.sweep.data.encoding import tokenized
-from qlora_sweep.sweep.data.files import RowsError, Source
-from qlora_sweep.sweep.data.kinds import Asked, example_of, first_rows
+from qlora_sweep.sweep.data.files import DatasetSource, RowsError
+from qlora_sweep.sweep.data.kinds import ReadingOptions, example_of, first_rows
 from tests.sweep.data.judged_by_trl import (
     labelled,
     preference_rows,
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 Labelled = list[tuple[list[int], list[int]]]
 Read = Callable[..., tuple[Labelled, str]]
-AUTO = Asked()
+AUTO = ReadingOptions()
 
 
 @pytest.fixture
@@ -40,7 +40,9 @@ def tokenizer(shipped: Any) -> Iterator[Any]:
 def ours(tokenizer: Any, tmp_path: Path) -> Read:
     """Returns ids and labels of the rows of a file, none of which is broken, and the notes."""
 
-    def read(rows: Any, asked: Asked = AUTO, only: bool | None = None) -> tuple[Labelled, str]:
+    def read(
+        rows: Any, asked: ReadingOptions = AUTO, only: bool | None = None
+    ) -> tuple[Labelled, str]:
         if isinstance(rows, list):
             rows = written_rows(tmp_path / "rows.jsonl", rows)
         found, broken, notes = tokenized(str(rows), tokenizer, asked, completions_only=only)
@@ -126,7 +128,7 @@ SPREAD = [{"prompt": f"Say {n}", "completion": str(n)} for n in range(6)]
 def test_a_reported_file_is_what_trl_makes_of_it(
     name: str, asked: str, expected: Any, ours: Read, theirs: Any
 ) -> None:
-    assert ours(CASES / name, Asked(asked))[0] == theirs(expected)
+    assert ours(CASES / name, ReadingOptions(asked))[0] == theirs(expected)
 
 
 @pytest.mark.parametrize("name", ["swift_loss", "axolotl_train"])
@@ -317,7 +319,7 @@ def test_a_published_shape_is_what_its_plain_rows_are(name: str, ours: Read) -> 
     made, plain, note = SHAPES[name]
     asked = AUTO
     if "chosen" in plain[0]:
-        asked = Asked("preference")
+        asked = ReadingOptions("preference")
     found, notes = ours(made, asked)
     assert found == ours(plain, asked)[0]
     assert note in notes
@@ -345,7 +347,7 @@ def test_what_a_question_is_about_is_in_its_prompt(
     row: dict[str, Any], prompt: str, tmp_path: Path
 ) -> None:
     path = str(written_rows(tmp_path / "rows.jsonl", [row] * 3))
-    _, _, layout = first_rows(Source(path), path)
+    _, _, layout = first_rows(DatasetSource(path), path)
     assert str(example_of(row, layout).prompt).endswith(prompt)
 
 
@@ -375,13 +377,13 @@ def test_the_settings_that_say_what_unknown_columns_are_are_named(
 
 def test_columns_may_be_named(ours: Read) -> None:
     row = {"frage": "Wo? ", "antwort": "Da.", "text": "x", "chosen": "Da.", "rejected": "Nein."}
-    named = Asked(prompt_column="frage", completion_column="antwort")
+    named = ReadingOptions(prompt_column="frage", completion_column="antwort")
     assert ours([row], named)[0] == ours([{"prompt": "Wo? ", "completion": "Da."}])[0]
     pair = {"prompt": "Wo? ", "chosen": "Da.", "rejected": "Nein."}
-    named = Asked("preference", prompt_column="frage")
-    assert ours([row], named)[0] == ours([pair], Asked("preference"))[0]
+    named = ReadingOptions("preference", prompt_column="frage")
+    assert ours([row], named)[0] == ours([pair], ReadingOptions("preference"))[0]
     # Of pairs whose completions are whole chats, the chosen ones alone.
-    chosen = Asked(prompt_column="prompt", completion_column="chosen")
+    chosen = ReadingOptions(prompt_column="prompt", completion_column="chosen")
     expected = [{"prompt": turns("a?"), "completion": turns("a?", "b.")[1:]}]
     assert ours(SHAPES["UltraFeedback"][0], chosen)[0] == ours(expected)[0]
 
@@ -389,15 +391,20 @@ def test_columns_may_be_named(ours: Read) -> None:
 @pytest.mark.parametrize(
     ("asked", "words"),
     [
-        (Asked(prompt_column="frage"), "data.completion_column=NAME"),
-        (Asked(completion_column="antwort"), "data.prompt_column=NAME"),
-        (Asked(prompt_column="frge", completion_column="antwort"), "did you mean 'frage'?"),
-        (Asked(prompt_column="frage", completion_column="frage"), "the same column"),
-        (Asked("messages", None, "frage", "antwort"), "are both given"),
-        (Asked("auto", "frage", "frage", "antwort"), "are both given"),
+        (ReadingOptions(prompt_column="frage"), "data.completion_column=NAME"),
+        (ReadingOptions(completion_column="antwort"), "data.prompt_column=NAME"),
+        (
+            ReadingOptions(prompt_column="frge", completion_column="antwort"),
+            "did you mean 'frage'?",
+        ),
+        (ReadingOptions(prompt_column="frage", completion_column="frage"), "the same column"),
+        (ReadingOptions("messages", None, "frage", "antwort"), "are both given"),
+        (ReadingOptions("auto", "frage", "frage", "antwort"), "are both given"),
     ],
 )
-def test_names_that_do_not_go_together_are_refused(asked: Asked, words: str, ours: Read) -> None:
+def test_names_that_do_not_go_together_are_refused(
+    asked: ReadingOptions, words: str, ours: Read
+) -> None:
     assert words in refusal(ours, [{"frage": "Wo?", "antwort": "Da."}], asked)
 
 

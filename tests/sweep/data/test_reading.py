@@ -14,7 +14,14 @@ from typing import Any
 import pytest
 
 from qlora_sweep.sweep.data import files
-from qlora_sweep.sweep.data.files import Broken, Place, RowsError, Source, dataset_files, is_on_hub
+from qlora_sweep.sweep.data.files import (
+    Broken,
+    DatasetSource,
+    Place,
+    RowsError,
+    dataset_files,
+    is_on_hub,
+)
 from tests.sweep.data.layouts import lines_of, written
 
 LINES = b'{"text": "a"}\n{"text": "b"}\n'
@@ -32,7 +39,7 @@ def read(path: Path) -> list[tuple[int, dict[str, Any] | str]]:
     return found
 
 
-def texts_of(source: Source) -> list[str]:
+def texts_of(source: DatasetSource) -> list[str]:
     return [fields["text"] for _, fields in source if isinstance(fields, dict)]
 
 
@@ -147,7 +154,7 @@ def test_a_directory_is_its_files_in_order_without_what_is_hidden(
         written(Path("d", name), '{"text": "a"}\n')
     written(Path("d", "README.md"), "no texts")
     for name in ("d", "d/", "./d"):
-        places = [place for place, _ in Source(name)]
+        places = [place for place, _ in DatasetSource(name)]
         named = [f"{name.rstrip('/')}/{file}" for file in ("a.jsonl", "b.json", "sub/c.jsonl")]
         assert places == [Place(each, 1) for each in named]
 
@@ -169,7 +176,7 @@ def test_of_a_directory_with_splits_the_training_split_is_read(
     directory = tmp_path / "data[1]"
     for name in (*train, *other):
         written(directory / name, f'{{"text": "{name}"}}\n')
-    source = Source(str(directory))
+    source = DatasetSource(str(directory))
     assert texts_of(source) == train
     assert len(source.notes) == bool(other)
     if other:
@@ -205,7 +212,7 @@ def test_of_a_directory_the_files_that_datasets_reads_are_read(
         written(directory / name, "text\na\n" if name.endswith(".csv") else '{"text": {}}\n')
     if readme is not None:
         written(directory / "README.md", readme)
-    source = Source(str(directory))
+    source = DatasetSource(str(directory))
     theirs = load_dataset(str(directory), split="train", cache_dir=str(tmp_path / "cache"))
     assert texts_of(source) == list(theirs["text"]) == ["a", "b"]
     (note,) = source.notes
@@ -234,7 +241,7 @@ def test_a_readme_that_does_not_say_what_is_read_is_refused(
         written(tmp_path / name, '{"text": "a"}\n')
     written(tmp_path / "README.md", readme)
     with pytest.raises(RowsError, match=words):
-        Source(str(tmp_path))
+        DatasetSource(str(tmp_path))
 
 
 def test_what_save_to_disk_left_is_read(tmp_path: Path) -> None:
@@ -244,16 +251,16 @@ def test_what_save_to_disk_left_is_read(tmp_path: Path) -> None:
     data.save_to_disk(tmp_path / "one")
     assert read(tmp_path / "one") == [(1, ROWS[0]), (2, ROWS[1])]
     DatasetDict({"train": data, "test": data}).save_to_disk(tmp_path / "splits")
-    source = Source(str(tmp_path / "splits"))
+    source = DatasetSource(str(tmp_path / "splits"))
     assert [fields for _, fields in source] == ROWS
     assert source.notes == ("its split train is read; left out: test",)
     assert (source.done, source.total) == (2, 2)
     DatasetDict({"test": data}).save_to_disk(tmp_path / "test")
     with pytest.raises(RowsError, match="no split train, but test"):
-        Source(str(tmp_path / "test"))
+        DatasetSource(str(tmp_path / "test"))
     (tmp_path / "one" / "state.json").write_text("{}")
     with pytest.raises(RowsError, match="datasets cannot load it"):
-        Source(str(tmp_path / "one"))
+        DatasetSource(str(tmp_path / "one"))
 
 
 def test_rows_of_the_hub_are_numbered_and_nothing_beside_them_is_decoded(
@@ -268,14 +275,14 @@ def test_rows_of_the_hub_are_numbered_and_nothing_beside_them_is_decoded(
     table = InMemoryTable(pa.table(made, schema=features.arrow_schema))
     data = Dataset(table, info=DatasetInfo(features=features))
     monkeypatch.setattr(files, "_of_hub", lambda _: data)
-    found = list(Source("org/texts"))
+    found = list(DatasetSource("org/texts"))
     assert [place for place, _ in found] == [Place("org/texts", 1), Place("org/texts", 2)]
     assert [fields["text"] for _, fields in found] == ["a", "b"]  # type: ignore[index]
 
 
 def test_progress_ends_with_all_that_there_is(tmp_path: Path) -> None:
     line = json.dumps({"text": "x" * 100_000}) + "\n"
-    source = Source(str(written(tmp_path / "a.jsonl", line * 30)))
+    source = DatasetSource(str(written(tmp_path / "a.jsonl", line * 30)))
     seen = [source.done for _ in source]
     assert seen == sorted(seen)
     assert (source.done, source.total) == (3, 3)
@@ -305,7 +312,7 @@ def test_what_is_no_dataset_is_refused(
     if data is not None:
         written(tmp_path / name, data)
     with pytest.raises(RowsError) as refused:
-        list(Source(str(tmp_path / name)))
+        list(DatasetSource(str(tmp_path / name)))
     assert words in str(refused.value)
     assert name in str(refused.value)
 

@@ -16,7 +16,7 @@ from qlora_sweep.search_spaces.errors import EnvironmentFault, InputError
 from qlora_sweep.search_spaces.models import ModelSpec, load_model_spec
 from qlora_sweep.sweep.data import prepared_dataset as module
 from qlora_sweep.sweep.data.batches import open_tokens
-from qlora_sweep.sweep.data.files import Source
+from qlora_sweep.sweep.data.files import DatasetSource
 from qlora_sweep.sweep.data.prepared_dataset import (
     DatasetRequest,
     PreparedDataset,
@@ -137,7 +137,7 @@ def test_a_hub_that_cannot_be_reached_is_the_environments_fault(
         pytest.raises(EnvironmentFault, match="nobody/texts: neither a file or directory here"),
         module.translated("nobody/texts"),
     ):
-        Source("nobody/texts")
+        DatasetSource("nobody/texts")
 
 
 DIES = f"import sys; print('first\\nout of luck {SECRET}', file=sys.stderr); sys.exit(3)"

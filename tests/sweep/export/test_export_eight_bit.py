@@ -12,7 +12,7 @@ import pytest
 
 from qlora_sweep.search_spaces.models import ModelSpec
 from qlora_sweep.storage.definition import StudySnapshot
-from qlora_sweep.sweep.data.kinds import Asked
+from qlora_sweep.sweep.data.kinds import ReadingOptions
 from tests.sweep.export.studies import PAIR, a_study, some_dataset
 from tests.sweep.export.weights import written_dataset
 from tests.sweep.finetuning.trainings import job, run
@@ -24,13 +24,13 @@ Script = Callable[[StudySnapshot], ModuleType]
 
 def trained_by_sweep(source: Path, kind: Any, config: Any, model: ModelSpec) -> Any:
     """Return what `sweep train` records of 8-bit products on a file's examples."""
-    from qlora_sweep.sweep.data.prepared_dataset import Question
+    from qlora_sweep.sweep.data.prepared_dataset import PreparationRequest
     from qlora_sweep.sweep.data.preparing import prepare
 
     place, beside = str(model.path), source.with_name("ours")
     only = kind == "preference"
-    asked = Asked(format=kind)
-    question = Question(str(source), asked, only, place, place, "", str(beside), "x")
+    asked = ReadingOptions(format=kind)
+    question = PreparationRequest(str(source), asked, only, place, place, "", str(beside), "x")
     directory = prepare(question, on_progress=lambda *_: None)
     ours = job(
         source.with_name("out"),

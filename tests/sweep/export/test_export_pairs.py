@@ -13,7 +13,7 @@ import pytest
 
 from qlora_sweep.search_spaces.models import ModelSpec
 from qlora_sweep.storage.definition import StudySnapshot
-from qlora_sweep.sweep.data.kinds import Asked
+from qlora_sweep.sweep.data.kinds import ReadingOptions
 from qlora_sweep.sweep.training import preference
 from tests.sweep.export.studies import PAIR, a_study, some_dataset
 from tests.sweep.export.weights import a_row, written_dataset
@@ -66,7 +66,7 @@ def test_a_script_trains_on_the_pairs_of_our_own_training(
     from transformers import AutoTokenizer
 
     from qlora_sweep.sweep.data.batches import training_rows
-    from qlora_sweep.sweep.data.prepared_dataset import Question
+    from qlora_sweep.sweep.data.prepared_dataset import PreparationRequest
     from qlora_sweep.sweep.data.preparing import prepare
 
     source = tmp_path / "data.jsonl"
@@ -77,8 +77,8 @@ def test_a_script_trains_on_the_pairs_of_our_own_training(
     source.write_text("".join(f"{json.dumps(row)}\n" for row in rows), encoding="utf-8")
     study = on_pairs(model, source, micro_batch_size=4)
     script, config = script_of(study), study.records[0].config
-    asked = Asked(format="preference")
-    question = Question(str(source), asked, True, place, place, "", str(tmp_path), "x")
+    asked = ReadingOptions(format="preference")
+    question = PreparationRequest(str(source), asked, True, place, place, "", str(tmp_path), "x")
     read = script.read(str(source), AutoTokenizer.from_pretrained(place))
     trained, held_out = script.split(len(read), 0.1, 0, 2)
     assert len(trained) + len(held_out) == 2 * (len(plain) + 1), "one is no pair"

@@ -20,7 +20,7 @@ from qlora_sweep.search_spaces.models import ModelSpec, load_model_spec
 from qlora_sweep.search_spaces.space import SearchSpace
 from qlora_sweep.storage.definition import StudySnapshot
 from qlora_sweep.sweep.data import collation
-from qlora_sweep.sweep.data.kinds import Asked
+from qlora_sweep.sweep.data.kinds import ReadingOptions
 from qlora_sweep.sweep.export.formats import exported
 from tests.sweep.export.studies import HOSTILE, a_study, export, imported, some_dataset
 from tests.sweep.export.test_export_formats import dataset_info
@@ -49,7 +49,7 @@ def test_the_script_trains_on_the_micro_batches_of_our_own_training(
     from transformers import AutoTokenizer
 
     from qlora_sweep.sweep.data.batches import epoch_of, training_rows
-    from qlora_sweep.sweep.data.prepared_dataset import Question, open_prepared
+    from qlora_sweep.sweep.data.prepared_dataset import PreparationRequest, open_prepared
     from qlora_sweep.sweep.data.preparing import prepare
 
     config = tiny_config(packing=packing, compile=compiled, seq_len=128, micro_batch_size=4)
@@ -59,8 +59,8 @@ def test_the_script_trains_on_the_micro_batches_of_our_own_training(
     odd = [{"prompt": "p" * 300, "completion": "cut off"}, {"text": "a"}, a_row(kind, 4)]
     plain = [a_row(kind, index) for index in range(40)]
     source.write_text("".join(f"{json.dumps(row)}\n" for row in (*plain, *odd, *plain)))
-    question = Question(
-        str(source), Asked(format=kind), only, place, place, "", str(tmp_path / "p"), "x"
+    question = PreparationRequest(
+        str(source), ReadingOptions(format=kind), only, place, place, "", str(tmp_path / "p"), "x"
     )
     directory = prepare(question, on_progress=lambda *_: None)
     count = len(open_prepared(directory).lengths())

@@ -16,7 +16,12 @@ from pydantic import BaseModel
 
 from qlora_sweep.storage.records import INTERRUPTED, Crashed, Diverged, Invalid, OutOfMemory
 from qlora_sweep.sweep.finetuning import checkpoints
-from qlora_sweep.sweep.finetuning.protocol import Saved, Started, TrainingJob, TrainingResult
+from qlora_sweep.sweep.finetuning.protocol import (
+    Saved,
+    TrainingJob,
+    TrainingResult,
+    TrainingStarted,
+)
 from tests.sweep.data.prepared import prepared, prepared_pairs
 from tests.sweep.finetuning.trainings import adapter, job, run
 from tests.sweep.training.tiny import TINY, saved_with_outliers
@@ -98,7 +103,7 @@ def test_a_training_that_was_stopped_and_resumed_ends_with_the_same_weights(
     assert any(value.any() for name, value in adapter(whole).items() if "lora_B" in name)
     resumed, said = stopped_and_resumed(begun, stop_after=stop_after)
     assert_same(resumed, whole)
-    started = next(message for message in said if isinstance(message, Started))
+    started = next(message for message in said if isinstance(message, TrainingStarted))
     assert started.steps == whole.steps
     assert stop_after <= started.steps_done < whole.steps
 
@@ -161,7 +166,7 @@ def test_a_training_says_whether_packed_examples_see_each_other(
     begun = job(tmp_path, texts, packing="packed", model=spec.to_json(), **settings)
     end, said = run(begun)
     assert isinstance(end, TrainingResult), end
-    started = next(message for message in said if isinstance(message, Started))
+    started = next(message for message in said if isinstance(message, TrainingStarted))
     assert (started.documents_apart, end.documents_apart) == (are_apart, are_apart)
 
 
@@ -393,12 +398,12 @@ def test_a_reference_that_is_worked_out_once_trains_as_one_that_is_asked_in_each
 def test_a_step_in_which_something_is_compiled_is_no_measure_of_speed() -> None:
     import torch
 
-    from qlora_sweep.sweep.finetuning.course import WARMUP_STEPS, Course, Steps
+    from qlora_sweep.sweep.finetuning.course import WARMUP_STEPS, RunTracker, Steps
     from qlora_sweep.sweep.training.adapters import Compilation
     from qlora_sweep.sweep.training.device import open_device
 
     compilation, steps = Compilation(), Steps()
-    watch = Course(open_device("cpu"), steps, compilation=compilation)
+    watch = RunTracker(open_device("cpu"), steps, compilation=compilation)
     for index in range(WARMUP_STEPS + 5):
         if index in (0, WARMUP_STEPS + 2):
             compilation.seconds += 3.0

@@ -12,7 +12,7 @@ from typing import Any
 from qlora_sweep.search_spaces.gpus import find_gpu
 from qlora_sweep.search_spaces.prices import Offer
 from qlora_sweep.sweep.launching import there
-from qlora_sweep.sweep.launching.rented import Cost, Machine, Rental, providers
+from qlora_sweep.sweep.launching.rented import Cost, Rental, RentalRequest, providers
 
 
 def an_offer(**changes: Any) -> Offer:
@@ -36,11 +36,11 @@ def a_cost(**changes: Any) -> Cost:
 
 def a_machine(
     gpu: str = "a10", gpus: int = 1, cloud: str | None = None, is_spot: bool = False
-) -> Machine:
-    return Machine(find_gpu(gpu), gpus, cloud, is_spot)
+) -> RentalRequest:
+    return RentalRequest(find_gpu(gpu), gpus, cloud, is_spot)
 
 
-def a_rental(provider: str, machine: Machine | None = None, **changes: Any) -> Rental:
+def a_rental(provider: str, machine: RentalRequest | None = None, **changes: Any) -> Rental:
     machine = machine or a_machine()
     rental = Rental(
         study="mine",

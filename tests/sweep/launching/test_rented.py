@@ -34,7 +34,7 @@ from qlora_sweep.sweep.launching.parcel import hub_variables
 from qlora_sweep.sweep.launching.rented import (
     HOURS_MAX,
     Cost,
-    Course,
+    StudyForecast,
     cost_of,
     job_directory,
     providers,
@@ -303,7 +303,7 @@ def cost(
     download_bytes: float = 0.0,
     **offer: Any,
 ) -> Cost:
-    course = Course(seconds, least_seconds=10.0, download_bytes=download_bytes)
+    course = StudyForecast(seconds, least_seconds=10.0, download_bytes=download_bytes)
     provider = providers()["modal"].model_copy(update={"usd_beside": 0.3})
     return cost_of(course, an_offer(**offer), provider, max_dollars)
 
@@ -349,7 +349,7 @@ def test_the_cheapest_whole_machine_is_rented_by_its_own_provider() -> None:
     assert sky.offer(a_machine(), [aws]).boot_seconds == 360
     typed = an_offer(provider=TYPED_PROVIDER)
     assert sky.of(a_machine("l4", 1, "gcp")).offer(a_machine(), [aws, typed]).provider == "SkyPilot"
-    course = Course(None, 0, 0)
+    course = StudyForecast(None, 0, 0)
     assert cost_of(course, an_offer(), modal, None).usd_per_hour_most == 1.65
     assert cost_of(course, an_offer(usd_per_hour=1.29), sky, None).usd_per_hour_most == 1.62
 

@@ -20,9 +20,9 @@ from qlora_sweep.search_spaces.presets import preset_texts
 from qlora_sweep.storage.reading import read_study
 from qlora_sweep.sweep.cli import main
 from qlora_sweep.sweep.launching.remote import (
-    Connection,
     ConnectionLostError,
     RemoteStudy,
+    SshConnection,
     checked_address,
 )
 from qlora_sweep.sweep.launching.there import STAMP
@@ -85,15 +85,15 @@ def pretending(server: Server) -> Path:
 
 
 @pytest.fixture
-def connection(server: Server) -> Iterator[Connection]:
-    with Connection(server.address) as connection:
+def connection(server: Server) -> Iterator[SshConnection]:
+    with SshConnection(server.address) as connection:
         yield connection
 
 
 class Study(RemoteStudy):
     """Its `sweep` runs until it was asked often enough."""
 
-    def __init__(self, connection: Connection, python: Path, scratch: Path, home: Path) -> None:
+    def __init__(self, connection: SshConnection, python: Path, scratch: Path, home: Path) -> None:
         name = f"study-{scratch.name}"
         super().__init__(connection, name, python=str(python))
         self.place, self._scratch = home / "qlora-sweep" / name, scratch
@@ -128,7 +128,7 @@ class Study(RemoteStudy):
 
 
 @pytest.fixture
-def study(connection: Connection, pretending: Path, server: Server, tmp_path: Path) -> Study:
+def study(connection: SshConnection, pretending: Path, server: Server, tmp_path: Path) -> Study:
     return Study(connection, pretending, tmp_path, server.home)
 
 
@@ -148,7 +148,7 @@ def test_what_is_no_address_is_refused_before_ssh_sees_it(typed: str) -> None:
 
 def refused(address: str, python: str | None = None) -> str:
     def prepare() -> None:
-        with Connection(address) as connection:
+        with SshConnection(address) as connection:
             study = RemoteStudy(connection, "any", python=python)
             study.prepare(study.look().target, say=lambda _: None)
 
@@ -299,7 +299,7 @@ def test_a_study_that_nobody_could_follow_is_not_left_running(study: Study) -> N
 
 
 def test_an_installation_that_cannot_be_imported_fails_and_says_why(
-    connection: Connection, server: Server, tmp_path: Path
+    connection: SshConnection, server: Server, tmp_path: Path
 ) -> None:
     python = environment_with(
         server.directory / "broken", sweep=version("qlora-sweep"), program="import no_such_module"

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from qlora_sweep.sweep.launching.volume import STOP_SECONDS, Copies, Ledger
+from qlora_sweep.sweep.launching.volume import STOP_SECONDS, Copies, PaidSeconds
 
 WRITER = """
 import os, signal, sqlite3, sys, time
@@ -38,9 +38,9 @@ sys.exit(int(sys.argv[2]))
 MACHINE = """
 import sys, time
 from pathlib import Path
-from qlora_sweep.sweep.launching.volume import Copies, Ledger, keep
+from qlora_sweep.sweep.launching.volume import Copies, PaidSeconds, keep
 volume, home, limit, *command = sys.argv[1:]
-ledger = Ledger(Path(volume) / "paid.json", float(limit), since=time.time(), quiet_seconds=1.0)
+ledger = PaidSeconds(Path(volume) / "paid.json", float(limit), since=time.time(), quiet_seconds=1.0)
 copies = Copies(Path(volume), Path(home))
 sys.exit(keep([sys.executable, *command], copies=copies, ledger=ledger, save_seconds=0.1))
 """
@@ -157,8 +157,8 @@ class Clock:
     def __init__(self, path: Path) -> None:
         self.now, self.waited, self.path = 1000.0, 0.0, path
 
-    def machine(self, owner: str) -> Ledger:
-        return Ledger(self.path, 9e9, since=self.now, clock=lambda: self.now, owner=owner)
+    def machine(self, owner: str) -> PaidSeconds:
+        return PaidSeconds(self.path, 9e9, since=self.now, clock=lambda: self.now, owner=owner)
 
     def silence(self, seconds: float) -> bool:
         self.now, self.waited = self.now + seconds, self.waited + seconds
@@ -231,7 +231,7 @@ def test_a_ledger_that_holds_something_else_is_not_begun_anew(text: str, clock: 
 def test_machines_are_added_each_with_what_is_not_seen_and_counted_once(tmp_path: Path) -> None:
     def is_spent(machine: str, since: float, limit: float) -> bool:
         path, limit = tmp_path / "paid.json", limit + STOP_SECONDS
-        ledger = Ledger(path, limit, since, 10, clock=lambda: 2000.0, machine=machine)
+        ledger = PaidSeconds(path, limit, since, 10, clock=lambda: 2000.0, machine=machine)
         assert ledger.claim(wait=lambda _: True)
         ledger.write(is_last=True)
         return ledger.is_spent

@@ -22,7 +22,7 @@ from qlora_sweep.sweep.planning.backwards import (
     on_gpu,
     ranked,
 )
-from qlora_sweep.sweep.planning.candidates import Asked, is_faster, own_space
+from qlora_sweep.sweep.planning.candidates import PlanOptions, is_faster, own_space
 from qlora_sweep.sweep.planning.documents import cheapest_document, longest_document
 from qlora_sweep.sweep.planning.evidence import evidence_from
 from qlora_sweep.sweep.planning.plan import TASK_KEYS, Use, few, what_ifs
@@ -206,7 +206,7 @@ def test_rows_end_with_the_first_micro_batch_at_which_nothing_fits() -> None:
 
 def test_one_configuration_is_asked_about_at_its_micro_batch_or_at_all() -> None:
     config = TrialConfig(micro_batch_size=3, checkpoint_fraction=0.5)
-    held = longest_rows(config, a_forecaster(), asked=Asked(held={"micro_batch_size": 3}))
+    held = longest_rows(config, a_forecaster(), asked=PlanOptions(held={"micro_batch_size": 3}))
     assert [row.micro_batch_size for row in held.rows] == [3]
     free = longest_rows(config, a_forecaster())
     assert [row.micro_batch_size for row in free.rows][:3] == [1, 2, 4]

@@ -10,7 +10,7 @@ from qlora_sweep.sweep.sampling.surrogate import (
     Column,
     Mixture,
     Observed,
-    Peaks,
+    PredictedPeaks,
     SpeedSurrogate,
     chance_to_fit,
     expected_improvement,
@@ -84,7 +84,7 @@ def test_the_chance_to_fit_falls_with_the_predicted_peak_and_is_certain_without_
     None
 ):
     gibibytes = np.array([10.0, 15.0, 19.0, 19.9, 20.5, 24.0, 30.0, np.nan])
-    peaks = Peaks(np.log(gibibytes), np.full(8, 0.015), np.zeros(8, dtype=np.intp))
+    peaks = PredictedPeaks(np.log(gibibytes), np.full(8, 0.015), np.zeros(8, dtype=np.intp))
     chance = chance_to_fit(peaks, [], log_budget=BUDGET)
     assert chance[0] > 0.95
     assert chance[6] < 0.1
@@ -94,7 +94,7 @@ def test_the_chance_to_fit_falls_with_the_predicted_peak_and_is_certain_without_
 
 def test_a_compiled_trial_that_ran_out_says_nothing_of_eager_ones() -> None:
     kinds = np.array([0, 1], dtype=np.intp)
-    peaks = Peaks(np.log([19.0, 19.0]), np.full(2, 0.015), kinds)
+    peaks = PredictedPeaks(np.log([19.0, 19.0]), np.full(2, 0.015), kinds)
     chance = chance_to_fit(peaks, [(1, BUDGET, True)], log_budget=BUDGET)
     assert chance[0] > 0.9
     assert chance[1] < 0.5

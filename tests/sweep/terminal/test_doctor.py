@@ -14,7 +14,7 @@ from qlora_sweep.search_spaces.gpus import GIB, find_gpu
 from qlora_sweep.sweep.running.device_info import GpuInfo, GpuProcess
 from qlora_sweep.sweep.terminal.doctor import (
     Finding,
-    Machine,
+    InspectedMachine,
     check,
     examine,
     findings_text,
@@ -31,7 +31,7 @@ WORKING = {"torch": "2.13.0", "cuda": "12.8", "has_cuda": True, "errors": {}}
 ON_CPU = {"torch": "2.13.0+cpu", "cuda": None, "has_cuda": False, "errors": {}}
 BROKEN_BNB = WORKING | {"errors": {"bitsandbytes": "RuntimeError: no kernel image"}}
 BROKEN_TORCH = WORKING | {"torch": None, "errors": {"torch": "ImportError: libcudart.so"}}
-MACHINE = Machine(
+MACHINE = InspectedMachine(
     gpu=GPU,
     libraries=WORKING,
     versions={"bitsandbytes": "0.50.2", "optuna": "5.0.0", "liger-kernel": "0.8.5"},

@@ -139,12 +139,12 @@ def counted(model: ModelSpec, config: TrialConfig = PLAIN) -> float | None:
 def test_both_counts_of_a_steps_flops_are_the_same(
     architecture: dict[str, Any], targets: str | tuple[str, ...]
 ) -> None:
-    from qlora_sweep.sweep.predict.speed.kernels import Layout
+    from qlora_sweep.sweep.predict.speed.kernels import KernelShapes
     from qlora_sweep.sweep.predict.speed.steps import model_flops
 
     model = a_model(**architecture)
     config = PLAIN.model_copy(update={"target_modules": targets})
-    flops = model_flops(Layout([config], model))
+    flops = model_flops(KernelShapes([config], model))
     assert flops == counted(model, config) * config.tokens_per_step  # type: ignore[operator]
 
 

@@ -50,9 +50,9 @@ def learned(base: Any, texts: Any, config: TrialConfig, **changes: Any) -> Quali
 
 
 def batches(texts: Any, config: TrialConfig, *, tokens: int = ASKED.tokens) -> list[Any]:
-    from qlora_sweep.sweep.data.batches import Lesson
+    from qlora_sweep.sweep.data.batches import QualityBatches
 
-    lesson = Lesson(texts, config, tokens=tokens, seed=ASKED.seed)
+    lesson = QualityBatches(texts, config, tokens=tokens, seed=ASKED.seed)
     return [lesson[index] for index in range(len(lesson))]
 
 

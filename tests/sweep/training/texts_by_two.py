@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from qlora_sweep.search_spaces.config import TrialConfig
-from qlora_sweep.sweep.data.batches import Lesson, TokenizedDataset, trial_batches
+from qlora_sweep.sweep.data.batches import QualityBatches, TokenizedDataset, trial_batches
 from qlora_sweep.sweep.training.adapters import attached
 from qlora_sweep.sweep.training.model import build_base
 from qlora_sweep.sweep.training.step import TrainingLoop
@@ -59,7 +59,7 @@ def told_by(kind: str, directory: Path, device: torch.device, *, is_lesson: bool
         every = list(chain(*zip(*(made.round for made in of_two), strict=True)))
         batches = [of_two[0].largest, every[mine]]
         if is_lesson:
-            lesson = Lesson(texts, config, tokens=900, seed=3, rank=rank())
+            lesson = QualityBatches(texts, config, tokens=900, seed=3, rank=rank())
             batches = [[lesson[index] for index in range(len(lesson))]]
         loop = TrainingLoop(attachment, config, seed=0, batches=batches)
         loop.leave_largest()

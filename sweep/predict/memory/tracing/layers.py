@@ -31,7 +31,7 @@ from qlora_sweep.sweep.predict.memory.tracing.profile import (
     symbols_of,
 )
 from qlora_sweep.sweep.predict.memory.tracing.stand_ins import Cuda
-from qlora_sweep.sweep.predict.memory.tracing.walk import Ledger, PlainLoop, boundaries
+from qlora_sweep.sweep.predict.memory.tracing.walk import PlainLoop, StorageCounter, boundaries
 from qlora_sweep.sweep.training.adapters import with_adapters
 from qlora_sweep.sweep.training.model import BaseModel, decoder_layers
 
@@ -96,7 +96,7 @@ class _Pass:
     """Operators after the last linear layer."""
 
 
-class Recorder(Ledger):
+class Recorder(StorageCounter):
     """Notes each operator of a step as well; see `_Pass`."""
 
     def __init__(self, symbols: Symbols, base: torch.nn.Module, *, layers: int) -> None:

@@ -405,7 +405,7 @@ class Linear4bit(torch.nn.Linear):
         x = x.to(self.compute_dtype)
         if self.bias is not None and self.bias.dtype != x.dtype:
             self.bias.data = self.bias.data.to(x.dtype)
-        result = _Product.apply(x, self, self.bias)
+        result = _TracedProduct.apply(x, self, self.bias)
         return result if self.is_compiled else result.to(dtype)
 
     def take_scales(self) -> torch.Tensor | None:
@@ -417,7 +417,7 @@ class Linear4bit(torch.nn.Linear):
         return torch.empty(self.out_features, self.in_features, dtype=dtype, device="meta")
 
 
-class _Product(torch.autograd.Function):
+class _TracedProduct(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x: torch.Tensor, layer: Linear4bit, bias: torch.Tensor | None

@@ -49,10 +49,10 @@ from qlora_sweep.sweep.predict.memory.profiles import (
     GRADIENTS,
     LOSS,
     Change,
-    Entry,
     Polynomial,
     Structure,
     Symbols,
+    TapeEntry,
 )
 from qlora_sweep.sweep.predict.memory.tracing.stand_ins import Cuda
 from qlora_sweep.sweep.training import preference
@@ -91,7 +91,7 @@ class PlainLoop(Exception):  # noqa: N818 - the name says what was met
     """The model's code takes the sequence apart; the message says how and what follows."""
 
 
-class Ledger(TorchDispatchMode):
+class StorageCounter(TorchDispatchMode):
     """Counts storages while it is entered.
 
     Args:
@@ -263,7 +263,7 @@ class Traceable:
 class Walk:
     """What a step came to."""
 
-    ledger: Ledger
+    ledger: StorageCounter
     gradients: Collection[int]
     """Numbers of the storages that ended as gradients of the adapters."""
     tells_halves_apart: bool
@@ -287,7 +287,7 @@ def walk(target: Traceable, symbols: Symbols, structure: Structure) -> Walk:
     is_packed = config.packing == "packed" and config.attention != "flash_attention_2"
     if structure.is_checkpointed:
         _checkpoint(target, cuda)
-    ledger = Ledger(
+    ledger = StorageCounter(
         ignored=list(itertools.chain(target.model.parameters(), target.model.buffers())),
         layers=len(target.layers),
         is_odd=symbols.is_unexplained,
@@ -412,7 +412,7 @@ def _texts_of_tokens(position_ids: torch.Tensor) -> torch.Tensor:
 
 
 @contextlib.contextmanager
-def boundaries(layers: list[torch.nn.Module], ledger: Ledger) -> Iterator[None]:
+def boundaries(layers: list[torch.nn.Module], ledger: StorageCounter) -> Iterator[None]:
     """Mark where each layer's forward and backward pass begin."""
     done: set[int] = set()
     last = len(layers) - 1
@@ -448,8 +448,8 @@ _NEVER = "end"
 
 
 def tapes(
-    ledger: Ledger, symbols: Symbols, *, gradients: Collection[int]
-) -> tuple[list[Polynomial], dict[str, list[Entry]]]:
+    ledger: StorageCounter, symbols: Symbols, *, gradients: Collection[int]
+) -> tuple[list[Polynomial], dict[str, list[TapeEntry]]]:
     """Return the distinct sizes, and each marked segment's tape, as `profiles.Segment` has it.
 
     Args:
@@ -460,9 +460,9 @@ def tapes(
     paths = _paths(ledger)
     indices: dict[int, int] = {}
     births: dict[int, str] = {}
-    result: dict[str, list[Entry]] = {}
+    result: dict[str, list[TapeEntry]] = {}
     for name, events in ledger.segments():
-        tape: list[Entry] = []
+        tape: list[TapeEntry] = []
         for storage, is_birth in events:
             birth = births.setdefault(storage, name)
             path, layers = paths.get(storage, (storage, None))
@@ -484,7 +484,7 @@ def tapes(
             elif birth in _LOSS:
                 purpose = LOSS
             size = indices.setdefault(ledger.sizes[storage], len(indices))
-            tape.append(Entry(change, path, size, purpose, lived))
+            tape.append(TapeEntry(change, path, size, purpose, lived))
         result[name] = tape
     return [symbols.polynomial(size) for size in indices], result
 
@@ -501,7 +501,7 @@ def _left_by(birth: str, name: str) -> int:
     return int(birth.partition(" ")[2] or 0)
 
 
-def highest(tape: Sequence[Entry], after: NDArray[np.int64]) -> list[int]:
+def highest(tape: Sequence[TapeEntry], after: NDArray[np.int64]) -> list[int]:
     """Return the births after which no other has more alive at every batch, length, rank and number
     of layers; ``after`` is `profiles.alive`."""
     totals = after.sum(axis=1).reshape(len(tape), -1)
@@ -515,7 +515,7 @@ def highest(tape: Sequence[Entry], after: NDArray[np.int64]) -> list[int]:
     return sorted(kept)
 
 
-def _paths(ledger: Ledger) -> dict[int, tuple[str, int | None]]:
+def _paths(ledger: StorageCounter) -> dict[int, tuple[str, int | None]]:
     """Return the path of each storage that outlives its segment, and through how many layers."""
     births: dict[int, str] = {}
     deaths: dict[int, str] = {}

@@ -32,10 +32,10 @@ from qlora_sweep.sweep.predict.memory.predictor import (
 from qlora_sweep.sweep.predict.memory.profiles import (
     VARYING,
     Change,
-    Entry,
     Profile,
     Structure,
     Symbols,
+    TapeEntry,
     Untraceable,
 )
 from qlora_sweep.sweep.predict.memory.replay import (
@@ -321,7 +321,7 @@ def walked(step: Step) -> tuple[str, dict[str, int]]:
     alive: Counter[str] = Counter()
     best, moment, most = dict(alive), "forward", -1
 
-    def count(entry: Entry, profile: Profile, times: int) -> None:
+    def count(entry: TapeEntry, profile: Profile, times: int) -> None:
         what, _, size, part, _ = entry
         polynomial = profile.sizes[size]
         size_bytes = sum(

@@ -20,7 +20,7 @@ from qlora_sweep.search_spaces.models import ModelSpec, load_model_spec
 from qlora_sweep.search_spaces.rules import attention_of
 from qlora_sweep.sweep.predict.memory.profile_store import trace_layers
 from qlora_sweep.sweep.predict.speed import layers as known_layers
-from qlora_sweep.sweep.predict.speed.kernels import BYTES, FLOPS, LAUNCHES, Layout
+from qlora_sweep.sweep.predict.speed.kernels import BYTES, FLOPS, LAUNCHES, KernelShapes
 from qlora_sweep.sweep.predict.speed.layers import Layers, from_json, layers_of
 from qlora_sweep.sweep.predict.speed.predictor import TYPE_SPREAD, StepTimes, calibrate
 from qlora_sweep.sweep.predict.speed.steps import layers_refusal, micro_batches
@@ -94,7 +94,9 @@ def test_a_walk_of_a_known_type_finds_what_is_known_of_it(name: str) -> None:
         )
     ]
     one, other = (
-        micro_batches([Layout(configs, model, kinds=kinds, at=at) for at in range(len(kinds))])
+        micro_batches(
+            [KernelShapes(configs, model, kinds=kinds, at=at) for at in range(len(kinds))]
+        )
         for kinds in (found, known)
     )
     totals, expected = one.sum(axis=0), other.sum(axis=0)

@@ -17,7 +17,7 @@ from qlora_sweep.search_spaces.config import TrialConfig, parse_config
 from qlora_sweep.search_spaces.errors import InputError
 from qlora_sweep.search_spaces.gpus import GpuSpec, Interconnect, find_gpu, gpu_catalogue
 from qlora_sweep.search_spaces.models import ModelSpec, load_model_spec
-from qlora_sweep.sweep.predict.speed.kernels import MASKED_DOUBT, Layout, attention
+from qlora_sweep.sweep.predict.speed.kernels import MASKED_DOUBT, KernelShapes, attention
 from qlora_sweep.sweep.predict.speed.predictor import (
     EIGHT_BIT_SPREAD,
     FACTORS,
@@ -265,7 +265,7 @@ def _seconds(model: str, rows: int, packing: str) -> float:
     gpu = find_gpu("h200")
     matrix = gpu.matrix_rate("bf16")
     assert matrix is not None
-    forward, backward = attention(Layout([config], load_model_spec(model)))
+    forward, backward = attention(KernelShapes([config], load_model_spec(model)))
     flops, moved, _ = (forward + backward)[:, 0].tolist()
     memory = gpu.copy_rate * ELEMENTWISE_EFFICIENCY
     return float(flops / (matrix * ATTENTION_EFFICIENCY) + moved / memory)
