@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from qlora_sweep.reports import format as units
 from qlora_sweep.reports import words
 from qlora_sweep.reports.view import StudyView
-from qlora_sweep.search_spaces.config import KNOBS, SIZE_KEYS, canonical
+from qlora_sweep.search_spaces.config import SETTINGS, SIZE_KEYS, canonical
 from qlora_sweep.search_spaces.dimensions import Choices
 from qlora_sweep.search_spaces.models import ModelSpec
 from qlora_sweep.storage import records
@@ -40,7 +40,9 @@ def _for_the_winner(view: StudyView, winner: RankedTrial) -> Iterator[str]:
         yield from _too_large(view, winner)
         yield from _edges(view, winner)
         fixed = [
-            key for key, setting in KNOBS.items() if setting.tried and key not in space.dimensions
+            key
+            for key, setting in SETTINGS.items()
+            if setting.tried and key not in space.dimensions
         ]
         if fixed:
             yield (
@@ -128,7 +130,7 @@ def _edges(view: StudyView, winner: RankedTrial) -> Iterator[str]:
         if getattr(config, key) >= largest:
             used = winner.measurement.peak_allocated_bytes / view.gpu.budget_bytes
             yield (
-                f"A wider space: the winner has the largest {KNOBS[key].label} that the space "
+                f"A wider space: the winner has the largest {SETTINGS[key].label} that the space "
                 f"'{space.name}' offers ({largest:g}) and uses {units.percent(used)} of the "
                 f"budget. Offer larger values of {key}."
             )

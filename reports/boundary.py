@@ -20,7 +20,7 @@ from qlora_sweep.reports.document import TrialTable
 from qlora_sweep.reports.figures import Section
 from qlora_sweep.reports.view import StudyView
 from qlora_sweep.reports.words import VERDICT_LABELS
-from qlora_sweep.search_spaces.config import KNOBS, SIZE_KEYS, canonical
+from qlora_sweep.search_spaces.config import SETTINGS, SIZE_KEYS, canonical
 from qlora_sweep.storage.ranking import fitting
 from qlora_sweep.storage.records import (
     OUT_OF_MEMORY,
@@ -72,8 +72,8 @@ def boundary_of(document: TrialTable) -> Section | None:
     if not records:
         return None
     configs = [canonical(record.config) for record in records]
-    values_of = {key: set(map(attrgetter(key), configs)) for key in KNOBS}
-    varying = [key for key in KNOBS if len(values_of[key]) > 1]
+    values_of = {key: set(map(attrgetter(key), configs)) for key in SETTINGS}
+    varying = [key for key in SETTINGS if len(values_of[key]) > 1]
     panel_keys = [key for key in PANEL_KEYS if key in varying]
     # A group: the trials of one panel, by the values of the panel's keys.
     groups: dict[tuple[object, ...], list[TrialRecord]] = defaultdict(list)
@@ -106,7 +106,7 @@ def boundary_of(document: TrialTable) -> Section | None:
     best_over = []
     for key in varying:
         if key not in _OF_CELLS and key not in panel_keys:
-            best_over.append(KNOBS[key].label)
+            best_over.append(SETTINGS[key].label)
     return Section(
         lengths=lengths,
         panels=panels,

@@ -15,7 +15,7 @@ from typing import Any
 from qlora_sweep.reports import format as units
 from qlora_sweep.reports import words
 from qlora_sweep.reports.view import StudyView
-from qlora_sweep.search_spaces.config import KNOBS, TrialConfig
+from qlora_sweep.search_spaces.config import SETTINGS, TrialConfig
 from qlora_sweep.search_spaces.gpus import gpu_catalogue
 from qlora_sweep.search_spaces.linears import CapacityClass
 from qlora_sweep.search_spaces.redaction import shown
@@ -163,7 +163,7 @@ def document_of(view: StudyView) -> TrialTable:
         for record in records:
             value = getattr(record.config, key)
             settings.append((value, setting_words(value)))
-        columns[key] = TrialColumn(KNOBS[key].label, tuple(settings), len(set(settings)) > 1)
+        columns[key] = TrialColumn(SETTINGS[key].label, tuple(settings), len(set(settings)) > 1)
     return TrialTable(view, records, unit, columns)
 
 

@@ -23,7 +23,7 @@ from scipy.special import stdtrit
 from qlora_sweep.reports import format as units
 from qlora_sweep.reports.document import TrialTable
 from qlora_sweep.reports.figures import BLUE, PageFigure, Section, dashed, framed, whiskers
-from qlora_sweep.search_spaces.config import KNOBS, TrialConfig, canonical
+from qlora_sweep.search_spaces.config import SETTINGS, TrialConfig, canonical
 from qlora_sweep.search_spaces.space import SearchSpace
 from qlora_sweep.storage.records import Measurement
 
@@ -92,7 +92,7 @@ class _Setting:
     def changes(self, usual: Any) -> Iterator[tuple[str, list[float]]]:
         """Yield each change to tell with its weights: neighbours of a number, words against the
         usual one."""
-        name = KNOBS[self.key].label
+        name = SETTINGS[self.key].label
         levels = self.levels
         if len(levels) < 2:
             yield name, []
@@ -224,7 +224,7 @@ def _varied(space: SearchSpace, measured: Sequence[_Trial], *, trials: int) -> l
     """Return the space's dimensions, then what varied beside them, as an outside baseline does."""
     varied = []
     # A dict's union keeps the dimensions first.
-    for key in dict.fromkeys(space.dimensions) | dict.fromkeys(KNOBS):
+    for key in dict.fromkeys(space.dimensions) | dict.fromkeys(SETTINGS):
         levels = {settings[key] for settings, _ in measured}
         if len(levels) < 2 and key not in space.dimensions:
             continue
@@ -263,7 +263,7 @@ def _why(setting: _Setting, contrast: Vector, fit: EffectFit, owners: Sequence[s
         only = units.short(units.phrase(setting.key, setting.levels[0]))
         return f"every trial that was measured had {only}"
     aliases = dict.fromkeys(map(owners.__getitem__, fit.aliases(contrast)))
-    names = [KNOBS[key].label for key in aliases if key not in ("", setting.key)]
+    names = [SETTINGS[key].label for key in aliases if key not in ("", setting.key)]
     if len(names) > _NAMED:
         named = ", ".join(names[:_NAMED])
         return f"never varied apart from {named} and {len(names) - _NAMED} more"

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Any, Concatenate, NamedTuple, ParamSpec
 
-from qlora_sweep.search_spaces.config import CAPACITY_KEYS, KNOBS, SIZE_KEYS, TrialConfig
+from qlora_sweep.search_spaces.config import CAPACITY_KEYS, SETTINGS, SIZE_KEYS, TrialConfig
 from qlora_sweep.search_spaces.errors import in_percent
 from qlora_sweep.search_spaces.gpus import GIB, gpu_catalogue
 
@@ -181,7 +181,7 @@ _SHAPE_KEYS = SIZE_KEYS + CAPACITY_KEYS
 
 def phrase(key: str, value: Any) -> str:
     """Return one setting in words: ``checkpoint_fraction`` of 0 is ``no checkpointing``."""
-    return KNOBS[key].phrase(value)
+    return SETTINGS[key].phrase(value)
 
 
 def short(value: Any) -> str:
@@ -211,7 +211,7 @@ def differing(config: TrialConfig, other: TrialConfig) -> dict[str, Any]:
     """
     differences = {}
     for key, value in config.changes_from(other).items():
-        applies = KNOBS[key].applies
+        applies = SETTINGS[key].applies
         if applies is None or applies(config):
             differences[key] = value
     return differences
@@ -230,7 +230,7 @@ def changes(config: TrialConfig, *, baseline: TrialConfig) -> str:
 
 def lean_order(key: str, value: Any) -> tuple[float, str]:
     """Return what sorts values of a setting that are words: the lean first, then by spelling."""
-    lean = KNOBS[key].lean_first
+    lean = SETTINGS[key].lean_first
     place = len(lean)
     if value in lean:
         place = lean.index(value)

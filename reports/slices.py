@@ -13,7 +13,7 @@ from plotly.subplots import make_subplots
 from qlora_sweep.reports import format as units
 from qlora_sweep.reports.document import TrialTable, setting_words
 from qlora_sweep.reports.figures import AMBER, BLUE, PageFigure, framed
-from qlora_sweep.search_spaces.config import KNOBS, TrialConfig
+from qlora_sweep.search_spaces.config import SETTINGS, TrialConfig
 
 _TICKS_MOST = 8
 _PANELS_A_ROW = 4
@@ -38,7 +38,7 @@ class _Axis:
         of_trials = document.columns[key].values
         values = sorted(set(of_trials), key=order)
         at = {repr(value): place for place, value in enumerate(values)}
-        return cls(KNOBS[key].label, values, list(map(at.__getitem__, map(repr, of_trials))))
+        return cls(SETTINGS[key].label, values, list(map(at.__getitem__, map(repr, of_trials))))
 
     @property
     def ticks(self) -> dict[int, str]:

@@ -741,7 +741,7 @@ class TrialConfig(BaseModel):
         """Return what of this configuration shapes the frozen base; equal ones share one base."""
         resolved = canonical(self)
         shaping = {
-            key: getattr(resolved, key) for key, setting in KNOBS.items() if setting.shapes_base
+            key: getattr(resolved, key) for key, setting in SETTINGS.items() if setting.shapes_base
         }
         return TrialConfig(**shaping)
 
@@ -765,13 +765,13 @@ def _spread(count: int, layers: int) -> frozenset[int]:
 
 
 CONFIG_KEYS = tuple(TrialConfig.model_fields)
-KNOBS: Mapping[str, Declaration] = {
+SETTINGS: Mapping[str, Declaration] = {
     key: next(one for one in field.metadata if isinstance(one, Declaration))
     for key, field in TrialConfig.model_fields.items()
 }
 """What is declared of each setting, by its key."""
 _RESOLVED = {
-    key: setting.resolved for key, setting in KNOBS.items() if setting.resolved is not None
+    key: setting.resolved for key, setting in SETTINGS.items() if setting.resolved is not None
 }
 
 NEEDED: Mapping[tuple[str, Any], Mapping[str, Any]] = {
@@ -845,7 +845,7 @@ def as_options(values: Mapping[str, Any]) -> list[str]:
         text = as_typed(value)
         if key in OPTION_KEYS:
             words += [OPTION_KEYS[key], text]
-        elif key in KNOBS or key == "numerics" or "." in key:
+        elif key in SETTINGS or key == "numerics" or "." in key:
             words += ["--set", f"{key}={text}"]
         else:
             words += [f"--{key.replace('_', '-')}", text]

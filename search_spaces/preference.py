@@ -11,7 +11,7 @@ import math
 from qlora_sweep.search_spaces.config import (
     BATCH_KEYS,
     CAPACITY_KEYS,
-    KNOBS,
+    SETTINGS,
     TrialConfig,
     canonical,
 )
@@ -31,7 +31,9 @@ def unusual_settings(config: TrialConfig) -> int:
     """Return how many settings differ from the standard recipe, the task's own apart."""
     resolved = canonical(config)
     return sum(
-        getattr(resolved, key) != getattr(_STANDARD, key) for key in KNOBS if key not in _TASK_KEYS
+        getattr(resolved, key) != getattr(_STANDARD, key)
+        for key in SETTINGS
+        if key not in _TASK_KEYS
     )
 
 

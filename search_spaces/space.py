@@ -22,7 +22,7 @@ from pydantic import (
 from qlora_sweep.search_spaces.config import (
     BATCH_KEYS,
     CONFIG_KEYS,
-    KNOBS,
+    SETTINGS,
     Number,
     TrialConfig,
     canonical,
@@ -582,7 +582,7 @@ def _candidates(key: str, dimension: Dimension, value: Any, resolved: Any) -> li
             return [number]
         return []
     possible = declared
-    if KNOBS[key].resolved is None:
+    if SETTINGS[key].resolved is None:
         possible = tuple(each for each in declared if _written(each) in (value, resolved))
     return sorted(possible, key=lambda known: _written(known) != value)
 

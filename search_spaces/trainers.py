@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from qlora_sweep.search_spaces.config import (
     ADAPTERS_IN_TRL,
-    KNOBS,
+    SETTINGS,
     AdapterDtype,
     TrialConfig,
     as_typed,
@@ -173,7 +173,7 @@ class Trainer:
 
 def applies(key: str, config: TrialConfig) -> bool:
     """Whether a setting means anything in a configuration."""
-    condition = KNOBS[key].applies
+    condition = SETTINGS[key].applies
     return condition is None or condition(config)
 
 

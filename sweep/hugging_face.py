@@ -18,7 +18,7 @@ from peft import LoraConfig, PeftModel
 from transformers import TrainerCallback, TrainingArguments
 
 from qlora_sweep.reports import format as units
-from qlora_sweep.search_spaces.config import KNOBS, allocator_settings
+from qlora_sweep.search_spaces.config import SETTINGS, allocator_settings
 from qlora_sweep.search_spaces.errors import InputError, quote
 from qlora_sweep.search_spaces.linears import parameters
 from qlora_sweep.search_spaces.models import load_model_spec
@@ -81,7 +81,7 @@ def trl_args(record: Record, **changes: Any) -> Any:
     kind: Any = SFTConfig
     if record.config.is_on_pairs:
         kind = DPOConfig
-    keys = set(KNOBS).difference(_LOST_IN_FILES)
+    keys = set(SETTINGS).difference(_LOST_IN_FILES)
     _warn(kind.__name__.replace("Config", "Trainer"), record, keys)
     return _arguments(kind, record, changes)
 

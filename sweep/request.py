@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError, field_validator
 
-from qlora_sweep.search_spaces.config import KNOBS, TrialConfig, as_options
+from qlora_sweep.search_spaces.config import SETTINGS, TrialConfig, as_options
 from qlora_sweep.search_spaces.dataset_choice import DatasetChoice
 from qlora_sweep.search_spaces.documents import exists, explain, home_expanded, read_text
 from qlora_sweep.search_spaces.errors import InputError, did_you_mean, quote
@@ -357,7 +357,7 @@ def default_study_name(space: SearchSpace, changed: Mapping[str, Any]) -> str:
         parts.append(trainer)
     settings: dict[str, Any] = {}
     for key, value in changed.items():
-        if key != "trainer" and (key in KNOBS or key == "numerics"):
+        if key != "trainer" and (key in SETTINGS or key == "numerics"):
             settings[key] = value
     digest = ""
     if settings:

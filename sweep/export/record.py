@@ -28,7 +28,7 @@ from pydantic import (
 from qlora_sweep.reports import format as units
 from qlora_sweep.reports import words
 from qlora_sweep.reports.answer import status_words
-from qlora_sweep.search_spaces.config import KNOBS, TrialConfig, canonical
+from qlora_sweep.search_spaces.config import SETTINGS, TrialConfig, canonical
 from qlora_sweep.search_spaces.dataset_choice import DatasetChoice, DatasetSummary
 from qlora_sweep.search_spaces.documents import home_expanded, is_directory, parse_object, read_text
 from qlora_sweep.search_spaces.errors import InputError, NothingFits, in_percent, quote
@@ -567,8 +567,8 @@ def facts(record: Record) -> tuple[str, ...]:
     versions = dict(environment.get("versions") or {})
     our_version = versions.pop("qlora-sweep", None) or "of no known version"
     libraries = ", ".join(f"{name} {version}" for name, version in versions.items() if version)
-    quantization = KNOBS["quantization"].phrase(record.config.quantization)
-    compute = KNOBS["compute_dtype"].phrase(record.config.compute_dtype)
+    quantization = SETTINGS["quantization"].phrase(record.config.quantization)
+    compute = SETTINGS["compute_dtype"].phrase(record.config.compute_dtype)
     device = record.device
     driver = f"driver {environment.get('driver') or 'not recorded'}"
     if device == "CPU":

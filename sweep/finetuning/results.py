@@ -12,7 +12,7 @@ from typing import Any
 from qlora_sweep.reports import format as units
 from qlora_sweep.reports.words import reward_accuracy
 from qlora_sweep.search_spaces.checkpoints import identity_of
-from qlora_sweep.search_spaces.config import KNOBS, canonical
+from qlora_sweep.search_spaces.config import SETTINGS, canonical
 from qlora_sweep.search_spaces.dataset_choice import DatasetSummary
 from qlora_sweep.search_spaces.errors import in_percent
 from qlora_sweep.search_spaces.gpus import match_product
@@ -411,7 +411,7 @@ def _sections(trained: TrainedAdapter) -> Iterator[str]:
     used["learning_rate"] = trained.subject.learning_rate.value
     settings = []
     for key, value in used.items():
-        applies = KNOBS[key].applies
+        applies = SETTINGS[key].applies
         if applies is None or applies(job.config):
             settings.append((f"`{key}`", f"`{value}`"))
     yield "## Configuration\n\n" + _table(("key", "value"), settings)

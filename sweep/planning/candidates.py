@@ -9,7 +9,7 @@ from functools import cache
 from operator import attrgetter
 from typing import Any, Literal, get_args
 
-from qlora_sweep.search_spaces.config import KNOBS, TARGET_SETS, TrialConfig, canonical
+from qlora_sweep.search_spaces.config import SETTINGS, TARGET_SETS, TrialConfig, canonical
 from qlora_sweep.search_spaces.costs import ties
 from qlora_sweep.search_spaces.estimates import Estimate
 from qlora_sweep.search_spaces.kinds import Numerics
@@ -88,7 +88,7 @@ def evenly_spaced(values: Iterable[Any], *, most: int) -> list[Any]:
 def single_changes(config: TrialConfig, forecaster: Forecaster) -> dict[TrialConfig, str]:
     """Return every valid configuration with one setting changed, and which."""
     changes: dict[TrialConfig, str] = {}
-    for key in KNOBS:
+    for key in SETTINGS:
         for value in _other_values(key, config):
             try:
                 changed = config.changed(**{key: value})

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from qlora_sweep.search_spaces.config import KNOBS, TrialConfig
+from qlora_sweep.search_spaces.config import SETTINGS, TrialConfig
 from qlora_sweep.search_spaces.linears import resolve_targets
 from qlora_sweep.search_spaces.models import ModelSpec
 
@@ -44,7 +44,7 @@ def footprint(config: TrialConfig, *, model: ModelSpec, has_dataset: bool = Fals
     """
     values: dict[str, tuple[Any, bool]] = {}
     widens = not has_dataset or _widens_with_length(config)
-    for key, setting in KNOBS.items():
+    for key, setting in SETTINGS.items():
         has_order = setting.memory in ("grows", "shrinks") or key in _SIZES
         if has_order and (key != "seq_len" or widens):
             is_ordered = setting.survives_compiler or not config.compile
@@ -69,9 +69,9 @@ def _widens_with_length(config: TrialConfig) -> bool:
 def _size(key: str, config: TrialConfig, model: ModelSpec) -> Any:
     if key in _SIZES:
         return _SIZES[key](config, model)
-    assert KNOBS[key].memory == "grows", f"more of {key} needs less memory"
+    assert SETTINGS[key].memory == "grows", f"more of {key} needs less memory"
     value = getattr(config, key)
-    lean_first = KNOBS[key].lean_first
+    lean_first = SETTINGS[key].lean_first
     if not lean_first:
         return value
     if value not in lean_first:
@@ -87,7 +87,7 @@ def base_alone(whole: Footprint) -> Footprint:
     base: dict[str, tuple[Any, bool]] = {}
     for key, value in whole.items():
         # Each GPU's share of a sharded base depends on how many GPUs there are.
-        if KNOBS[key].shapes_base or key == "data_parallel":
+        if SETTINGS[key].shapes_base or key == "data_parallel":
             base[key] = value
     return base
 

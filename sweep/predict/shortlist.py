@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 from qlora_sweep.search_spaces.config import (
     BATCH_KEYS,
     CAPACITY_KEYS,
-    KNOBS,
+    SETTINGS,
     SIZE_KEYS,
     TrialConfig,
 )
@@ -1107,7 +1107,7 @@ def _as_read(value: Any) -> Any:
 def _leanest(key: str, values: Sequence[Any]) -> Any:
     """Return the value that needs least memory, as a rule; where none is known to, the standard
     recipe's."""
-    setting = KNOBS[key]
+    setting = SETTINGS[key]
     for lean in setting.lean_first:
         if lean in values:
             return lean

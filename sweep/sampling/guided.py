@@ -21,7 +21,7 @@ from optuna.distributions import BaseDistribution
 from optuna.samplers import BaseSampler, RandomSampler
 from optuna.trial import FrozenTrial, TrialState
 
-from qlora_sweep.search_spaces.config import KNOBS, TrialConfig
+from qlora_sweep.search_spaces.config import SETTINGS, TrialConfig
 from qlora_sweep.search_spaces.linears import CapacityClass, nearest_capacity
 from qlora_sweep.search_spaces.models import ModelSpec
 from qlora_sweep.search_spaces.space import Objective, SearchSpace, StepBudget
@@ -103,7 +103,7 @@ SETTLED_BELOW: float = SearchSpace.model_fields["stop_below_gain"].default
 _OTHER_KIND = 0.5
 """Correlation of two different words of one setting."""
 _NOT_COMPILED_IN = {"effective_batch_size", "optimizer", "lora_alpha", "learning_rate"}
-_BASE_KEYS = [key for key, setting in KNOBS.items() if setting.shapes_base]
+_BASE_KEYS = [key for key, setting in SETTINGS.items() if setting.shapes_base]
 _base = attrgetter(*_BASE_KEYS)
 
 
@@ -734,7 +734,7 @@ def _on_target(world: _World, trials: Trials) -> Mixture:
 def columns(configs: Sequence[TrialConfig]) -> list[Column]:
     """Return the properties by which configurations are compared."""
     found = []
-    for key, setting in KNOBS.items():
+    for key, setting in SETTINGS.items():
         if key in _NUMBERS:
             scale, number = _NUMBERS[key]
             found.append(Column.of_numbers(np.array(list(map(number, configs))), scale=scale))

@@ -297,9 +297,9 @@ def settings(
     Raises:
         InputError: no such setting, a value that it does not take, or one that is given twice.
     """
-    from qlora_sweep.search_spaces.config import KNOBS, OPTION_KEYS
+    from qlora_sweep.search_spaces.config import OPTION_KEYS, SETTINGS
 
-    known = list(KNOBS if only is None else only)
+    known = list(SETTINGS if only is None else only)
     known += also
     configuration: dict[str, Any] = {}
     space: dict[str, Any] = {}
@@ -313,7 +313,7 @@ def settings(
             raise InputError(f"--set {name}={text}: unknown setting '{name}'{near}")
         if key in configuration or key in space:
             raise InputError(f"--set {name}={text}: {key} is given twice: keep one")
-        if key in KNOBS:
+        if key in SETTINGS:
             configuration[key] = _checked(key, _value(text), name=f"--set {key}")
         else:
             space[key] = _value(text)

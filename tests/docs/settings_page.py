@@ -18,7 +18,13 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from qlora_sweep.search_spaces.config import KNOBS, OPTION_KEYS, TrialConfig, canonical, number_kind
+from qlora_sweep.search_spaces.config import (
+    OPTION_KEYS,
+    SETTINGS,
+    TrialConfig,
+    canonical,
+    number_kind,
+)
 from qlora_sweep.search_spaces.gpus import GIB
 from qlora_sweep.search_spaces.loading import shipped_presets
 from qlora_sweep.search_spaces.schema import space_schema
@@ -180,7 +186,7 @@ MEMORY = {
 
 
 def _section(key: str, rows: list[Row], searched: dict[str, str]) -> list[str]:
-    setting, field = KNOBS[key], TrialConfig.model_fields[key]
+    setting, field = SETTINGS[key], TrialConfig.model_fields[key]
     default = json.dumps(field.default)
     option = OPTION_KEYS.get(key, f"--set {key}=...")
     said = [
@@ -208,7 +214,7 @@ def _searched() -> dict[str, str]:
     spaces = {space.name: space for space in shipped_presets()}
     found = {
         key: [f"`{name}`" for name, space in spaces.items() if key in space.dimensions]
-        for key in KNOBS
+        for key in SETTINGS
     }
     return {
         key: "every preset" if len(names) == len(spaces) else ", ".join(names)
@@ -240,7 +246,7 @@ def page() -> str:
     rows = list(measured())
     searched = _searched()
     files = ", ".join(f"`{name}.jsonl`" for name in (*SURFACES, *TABLES))
-    sections = [line for key in KNOBS for line in _section(key, rows, searched)]
+    sections = [line for key in SETTINGS for line in _section(key, rows, searched)]
     return INTRODUCTION.format(files=files) + "\n" + "\n".join(sections).rstrip() + "\n"
 
 

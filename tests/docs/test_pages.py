@@ -237,6 +237,6 @@ def test_the_page_of_exports_names_the_versions_that_the_files_name() -> None:
     assert {words for words in tried if words not in page} == set()
 
 
-def test_every_knob_is_on_its_page_as_declared_and_measured() -> None:
+def test_every_setting_is_on_its_page_as_declared_and_measured() -> None:
     written = settings_page.PAGE.read_text(encoding="utf-8")
     assert written == settings_page.page(), "run: python -m tests.docs.settings_page"

@@ -27,7 +27,7 @@ def declared_values(name: str) -> set[Any] | None:
 
 
 @pytest.mark.parametrize("name", TrialConfig.model_fields)
-def test_the_cases_hold_every_value_of_every_knob(name: str) -> None:
+def test_the_cases_hold_every_value_of_every_setting(name: str) -> None:
     tried = cases.VALUES.get(name, ())
     if name in cases.ELSEWHERE:
         return

@@ -37,7 +37,7 @@ UNEQUAL = {small_config(**settings).key(): settings for settings in reversed(CAS
 @pytest.mark.parametrize(
     "settings", sorted(UNEQUAL, key=lambda k: small_config(**k).base().key()), ids=described
 )
-def test_every_value_of_every_knob_takes_effect_and_leaves_no_byte(
+def test_every_value_of_every_setting_takes_effect_and_leaves_no_byte(
     rig: Rig, settings: dict[str, Any]
 ) -> None:
     config = small_config(**settings)

@@ -13,7 +13,7 @@ from typing import Any, get_args
 import pytest
 import yaml
 
-from qlora_sweep.search_spaces.config import CONFIG_KEYS, KNOBS, TARGET_SETS, TrialConfig
+from qlora_sweep.search_spaces.config import CONFIG_KEYS, SETTINGS, TARGET_SETS, TrialConfig
 from qlora_sweep.search_spaces.dimensions import Choices, FloatRange, IntRange
 from qlora_sweep.search_spaces.errors import InputError
 from qlora_sweep.search_spaces.gpus import GIB, find_gpu, gpu_catalogue
@@ -188,7 +188,7 @@ def test_the_shipped_schema_is_of_the_code_and_explains_every_key_and_value() ->
     assert properties["model"]["anyOf"][0]["enum"] == [m.name for m in shipped_models()]
     sections = [properties, schema["$defs"]["StepBudget"]["properties"]]
     for section in ("dimensions", "fixed", "baseline"):
-        assert list(properties[section]["properties"]) == list(KNOBS)
+        assert list(properties[section]["properties"]) == list(SETTINGS)
         sections.append(properties[section]["properties"])
     assert all(value["description"] for section in sections for value in section.values())
 

@@ -20,8 +20,8 @@ from numpy.typing import NDArray
 
 from qlora_sweep.search_spaces.config import (
     BATCH_KEYS,
-    KNOBS,
     LOGITS_AT_ONCE,
+    SETTINGS,
     TRL_TILE,
     TrialConfig,
 )
@@ -381,7 +381,7 @@ def _kinds_of_layers_in(share: float) -> tuple[bool, bool]:
 
 
 _KIND_OF: dict[str, Callable[[Any], Any]] = {
-    key: setting.traced for key, setting in KNOBS.items() if setting.traced
+    key: setting.traced for key, setting in SETTINGS.items() if setting.traced
 }
 _KIND_OF["checkpoint_fraction"] = _kinds_of_layers_in
 _KIND_OF["quantized_fraction"] = _kinds_of_layers_in

@@ -41,7 +41,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from qlora_sweep.search_spaces.config import KNOBS, TrialConfig, canonical, parse_config
+from qlora_sweep.search_spaces.config import SETTINGS, TrialConfig, canonical, parse_config
 from qlora_sweep.search_spaces.errors import InputError
 from qlora_sweep.search_spaces.linears import is_tied, linear_shapes, lora_parameters, parameters
 from qlora_sweep.search_spaces.models import ModelSpec
@@ -50,7 +50,7 @@ Polynomial = dict[str, int]
 Values = Mapping[str, Any]
 """A whole number for each symbol, or an array with one for each configuration."""
 
-TRACED_KEYS = tuple(key for key, setting in KNOBS.items() if setting.traced)
+TRACED_KEYS = tuple(key for key, setting in SETTINGS.items() if setting.traced)
 """Settings that decide which tensors exist."""
 _BLOCK_BYTES = 512
 """The caching allocator's granularity; what depends on no symbol is rounded to it here."""
@@ -95,7 +95,7 @@ class Structure:
         resolved = canonical(config)
         shaping: dict[str, Any] = {}
         for key in TRACED_KEYS:
-            traced = KNOBS[key].traced
+            traced = SETTINGS[key].traced
             assert traced is not None
             shaping[key] = traced(getattr(resolved, key))
         shaping["checkpoint_fraction"] = float(is_checkpointed)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from qlora_sweep.search_spaces.config import KNOBS, TrialConfig
+from qlora_sweep.search_spaces.config import SETTINGS, TrialConfig
 from qlora_sweep.search_spaces.costs import AskedWork, ratio
 from qlora_sweep.search_spaces.loading import with_fixed
 from qlora_sweep.search_spaces.prices import Offer
@@ -245,7 +245,7 @@ def test_each_change_is_of_one_setting_and_every_setting_that_matters_is_changed
     for change in changes:
         assert set(change.forecast.config.changes_from(RECIPE)) == {change.key}
         assert change.forecast.violation is None
-    assert {change.key for change in changes} == set(KNOBS) - UNTURNED
+    assert {change.key for change in changes} == set(SETTINGS) - UNTURNED
     assert len({change.forecast.config for change in changes}) == len(changes)
     # Worth a line are useful ones that leave the task alone.
     shown = few(changes)

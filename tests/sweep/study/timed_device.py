@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any, cast
 
-from qlora_sweep.search_spaces.config import KNOBS, TrialConfig, canonical
+from qlora_sweep.search_spaces.config import SETTINGS, TrialConfig, canonical
 from qlora_sweep.storage.records import (
     OUT_OF_TIME,
     Measured,
@@ -84,7 +84,9 @@ class TimedRunner(Runner):
 
     def _trained(self, request: TrialRequest, observe: Observer) -> Outcome:
         config = request.config
-        base = tuple(getattr(config, key) for key, setting in KNOBS.items() if setting.shapes_base)
+        base = tuple(
+            getattr(config, key) for key, setting in SETTINGS.items() if setting.shapes_base
+        )
         self.seconds += ATTACH_SECONDS + REBUILD_SECONDS * (base != self._base)
         self._base, step = base, self.step_seconds(config)
         if config.compile and canonical(config) not in self._compiled:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from qlora_sweep.search_spaces.config import KNOBS, TrialConfig
+from qlora_sweep.search_spaces.config import SETTINGS, TrialConfig
 from qlora_sweep.storage.records import Ineffective
 from qlora_sweep.sweep.running.wire import RunCommand, TrialRequest, WorkerMessage, WorkerSettings
 from tests.lazy import lazily
@@ -93,7 +93,7 @@ def test_each_setting_is_found_out_where_another_value_ran(
 
 
 def test_every_setting_has_its_proof_and_nothing_else_has() -> None:
-    assert proof.PROOFS.keys() == KNOBS.keys()
+    assert proof.PROOFS.keys() == SETTINGS.keys()
 
 
 def test_segments_are_told_by_where_the_weights_lie() -> None:
