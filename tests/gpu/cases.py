@@ -51,10 +51,10 @@ ELSEWHERE: dict[str, str] = {
     "loss_type": "sweep/training/test_preference.py",
     "dpo_beta": "sweep/training/test_preference.py",
     "attention=flash_attention_2": "gpu/test_knobs.py",
-    "packing=packed": "gpu/test_texts_on_a_card.py",
-    "packing=grouped": "gpu/test_texts_on_a_card.py",
-    "data_parallel=2": "gpu/test_two_cards.py",
-    "sharding=fsdp": "gpu/test_two_cards.py",
+    "packing=packed": "gpu/test_texts_on_a_gpu.py",
+    "packing=grouped": "gpu/test_texts_on_a_gpu.py",
+    "data_parallel=2": "gpu/test_two_gpus.py",
+    "sharding=fsdp": "gpu/test_two_gpus.py",
     "trainer=unsloth": "bench/unsloth_beside.py",
 }
 """What is tried in another file: a value, or all of a setting whose values no kernel sees."""
