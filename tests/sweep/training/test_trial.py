@@ -244,10 +244,11 @@ def test_two_micro_steps_stand_for_a_whole_accumulation(monkeypatch: pytest.Monk
 @pytest.mark.parametrize(
     ("seconds", "measured_steps", "is_noisy"),
     [
-        ([1.0] * 30, 6, False),
+        # The step that is queued by then counts, too.
+        ([1.0] * 30, 6 + 1, False),
         # One that was held up does not make it uncertain; what stays uneven is not waited for.
-        ([1.0] * 5 + [5.0] + [1.0] * 24, 10, False),
-        ([1.0, 1.2] * 15, 10, True),
+        ([1.0] * 5 + [5.0] + [1.0] * 24, 10 + 1, False),
+        ([1.0, 1.2] * 15, 10 + 1, True),
     ],
     ids=["even", "one held up", "uneven"],
 )
