@@ -174,11 +174,11 @@ class Cheapest:
     @property
     def smallest(self) -> GpuForJob | None:
         """Of the able GPUs the one with least memory; of several the cheapest."""
-        return min(self.able, key=lambda gpu: gpu.gpu.memory_bytes, default=None)
+        return min(self.able, key=lambda for_job: for_job.gpu.memory_bytes, default=None)
 
     def that(self, *outcomes: Outcome) -> tuple[GpuForJob, ...]:
         """Return the GPUs with one of these outcomes."""
-        return tuple(gpu for gpu in self.gpus if gpu.outcome in outcomes)
+        return tuple(for_job for for_job in self.gpus if for_job.outcome in outcomes)
 
 
 def on_gpu(
@@ -280,13 +280,13 @@ def ranked(gpus: Sequence[GpuForJob]) -> tuple[GpuForJob, ...]:
     """Return the GPUs that do the job, the cheapest first, then the others by name."""
     able: list[GpuForJob] = []
     others: list[GpuForJob] = []
-    for gpu in gpus:
-        if gpu.is_able:
-            able.append(gpu)
+    for for_job in gpus:
+        if for_job.is_able:
+            able.append(for_job)
         else:
-            others.append(gpu)
-    able.sort(key=lambda gpu: gpu.bill.usd)
-    others.sort(key=lambda gpu: gpu.gpu.name)
+            others.append(for_job)
+    able.sort(key=lambda for_job: for_job.bill.usd)
+    others.sort(key=lambda for_job: for_job.gpu.name)
     return tuple(able + others)
 
 

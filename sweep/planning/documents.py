@@ -442,7 +442,7 @@ def cheapest_document(answer: Cheapest) -> dict[str, Any]:
     """
 
     def names(gpus: Iterable[GpuForJob]) -> list[str]:
-        return [gpu.gpu.name for gpu in gpus]
+        return [for_job.gpu.name for for_job in gpus]
 
     best = answer.cheapest
     smallest = answer.smallest
@@ -460,15 +460,16 @@ def cheapest_document(answer: Cheapest) -> dict[str, Any]:
         "perhaps_in_time": names(answer.that(Outcome.PERHAPS_IN_TIME)),
         "gpus": [
             {
-                "gpu": gpu.gpu.name,
-                **_of(gpu.gpu, "memory_bytes", "budget_bytes"),
-                "outcome": gpu.outcome.name.lower(),
-                "reason": gpu.reason or None,
-                "least_bytes": gpu.least_bytes,
-                "answer": gpu.forecast and forecast_document(gpu.forecast, bills=gpu.bills),
-                "bills": _bills(gpu.bills),
+                "gpu": for_job.gpu.name,
+                **_of(for_job.gpu, "memory_bytes", "budget_bytes"),
+                "outcome": for_job.outcome.name.lower(),
+                "reason": for_job.reason or None,
+                "least_bytes": for_job.least_bytes,
+                "answer": for_job.forecast
+                and forecast_document(for_job.forecast, bills=for_job.bills),
+                "bills": _bills(for_job.bills),
             }
-            for gpu in answer.gpus
+            for for_job in answer.gpus
         ],
     }
 

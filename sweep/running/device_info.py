@@ -200,7 +200,7 @@ class ChosenGpu:
 
     index: int
     """Among those that CUDA would see."""
-    gpu: GpuInfo
+    info: GpuInfo
 
     @property
     def name(self) -> str:
@@ -210,7 +210,7 @@ class ChosenGpu:
     @property
     def cuda_name(self) -> str:
         """What ``CUDA_VISIBLE_DEVICES`` calls it, whatever that is now."""
-        return self.gpu.uuid or str(self.index)
+        return self.info.uuid or str(self.index)
 
 
 def gpus_for(size: int, gpus: Sequence[GpuInfo]) -> tuple[ChosenGpu, ...]:
@@ -259,16 +259,16 @@ def choose_gpus(typed: str, gpus: Sequence[GpuInfo]) -> tuple[ChosenGpu, ...]:
                 f"--devices {typed}: {other.name} and {gpu.name} are one and the same: "
                 "CUDA_VISIBLE_DEVICES names it twice"
             )
-        if not gpu.gpu.is_like(first.gpu):
-            alike = [at for at, c in enumerate(gpus) if c.is_like(first.gpu)]
+        if not gpu.info.is_like(first.info):
+            alike = [at for at, c in enumerate(gpus) if c.is_like(first.info)]
             raise InputError(
-                f"--devices {typed}: {first.name} is a {first.gpu.size_and_product} and "
-                f"{gpu.name} a {gpu.gpu.size_and_product}, which do not compare in one study: "
+                f"--devices {typed}: {first.name} is a {first.info.size_and_product} and "
+                f"{gpu.name} a {gpu.info.size_and_product}, which do not compare in one study: "
                 f"choose GPUs of one product, as --devices {_listed(alike)} does"
             )
-    free = [gpu.index for gpu in chosen if _in_use(gpu.gpu) is None]
+    free = [gpu.index for gpu in chosen if _in_use(gpu.info) is None]
     for gpu in chosen:
-        words = _in_use(gpu.gpu)
+        words = _in_use(gpu.info)
         if words is not None:
             message = f"--devices {typed}: {gpu.name} is in use: {words}: wait until it is free"
             if free:

@@ -80,7 +80,7 @@ class LocalGpus:
         if self.typed is None:
             return read_gpu()
         self.gpus = self.gpus or gpus.choose_gpus(self.typed, gpus.read_gpus())
-        return self.gpus[0].gpu
+        return self.gpus[0].info
 
     def narrowed(self, space: SearchSpace) -> SearchSpace:
         """Return what of a space can be run here."""

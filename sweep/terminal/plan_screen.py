@@ -713,7 +713,7 @@ def cheapest(answer: Cheapest, *, is_detailed: bool) -> RenderableType:
     said: list[Fact] = []
     if best is not None and best.forecast is not None:
         what = f"{_what(best.forecast.config)}: {_numbers(best.forecast, best.bill)}"
-        tied = [gpu.gpu.name for gpu in answer.perhaps_cheapest]
+        tied = [for_job.gpu.name for for_job in answer.perhaps_cheapest]
         which = f"{_offer_words(best.bill)}, {_why(tied, by='cost')}"
         sentence = f"Recommended for {model}: {which}: {what}"
         said.append(("settings", _but(plan_details.settings(best.forecast.config))))
@@ -728,10 +728,10 @@ def cheapest(answer: Cheapest, *, is_detailed: bool) -> RenderableType:
         shown = shown[:_LINES_SHOWN]
     bills: list[Bill] = []
     late: list[str] = []
-    for gpu in shown:
-        bills.append(gpu.bill)
-        if gpu.outcome is Outcome.PERHAPS_LATE:
-            late.append(gpu.gpu.name)
+    for for_job in shown:
+        bills.append(for_job.bill)
+        if for_job.outcome is Outcome.PERHAPS_LATE:
+            late.append(for_job.gpu.name)
     if late:
         said.append(("may be late", ", ".join(late)))
     least = answer.smallest
@@ -740,8 +740,8 @@ def cheapest(answer: Cheapest, *, is_detailed: bool) -> RenderableType:
         said.append(("smallest", f"{_offer_words(least.bill)}, {cost}"))
     others = answer.gpus[len(answer.able) :]
     if is_detailed:
-        for gpu in others:
-            said.append((gpu.gpu.name, f"{gpu.outcome.value}: {_why_unable(gpu)}"))
+        for for_job in others:
+            said.append((for_job.gpu.name, f"{for_job.outcome.value}: {_why_unable(for_job)}"))
         if best is not None:
             said.append(("price", plan_details.price_source(best.bill.offer)))
     else:
@@ -750,15 +750,15 @@ def cheapest(answer: Cheapest, *, is_detailed: bool) -> RenderableType:
             said.append(("next", f"`sweep plan {best.gpu.name} --model {model}` plans it there"))
         said.append(_DETAILS)
     table = Group(plan_details.offers(bills), "") if bills else None
-    forecasts = (gpu.forecast for gpu in answer.gpus)
+    forecasts = (for_job.forecast for for_job in answer.gpus)
     return _answer(sentence, said, table=table, shown=forecasts)
 
 
 def _others_words(others: Sequence[GpuForJob], *, more: int) -> str:
     """Return how many more GPUs do a job, and which do not, by why."""
     by_outcome: dict[str, list[str]] = {}
-    for gpu in others:
-        by_outcome.setdefault(gpu.outcome.value, []).append(gpu.gpu.name)
+    for for_job in others:
+        by_outcome.setdefault(for_job.outcome.value, []).append(for_job.gpu.name)
     words: list[str] = []
     if more:
         words.append(f"{more} more do it")
@@ -767,12 +767,12 @@ def _others_words(others: Sequence[GpuForJob], *, more: int) -> str:
     return "; ".join(words) or "none"
 
 
-def _why_unable(gpu: GpuForJob) -> str:
-    if gpu.outcome is Outcome.TOO_SMALL:
-        need = units.gib(gpu.least_bytes)
-        return f"needs {need} at least, has {units.gib(gpu.gpu.budget_bytes)} for a training"
-    if gpu.outcome in (Outcome.TOO_SLOW, Outcome.PERHAPS_IN_TIME):
-        soonest, latest = map(_took, gpu.bill.extremes)
-        price = f"{units.usd(gpu.bill.usd)} at {gpu.bill.offer.label}"
-        return f"{_took(gpu.bill)} ({soonest} to {latest}), {price}"
-    return gpu.reason or f"give one with {PRICE_OPTION} {gpu.gpu.name}=DOLLARS"
+def _why_unable(for_job: GpuForJob) -> str:
+    if for_job.outcome is Outcome.TOO_SMALL:
+        need = units.gib(for_job.least_bytes)
+        return f"needs {need} at least, has {units.gib(for_job.gpu.budget_bytes)} for a training"
+    if for_job.outcome in (Outcome.TOO_SLOW, Outcome.PERHAPS_IN_TIME):
+        soonest, latest = map(_took, for_job.bill.extremes)
+        price = f"{units.usd(for_job.bill.usd)} at {for_job.bill.offer.label}"
+        return f"{_took(for_job.bill)} ({soonest} to {latest}), {price}"
+    return for_job.reason or f"give one with {PRICE_OPTION} {for_job.gpu.name}=DOLLARS"
