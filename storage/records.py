@@ -168,6 +168,8 @@ class Faithfulness(_Frozen):
     adapters. Errors are relative."""
 
     loss_error: Finite
+    loss_error_margin: Finite = 0.0
+    """Half its 95 % interval, by how micro-batches differ; 0 of a single one."""
     gradient_error: Finite
     """Of the gradients of all adapters together."""
     gradient_cosine: Finite

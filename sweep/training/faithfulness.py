@@ -4,11 +4,15 @@ of a model's real weights as it is recorded (`fitting`).
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
+from scipy.special import stdtrit
 
 from qlora_sweep.search_spaces.errors import in_percent
 from qlora_sweep.storage.records import EightBitProducts, Faithfulness, ProductErrors
@@ -83,44 +87,49 @@ def compared(loop: TrainingLoop) -> Faithfulness:
     attached = loop.attached
     model = attached.model
     layers = attached.layers
-    whole = [loop.next_batch()]
-    while len(whole) < MICRO_BATCHES and sum(map(loss_tokens, whole)) < COMPARED_TOKENS:
-        whole.append(loop.next_batch())
+    batches = [loop.next_batch()]
+    while len(batches) < MICRO_BATCHES and sum(map(loss_tokens, batches)) < COMPARED_TOKENS:
+        batches.append(loop.next_batch())
+    whole = [[batch] for batch in batches]
     parts = whole
     if attached.checkpointed:
-        parts = []
-        for batch in whole:
-            parts += in_parts(batch, 4, loop.rows_per_sample)
+        parts = [in_parts(batch, 4, loop.rows_per_sample) for batch in batches]
     with without_dropout(model), as_texts(loop.trained):
-        narrow_loss, narrow = _gradients(loop, whole)
+        narrow_losses, narrow = _gradients(loop, whole)
         with eager(layers), all_recomputed(model):
             with multiplying_in(model, None):
-                wide_loss, wide = _gradients(loop, parts)
+                wide_losses, wide = _gradients(loop, parts)
             with multiplying_in(model, "nf4"):
-                coarse_loss, coarse = _gradients(loop, parts)
+                coarse_losses, coarse = _gradients(loop, parts)
+    wide_loss = float(wide_losses.sum())
+    loss_off = narrow_losses - wide_losses
+    tokens = np.array([loss_tokens(batch) for batch in batches])
     length = _dot(wide, wide)
     narrow_off = narrow - wide
     coarse_off = coarse - wide
     return Faithfulness(
-        loss_error=abs(narrow_loss - wide_loss) / abs(wide_loss),
+        loss_error=abs(float(loss_off.sum()) / wide_loss),
+        loss_error_margin=_margin(loss_off, tokens / tokens.sum()) / abs(wide_loss),
         gradient_error=(_dot(narrow_off, narrow_off) / length) ** 0.5,
         gradient_cosine=_dot(narrow, wide) / (_dot(narrow, narrow) * length) ** 0.5,
         accepted_gradient_error=(_dot(coarse_off, coarse_off) / length) ** 0.5,
-        accepted_loss_error=abs(coarse_loss - wide_loss) / abs(wide_loss),
+        accepted_loss_error=abs(float((coarse_losses - wide_losses).sum()) / wide_loss),
     )
 
 
 def unfaithful(found: Faithfulness) -> str | None:
     """Return why a step in 8 bits does not stand for one in 16; None where it does.
 
-    What everybody accepts of a 4-bit base is the bound: what rounding the weights to NF4 does.
+    What everybody accepts of a 4-bit base is the bound: what rounding the weights to NF4 does. A
+    loss counts as over it where that is not the chance of a few short examples.
     """
+    loss_bound = max(found.accepted_loss_error, LOSS_RESOLUTION)
     bounds = (
-        ("the loss is", found.loss_error, max(found.accepted_loss_error, LOSS_RESOLUTION)),
-        ("gradients are", found.gradient_error, found.accepted_gradient_error),
+        ("the loss is", found.loss_error, found.loss_error_margin, loss_bound),
+        ("gradients are", found.gradient_error, 0.0, found.accepted_gradient_error),
     )
-    for what, error, bound in bounds:
-        if not error <= bound:
+    for what, error, margin, bound in bounds:
+        if not error - margin <= bound:
             return (
                 f"{what} {in_percent(error)} off 16-bit compute of the same base, and rounding the "
                 f"weights to NF4 would be {in_percent(bound)}"
@@ -128,21 +137,40 @@ def unfaithful(found: Faithfulness) -> str | None:
     return None
 
 
-def _gradients(loop: TrainingLoop, batches: Sequence[Batch]) -> tuple[float, torch.Tensor]:
-    """Return the loss of micro-batches together, as a mean over supervised tokens, and the gradient
-    of all adapters in one row on the host."""
-    counts = list(map(loss_tokens, batches))
+def _margin(differences: NDArray[np.float64], shares: NDArray[np.float64]) -> float:
+    """Return half the 95 % interval of a sum of micro-batches' differences, each of which is in
+    proportion to the micro-batch's share of the tokens: of a single one nothing, as nothing is
+    known of how they spread.
+
+    Args:
+        differences: (micro-batches,), in nats.
+        shares: (micro-batches,), which add up to one.
+    """
+    count = np.count_nonzero(shares)
+    if count < 2:
+        return 0.0
+    residuals = differences - shares * differences.sum()
+    deviation = math.sqrt(count / (count - 1) * float(np.sum(residuals**2)))
+    return float(stdtrit(count - 1, 0.975)) * deviation
+
+
+def _gradients(
+    loop: TrainingLoop, micro_batches: Sequence[Sequence[Batch]]
+) -> tuple[NDArray[np.float64], torch.Tensor]:
+    """Return what each micro-batch, which may come in parts, adds to the mean loss of all
+    supervised tokens, (micro-batches,), and the gradient of all adapters in one row on the host."""
+    tokens = sum(loss_tokens(part) for parts in micro_batches for part in parts)
     loop.optimizer.zero_grad()
-    # The mean over no tokens is no number.
-    loss = sum(
-        loop.add_gradients(batch, weight=count / sum(counts))
-        for batch, count in zip(batches, counts, strict=True)
-        if count
-    )
+    losses = np.zeros(len(micro_batches))
+    for micro_batch, parts in enumerate(micro_batches):
+        for part in parts:
+            # The mean over no tokens is no number.
+            if count := loss_tokens(part):
+                losses[micro_batch] += loop.add_gradients(part, weight=count / tokens)
     trained = loop.attached.trainable_parameters()
     gradients = [p.grad.float().cpu().flatten() for p in trained if p.grad is not None]
     loop.optimizer.zero_grad()
-    return loss, torch.cat(gradients)
+    return losses, torch.cat(gradients)
 
 
 def _dot(one: torch.Tensor, other: torch.Tensor) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from qlora_sweep.storage.records import Faithfulness, Ineffective, OutOfMemory
@@ -182,3 +183,33 @@ def test_what_ran_on_a_gpu_is_faithful(row: Row) -> None:
     assert unfaithful(found) is None
     # The same is not said of gradients that have nothing to do with each other.
     assert unfaithful(found.model_copy(update={"gradient_error": 2**0.5})) is not None
+
+
+def test_a_loss_that_few_short_examples_set_off_by_chance_is_no_sign_of_wrong_products() -> None:
+    """As fifty tokens after some training steps: that NF4 is near zero off is chance too."""
+    from qlora_sweep.sweep.training.faithfulness import unfaithful
+
+    found = Faithfulness(
+        loss_error=0.054,
+        loss_error_margin=0.05,
+        gradient_error=0.1,
+        gradient_cosine=0.99,
+        accepted_gradient_error=0.3,
+        accepted_loss_error=0.016,
+    )
+    assert unfaithful(found) is None
+    assert unfaithful(found.model_copy(update={"loss_error_margin": 0.03})) is not None
+
+
+def test_a_margin_is_of_how_micro_batches_differ() -> None:
+    """Of 2,000 sets of micro-batches that are off by chance alone, one in twenty is outside it."""
+    from qlora_sweep.sweep.training.faithfulness import _margin
+
+    numpy_random = np.random.default_rng(0)
+    shares = np.array([0.1, 0.2, 0.2, 0.1, 0.1, 0.3])
+    outside = 0
+    for _ in range(2000):
+        off = shares * numpy_random.normal(0.0, 1.0 / np.sqrt(shares))
+        outside += abs(off.sum()) > _margin(off, shares)
+    assert 0.03 < outside / 2000 < 0.09
+    assert _margin(np.array([0.3]), np.array([1.0])) == 0.0
