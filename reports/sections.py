@@ -31,35 +31,35 @@ def next_steps_of(view: StudyView) -> Section | None:
 
 def texts_of(view: StudyView) -> Section | None:
     """Return what the report says of a study's dataset; None of a study without."""
-    texts = view.definition.texts
-    if texts is None:
+    dataset = view.definition.texts
+    if dataset is None:
         return None
     counted = "loss on every token"
-    if texts.completions_only:
+    if dataset.completions_only:
         counted = "loss on completions alone"
     noun = "rows"
-    if texts.are_pairs:
+    if dataset.are_pairs:
         noun = "pairs"
-    rows = f"{texts.rows:,}"
-    if texts.broken:
-        rows += f", and {texts.broken:,} that cannot be trained on"
+    rows = f"{dataset.rows:,}"
+    if dataset.broken:
+        rows += f", and {dataset.broken:,} that cannot be trained on"
     held_out = 0.0
     if view.space.data:
         held_out = view.space.data.eval_fraction
-    lengths = texts.quantiles
+    lengths = dataset.quantiles
     facts = {
-        "dataset": f"{texts.source}: {texts.kind}, {counted}",
+        "dataset": f"{dataset.source}: {dataset.kind}, {counted}",
         noun: rows,
-        "tokens": f"{texts.tokens:,}, of which {texts.loss_tokens:,} are supervised",
+        "tokens": f"{dataset.tokens:,}, of which {dataset.loss_tokens:,} are supervised",
         "lengths": f"half of the rows up to {lengths.p50:,} tokens, 95 % up to {lengths.p95:,}, "
         f"99 % up to {lengths.p99:,}, the longest {lengths.max:,}",
         "held out": f"{units.share(held_out)} of the {noun}; none of them is part of an epoch",
-        "tokenizer": texts.tokenizer,
-        "fingerprint": texts.fingerprint,
+        "tokenizer": dataset.tokenizer,
+        "fingerprint": dataset.fingerprint,
     }
     if view.winner is not None and view.winner.epoch is not None:
         facts["cut by the winner"] = words.cut_in_words(view.winner.epoch, view.winner.config)
-    title = f"Dataset: {Path(texts.source).name}"
+    title = f"Dataset: {Path(dataset.source).name}"
     return Section(title=title, facts=facts.items(), cuts=list(_by_length(view)))
 
 

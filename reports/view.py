@@ -224,7 +224,7 @@ class StudyView(_ViewPart):
     best: WinnerTrial | None
     """The winner, of several objectives the knee of their front; None where nothing fits."""
     cost: TokenCost | None
-    texts: Mapping[str, Any] | None
+    dataset: Mapping[str, Any] | None
     epoch: EpochEstimate | None
     target_tokens_per_second: Speed | None
     gain: Gain | None
@@ -245,7 +245,7 @@ class StudyView(_ViewPart):
     def document(self) -> dict[str, Any]:
         """Return what ``sweep best STUDY --json`` prints."""
         excluded: set[str] = set()
-        if not self.texts:
+        if not self.dataset:
             excluded = {"texts", "epoch"}
         return self.model_dump(mode="json", by_alias=True, exclude=excluded)
 
@@ -434,7 +434,7 @@ def view_of(snapshot: StudySnapshot) -> StudyView:
     """Return what is known of a study as it stands."""
     ranking = rank_study(snapshot)
     target = snapshot.definition.target
-    texts = snapshot.definition.texts
+    dataset = snapshot.definition.texts
     winner = ranking.winner
     speed = None
     best = None
@@ -466,7 +466,7 @@ def view_of(snapshot: StudySnapshot) -> StudyView:
         ended=snapshot.ended,
         best=best,
         cost=cost,
-        texts=texts and texts.model_dump(mode="json"),
+        dataset=dataset and dataset.model_dump(mode="json"),
         epoch=epoch,
         target_tokens_per_second=speed,
         gain=_gain(ranking),

@@ -28,7 +28,7 @@ YAML_MAX = 256 * 1024
 """Characters: far more than any space or price list, and read in a second or two."""
 NESTED_MAX = 100
 """Levels of YAML, of which the fast parser would overflow the stack."""
-FAULTS_TOLD = 5
+FAULTS_SHOWN = 5
 """Faults of one file in one message."""
 FAULTS_READ = 100
 """Of which those are chosen: a file may have as many as lines."""
@@ -375,18 +375,18 @@ def validate(
         faults = _faults(error)
         if document.node is None or at:
             faults = faults[:1]
-        told: dict[KeyPath, tuple[float, str]] = {}
+        first_faults: dict[KeyPath, tuple[float, str]] = {}
         for fault in faults[:FAULTS_READ]:
             path = at + _path(fault)
             words = _words(fault, model, document, at=at, about=about)
-            told.setdefault(path, (document.line_of(*path) or math.inf, words))
-        ordered = sorted(told.values(), key=lambda one: one[0])[:FAULTS_TOLD]
+            first_faults.setdefault(path, (document.line_of(*path) or math.inf, words))
+        ordered = sorted(first_faults.values(), key=lambda one: one[0])[:FAULTS_SHOWN]
         parts = []
         for line, words in ordered:
             if line < math.inf:
                 words = f"Line {line}: {words}"
             parts.append(words)
-        left = len(told) + len(faults[FAULTS_READ:]) - len(parts)
+        left = len(first_faults) + len(faults[FAULTS_READ:]) - len(parts)
         if left:
             parts.append(f"And {left} more")
         text = ". ".join(parts).replace("?. ", "? ")

@@ -25,7 +25,7 @@ TRIED_MAX = 5_000
 """Configurations that are held against the rules: all of a space, or so many drawn from it."""
 DRAWN_MIN = 500
 """Drawn ones from which a rule that forbids every one is taken to forbid all."""
-HOW_TO_NAME_TEXTS = "name one with --data DATASET, or under data in a space file"
+HOW_TO_NAME_A_DATASET = "name one with --data DATASET, or under data in a space file"
 
 
 def refuse_impossible(asked: SearchSpace | TrialConfig, setting: Setting) -> None:
@@ -126,7 +126,7 @@ def _missing(space: SearchSpace) -> Iterator[str]:
     if "eval_loss" in space.objectives:
         missing = []
         if data is None:
-            missing.append(f"a dataset ({HOW_TO_NAME_TEXTS})")
+            missing.append(f"a dataset ({HOW_TO_NAME_A_DATASET})")
         elif data.eval_fraction == 0:
             missing.append("examples that are held out (data.eval_fraction above 0)")
         if space.weights != "pretrained":
@@ -141,4 +141,4 @@ def _missing(space: SearchSpace) -> Iterator[str]:
     packed = [value for value in values if value != "none"]
     if data is None and packed:
         needs = f"packing {packed[0]} needs a dataset, as random sequences are full as they are"
-        yield f"{needs}: {HOW_TO_NAME_TEXTS}, or leave packing out"
+        yield f"{needs}: {HOW_TO_NAME_A_DATASET}, or leave packing out"

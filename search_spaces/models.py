@@ -82,7 +82,7 @@ _MULTIMODAL = {
     "qwen4_exp": "qwen4_exp_text",
 }
 """Types whose sizes at the top level transformers 5.17 would not even read, and their decoders."""
-_ON_TEXTS = {
+_TEXT_ONLY = {
     **dict.fromkeys(("qwen2_vl", "qwen2_vl_text", "qwen2_5_vl", "qwen2_5_vl_text"), "qwen2"),
     "qwen3_vl_text": "qwen3",
 }
@@ -533,7 +533,7 @@ def _decoder(config: dict[str, Any]) -> dict[str, Any]:
         shared = {key: config[key] for key in ("tie_word_embeddings",) if key in config}
         shared |= of_decoder(config)
         config = {**_LEFT_OUT.get(str(own), {}), **text, **shared, "model_type": own, PART_OF: kind}
-    if (own := _ON_TEXTS.get(str(config.get("model_type")))) is None:
+    if (own := _TEXT_ONLY.get(str(config.get("model_type")))) is None:
         return config
     config = {PART_OF: kind, **config, "model_type": own}
     for key in ("rope_parameters", "rope_scaling"):

@@ -114,7 +114,7 @@ def read_stored(
         known = StudyAttributes.model_validate(attributes)
         ModelSpec.from_json(known.definition.model)
         known.definition.space.baseline_config()
-        told = list[TrialRecord]()
+        finished = list[TrialRecord]()
         running = list[TrialRecord]()
         left_out = dict[int, str]()
         for trial in trials:
@@ -129,8 +129,8 @@ def read_stored(
                 if trial.state is TrialState.RUNNING:
                     running.append(record)
             elif trial.state.is_finished():
-                told.append(record)
-        records, unsound = sound_records(told, Soundness.of(known.definition))
+                finished.append(record)
+        records, unsound = sound_records(finished, Soundness.of(known.definition))
         left_out |= unsound
     except ValidationError as error:
         return UnreadableStudy(name, explain(error), len(trials))

@@ -22,7 +22,7 @@ from qlora_sweep.storage.records import TrialRecord, without_repeated
 NAME_MAX = 100
 _NAME_BYTES_MAX = 200
 """A file system's names end at 255 bytes, and the lock's begins with the database's."""
-_OF_TEXTS = ("data.eval_fraction", "data.quality_tokens", "seed")
+_OF_DATASET = ("data.eval_fraction", "data.quality_tokens", "seed")
 """What says which examples are trained on, and how."""
 _RECIPE = TrialConfig().model_dump(mode="json")
 NINE_IN_TEN = 1.645
@@ -107,7 +107,7 @@ def differences(stored: StudyDefinition, given: StudyDefinition) -> tuple[str, .
     # A baseline inherits what is fixed: one change there is one line. Of other texts all else is.
     implied = {f"baseline.{key.removeprefix('fixed.')}" for key in lines}
     if "texts" in lines:
-        implied.update(_OF_TEXTS)
+        implied.update(_OF_DATASET)
     return tuple(line for key, line in lines.items() if key not in implied)
 
 
@@ -124,7 +124,7 @@ def step_differences(stored: StudyDefinition, given: StudyDefinition) -> tuple[s
 def _compared(definition: StudyDefinition) -> dict[str, tuple[object, str]]:
     """Return what counts of a definition, by key, each with how it is shown."""
     space = definition.space
-    texts = definition.texts
+    dataset = definition.texts
     dumped = space.model_dump(mode="json")
     values = {key: dumped[key] for key in ("weights", "objectives", "numerics", "leave_out")}
     # What is neither searched nor fixed is the recipe's, and a baseline is what it resolves to:
@@ -142,7 +142,7 @@ def _compared(definition: StudyDefinition) -> dict[str, tuple[object, str]]:
     for outer, inner in nested.items():
         for key, value in inner.items():
             values[f"{outer}.{key}"] = value
-    if texts is not None:
+    if dataset is not None:
         chosen = dumped["data"] or {}
         values["data.eval_fraction"] = chosen.get("eval_fraction")
         values["data.quality_tokens"] = chosen.get("quality_tokens")
@@ -153,9 +153,9 @@ def _compared(definition: StudyDefinition) -> dict[str, tuple[object, str]]:
     model = definition.model_fingerprint
     compared["model"] = (model, f"{definition.model.get('name')} (config {model})")
     compared["texts"] = (None, "none")
-    if texts is not None:
-        shown = f"{texts.source} (fingerprint {texts.fingerprint})"
-        compared["texts"] = (texts.fingerprint, shown)
+    if dataset is not None:
+        shown = f"{dataset.source} (fingerprint {dataset.fingerprint})"
+        compared["texts"] = (dataset.fingerprint, shown)
     return compared
 
 

@@ -153,13 +153,13 @@ class Soundness:
             return "its peak is above the budget, and it is said to fit"
         return None
 
-    def counted(self, config: TrialConfig, told: object) -> Outcome:
-        """Return what the outcome that a runner told counts as: out of memory where it was measured
-        above the budget, and a failure where it cannot be."""
-        if isinstance(told, BaseModel):
-            told = told.model_dump(warnings=False)
+    def counted(self, config: TrialConfig, reported: object) -> Outcome:
+        """Return what an outcome that a runner reported counts as: out of memory where it was
+        measured above the budget, and a failure where it cannot be."""
+        if isinstance(reported, BaseModel):
+            reported = reported.model_dump(warnings=False)
         try:
-            outcome = _outcomes.validate_python(told)
+            outcome = _outcomes.validate_python(reported)
             why = self.fault(config, outcome)
         except ValidationError as error:
             why = explain(error)

@@ -643,9 +643,9 @@ class OpenStudy(AbstractContextManager["OpenStudy"]):
         stored = self._storage.get_trial(trial_id)
         if stored.state.is_finished():
             # By this very result, which may have gone through unheard, or by somebody else.
-            told = codec.record_of(stored)
+            already = codec.record_of(stored)
             kind = (record.attempt_id, record.verdict)
-            return told is not None and (told.attempt_id, told.verdict) == kind
+            return already is not None and (already.attempt_id, already.verdict) == kind
         begun = codec.begun_of(stored)
         if (None if begun is None else begun.attempt_id) != attempt:
             return False

@@ -217,11 +217,11 @@ def surface_lines(
     """
     name = f"study '{snapshot.name}'"
     definition = snapshot.definition
-    texts = definition.texts
+    dataset = definition.texts
     target = definition.target
-    if texts is not None:
+    if dataset is not None:
         full = f"{name}: a surface is of full rows"
-        trained = f"its trials trained on {texts.source}, whose lengths decide what is fast"
+        trained = f"its trials trained on {dataset.source}, whose lengths decide what is fast"
         raise InputError(f"{full}, and {trained}; a study without texts makes one")
     if target.recorded is not None:
         raise InputError(f"{name}: its trials are those of a surface; nothing of it was measured")

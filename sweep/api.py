@@ -366,10 +366,10 @@ def _data(data: Data) -> dict[str, Any]:
 def _read_dataset(request: DatasetRequest) -> PreparedDataset:
     from qlora_sweep.sweep.data.prepared_dataset import prepare_dataset
 
-    texts = prepare_dataset(request)
-    for words in texts.notes(request.model):
+    dataset = prepare_dataset(request)
+    for words in dataset.notes(request.model):
         _warn(words)
-    return texts
+    return dataset
 
 
 def _warn(words: str) -> None:

@@ -34,12 +34,12 @@ def _prepare(request: Mapping[str, Any], say: Say) -> Mapping[str, Any]:
     # datasets takes a mark that is left behind for the package itself.
     for name in marked:
         del sys.modules[name]
-    told_seconds = 0.0
+    reported_seconds = 0.0
 
     def tell(what: str, done: int, of: int) -> None:
-        nonlocal told_seconds
-        if time.monotonic() - told_seconds >= _TELLING_SECONDS:
-            told_seconds = time.monotonic()
+        nonlocal reported_seconds
+        if time.monotonic() - reported_seconds >= _TELLING_SECONDS:
+            reported_seconds = time.monotonic()
             say({"what": what, "done": done, "of": of})
 
     question = PreparationRequest(**{**request, "asked": ReadingOptions(**request["asked"])})

@@ -93,7 +93,7 @@ class TokenizedDataset:
 class TrialBatches:
     """What a trial on texts trains on: tensors on the host, made once."""
 
-    texts: TokenizedDataset
+    dataset: TokenizedDataset
     epoch: Epoch
     largest: list[Batch]
     """Micro-batches of the epoch's longest rows: none is larger in any order."""
@@ -135,7 +135,7 @@ class TrialBatches:
 
 
 def trial_batches(
-    texts: TokenizedDataset, config: TrialConfig, *, micro_steps: int | None = None, rank: int = 0
+    dataset: TokenizedDataset, config: TrialConfig, *, micro_steps: int | None = None, rank: int = 0
 ) -> TrialBatches:
     """Return the micro-batches of a trial on prepared texts.
 
@@ -143,7 +143,7 @@ def trial_batches(
     optimizer step is the mean over its supervised tokens, of all ranks together; pairs count alike.
 
     Args:
-        texts: what it trains on.
+        dataset: what it trains on.
         config: what trains on them.
         micro_steps: micro-batches of an optimizer step, of each rank; None for as many as the
             configuration says.
@@ -152,9 +152,9 @@ def trial_batches(
     Raises:
         InputError: the texts make no micro-batch of this size.
     """
-    rows = open_tokens(texts.directory).with_format("numpy")
-    indices, _ = split(len(rows), texts.eval_fraction, texts.seed, config.rows_per_sample)
-    whole = trained_epoch(texts, config)
+    rows = open_tokens(dataset.directory).with_format("numpy")
+    indices, _ = split(len(rows), dataset.eval_fraction, dataset.seed, config.rows_per_sample)
+    whole = trained_epoch(dataset, config)
     micro_steps = micro_steps or config.accumulation_steps
     chosen = representative(whole, micro_steps=micro_steps)
     ranks = config.data_parallel
@@ -175,7 +175,7 @@ def trial_batches(
         round.append(_weighted(batch, weight, config))
     longest = [sample(int(place)) for place in whole.largest_rows]
     return TrialBatches(
-        texts=texts,
+        dataset=dataset,
         epoch=whole,
         largest=[collate(by_member(longest[at:] + longest[:at])) for at in range(_ALIKE)],
         round=round,
@@ -198,15 +198,15 @@ def _weights(tokens: Integers, *, of_step: int) -> list[float]:
     return (steps * of_step / steps.sum(1, keepdims=True)).ravel().tolist()
 
 
-def trained_epoch(texts: TokenizedDataset, config: TrialConfig) -> Epoch:
+def trained_epoch(dataset: TokenizedDataset, config: TrialConfig) -> Epoch:
     """Return an epoch of the texts that are trained on.
 
     Raises:
         InputError: the texts make no micro-batch of this size.
     """
-    count = len(np.load(texts.directory / LENGTHS, mmap_mode="r"))
-    indices, _ = split(count, texts.eval_fraction, texts.seed, config.rows_per_sample)
-    return epoch_of(texts.directory, config, indices=indices, seed=texts.seed)
+    count = len(np.load(dataset.directory / LENGTHS, mmap_mode="r"))
+    indices, _ = split(count, dataset.eval_fraction, dataset.seed, config.rows_per_sample)
+    return epoch_of(dataset.directory, config, indices=indices, seed=dataset.seed)
 
 
 def loss_left(directory: Path, seq_len: int) -> tuple[Integers, Integers]:
@@ -302,18 +302,24 @@ class QualityBatches:
     """
 
     def __init__(
-        self, texts: TokenizedDataset, config: TrialConfig, *, tokens: int, seed: int, rank: int = 0
+        self,
+        dataset: TokenizedDataset,
+        config: TrialConfig,
+        *,
+        tokens: int,
+        seed: int,
+        rank: int = 0,
     ) -> None:
-        lengths, loss = _of_samples(texts, config)
+        lengths, loss = _of_samples(dataset, config)
         self.config = config
-        self.rows = _rows(texts, config, lengths, loss, tokens=tokens, seed=seed)
+        self.rows = _rows(dataset, config, lengths, loss, tokens=tokens, seed=seed)
         """Numbers of the texts in each row, or of the pair."""
         of_rows = np.array([loss[row].sum() for row in self.rows], dtype=np.int64)
         self.tokens = of_rows.reshape(-1, config.micro_batch_size).sum(1)
         """Supervised tokens of each micro-batch, of all ranks."""
         self._weights = _weights(self.tokens, of_step=config.micro_batches_per_step)
         self._places = range(rank, len(self.tokens), config.data_parallel)
-        self._tokenized = open_tokens(texts.directory).with_format("numpy")
+        self._tokenized = open_tokens(dataset.directory).with_format("numpy")
         self._collate = Collator(config)
 
     def __len__(self) -> int:
@@ -328,10 +334,10 @@ class QualityBatches:
         return _weighted(batch, self._weights[place], self.config)
 
 
-def _of_samples(texts: TokenizedDataset, config: TrialConfig) -> tuple[Integers, Integers]:
+def _of_samples(dataset: TokenizedDataset, config: TrialConfig) -> tuple[Integers, Integers]:
     """Return the tokens of each text and those left that carry loss; of a pair the longer row's,
     and both rows' together, or none where one has none."""
-    lengths, loss = loss_left(texts.directory, config.seq_len)
+    lengths, loss = loss_left(dataset.directory, config.seq_len)
     each = config.rows_per_sample
     if each == 1:
         return lengths, loss
@@ -353,7 +359,7 @@ def _collated(
 
 
 def _rows(
-    texts: TokenizedDataset,
+    dataset: TokenizedDataset,
     config: TrialConfig,
     lengths: Integers,
     loss: Integers,
@@ -367,7 +373,7 @@ def _rows(
     if config.packing == "packed":
         # The last step is a whole one: of packed rows, whose texts are not known before, one more.
         wanted += size * config.seq_len
-    train, _ = split(len(loss), texts.eval_fraction, texts.seed)
+    train, _ = split(len(loss), dataset.eval_fraction, dataset.seed)
     if not np.any(loss[train] > 0):
         raise InputError(str(too_few(0, config)))
     # The first texts that have so many, a multiple of `size`: in one order for all configurations,
@@ -398,13 +404,13 @@ def _rows(
 
 
 def held_out_batches(
-    texts: TokenizedDataset, config: TrialConfig, *, tokens: int, tokens_at_once: int
+    dataset: TokenizedDataset, config: TrialConfig, *, tokens: int, tokens_at_once: int
 ) -> Iterator[tuple[int, Batch]]:
     """Yield held-out texts as micro-batches of like length, each with the number of its block:
     blocks of as many texts, drawn at random and the same for every configuration.
 
     Args:
-        texts: of which some are held out.
+        dataset: of which some are held out.
         config: to which seq_len they are cut; neither packed nor compiled.
         tokens: supervised ones that are looked at; all there are where those are fewer.
         tokens_at_once: of a micro-batch with its pads at most, unless one text has more.
@@ -412,9 +418,9 @@ def held_out_batches(
     Raises:
         InputError: there is none with a token that carries loss.
     """
-    lengths, loss = _of_samples(texts, config)
-    _, held = split(len(loss), texts.eval_fraction, texts.seed)
-    order = np.random.default_rng(texts.seed).permutation(held)
+    lengths, loss = _of_samples(dataset, config)
+    _, held = split(len(loss), dataset.eval_fraction, dataset.seed)
+    order = np.random.default_rng(dataset.seed).permutation(held)
     order = order[loss[order] > 0]
     if not len(order):
         raise InputError(
@@ -422,7 +428,7 @@ def held_out_batches(
         )
     chosen = order[: np.searchsorted(np.cumsum(loss[order]), tokens) + 1]
     kept = np.minimum(lengths, config.seq_len).astype(np.int64)
-    rows = open_tokens(texts.directory).with_format("numpy")
+    rows = open_tokens(dataset.directory).with_format("numpy")
     collate = Collator(config)
     tokens_at_once //= config.rows_per_sample
     for number, block in enumerate(np.array_split(chosen, min(BLOCKS_MAX, len(chosen)))):

@@ -15,7 +15,7 @@ from typing import Any
 from qlora_sweep.search_spaces.dataset_choice import CUT_MAX, DatasetChoice
 from qlora_sweep.search_spaces.documents import Document, exists, home_expanded, validate
 from qlora_sweep.search_spaces.errors import EnvironmentFault, InputError
-from qlora_sweep.search_spaces.feasibility import HOW_TO_NAME_TEXTS
+from qlora_sweep.search_spaces.feasibility import HOW_TO_NAME_A_DATASET
 from qlora_sweep.search_spaces.kinds import METHODS
 from qlora_sweep.search_spaces.loading import Length, Offered, located_dataset, with_dataset
 from qlora_sweep.search_spaces.models import ModelSpec
@@ -52,7 +52,9 @@ def typed_dataset(known: DatasetChoice | None, typed: Mapping[str, Any]) -> Data
         return known
     if known is None and "texts" not in given:
         key = next(iter(given))
-        raise InputError(f"data.{key} is about a dataset, and none is named: {HOW_TO_NAME_TEXTS}")
+        raise InputError(
+            f"data.{key} is about a dataset, and none is named: {HOW_TO_NAME_A_DATASET}"
+        )
     before: dict[str, Any] = {}
     if known is not None:
         before = known.model_dump()
@@ -103,7 +105,7 @@ def dataset_of_study(
 
 def space_with_dataset(
     space: SearchSpace,
-    texts: PreparedDataset,
+    dataset: PreparedDataset,
     *,
     model: ModelSpec,
     is_preset: bool,
@@ -113,7 +115,7 @@ def space_with_dataset(
 
     Args:
         space: as it was named.
-        texts: what its trials would train on.
+        dataset: what its trials would train on.
         model: what would be trained.
         is_preset: whether it was not written for this dataset.
         held: settings that were typed.
@@ -121,13 +123,13 @@ def space_with_dataset(
     Raises:
         InputError: what is left makes no space.
     """
-    refuse_other_kind(held.get("method", space.values_of("method")[0]), texts)
+    refuse_other_kind(held.get("method", space.values_of("method")[0]), dataset)
     has_length = "seq_len" in space.dimensions or "seq_len" in space.fixed
     is_own = has_length and not is_preset
-    epochs = StudyEpochs.of_all(texts)
-    are_pairs = texts.summary.are_pairs
+    epochs = StudyEpochs.of_all(dataset)
+    are_pairs = dataset.summary.are_pairs
     lengths = worthwhile_lengths(
-        texts.lengths(), max_positions=model.max_positions, truncation_at=epochs.truncation
+        dataset.lengths(), max_positions=model.max_positions, truncation_at=epochs.truncation
     )
     offered = with_dataset(
         space,
@@ -152,19 +154,19 @@ def space_with_dataset(
     return replace(offered, notes=tuple(notes))
 
 
-def refuse_other_kind(method: str, texts: PreparedDataset) -> None:
+def refuse_other_kind(method: str, dataset: PreparedDataset) -> None:
     """Refuse texts where pairs are trained on, and the other way round.
 
     Raises:
         InputError: says which method the dataset is for.
     """
     refuse_planned_alone(method)
-    are_pairs = texts.summary.are_pairs
-    source = texts.summary.source
+    are_pairs = dataset.summary.are_pairs
+    source = dataset.summary.source
     needs_pairs = METHODS[method].is_on_pairs
     if are_pairs and not needs_pairs:
         alone = "--set data.text_column=chosen"
-        prompt = texts.summary.columns_read.get("prompt")
+        prompt = dataset.summary.columns_read.get("prompt")
         if prompt is not None:
             # Of an answer alone nothing is learned.
             alone = f"--set data.prompt_column={prompt} --set data.completion_column=chosen"
@@ -174,9 +176,9 @@ def refuse_other_kind(method: str, texts: PreparedDataset) -> None:
             f"the chosen ones alone with {alone}"
         )
     if needs_pairs and not are_pairs:
-        read = f"{source}: its rows are read as {texts.summary.kind}, and method dpo needs pairs"
+        read = f"{source}: its rows are read as {dataset.summary.kind}, and method dpo needs pairs"
         cure = "columns chosen and rejected, as texts or as turns, with or without prompt"
-        if {"chosen", "rejected"} <= set(texts.summary.columns):
+        if {"chosen", "rejected"} <= set(dataset.summary.columns):
             cure = "--set data.format=preference"
         raise InputError(f"{read}: {cure}")
 

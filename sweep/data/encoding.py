@@ -238,13 +238,13 @@ class Encoder:
         spans: list[tuple[int, int]] | None = None
         before: str | None = None
         try:
-            are_told = not prompt and (self._completions_only or bool(silent))
-            if are_told and _MARKS.search(template):
+            is_noted = not prompt and (self._completions_only or bool(silent))
+            if is_noted and _MARKS.search(template):
                 text, spans = render_marked(turns, return_assistant_tokens_mask=True)
             else:
                 text = render(turns)
             _check_said(turns, text)
-            if are_told and spans is None:
+            if is_noted and spans is None:
                 spans = _spans_by_comparing(turns, text, render)
             elif self._layout.kind == PREFERENCE:
                 before = render(prompt, add_generation_prompt=True)

@@ -72,12 +72,12 @@ def worthwhile_lengths(
         wanted.append(longest)
     limit = max_positions or rounded_up(longest)
     known = sorted({min(rounded_up(value), limit) for value in wanted})
-    truncated = truncation_at or partial(_truncation_of_texts, lengths)
+    truncated = truncation_at or partial(_truncation_of_lengths, lengths)
     kept = [length for length in known if truncated(length).supervised_share <= CUT_MAX]
     return tuple(kept or known[-1:])
 
 
-def _truncation_of_texts(lengths: Lengths, seq_len: int) -> Truncation:
+def _truncation_of_lengths(lengths: Lengths, seq_len: int) -> Truncation:
     """Return what a length cuts off rows of which every token but the first is supervised."""
     supervised = np.asarray(lengths, dtype=np.int64) - 1
     _, left = cut(lengths, supervised, seq_len)

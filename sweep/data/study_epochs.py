@@ -118,20 +118,20 @@ class StudyEpochs:
         self._held_out = held_out
 
     @classmethod
-    def of(cls, texts: PreparedDataset, choice: DatasetChoice, *, seed: int) -> StudyEpochs:
+    def of(cls, dataset: PreparedDataset, choice: DatasetChoice, *, seed: int) -> StudyEpochs:
         """Return the epochs of a choice of texts."""
-        whole = cls.of_all(texts, seed=seed)
+        whole = cls.of_all(dataset, seed=seed)
         train, held = split(len(whole.lengths), choice.eval_fraction, seed, whole.rows_per_sample)
         return whole.of_rows(train, held_out=whole.of_rows(held))
 
     @classmethod
-    def of_all(cls, texts: PreparedDataset, *, seed: int = 0) -> StudyEpochs:
+    def of_all(cls, dataset: PreparedDataset, *, seed: int = 0) -> StudyEpochs:
         """Return the epochs of all rows, where none is held out."""
-        lengths = np.asarray(texts.lengths(), dtype=np.int64)
-        loss = np.asarray(texts.loss_lengths(), dtype=np.int64)
-        exact = partial(cut_exactly, texts.directory, lengths, loss)
+        lengths = np.asarray(dataset.lengths(), dtype=np.int64)
+        loss = np.asarray(dataset.loss_lengths(), dtype=np.int64)
+        exact = partial(cut_exactly, dataset.directory, lengths, loss)
         rows_per_sample = 1
-        if texts.summary.are_pairs:
+        if dataset.summary.are_pairs:
             rows_per_sample = 2
         return cls(lengths, loss, seed=seed, cut_at=exact, rows_per_sample=rows_per_sample)
 

@@ -64,27 +64,27 @@ def filled(value: Any, values: Mapping[str, Any]) -> Any:
 def dataset_options(record: Record, reader: str) -> dict[str, Any]:
     """Return the options that say a trainer, or ``dataset_info``, what to train on."""
     options = table("datasets")["options"][reader]
-    texts = record.texts
-    if texts is None:
+    dataset = record.texts
+    if dataset is None:
         kind = "full"
         if record.config.is_on_pairs:
             kind = "full pairs"
         return dict(filled(options[kind], {"data_file": DATA_FILE}))
-    summary = texts.summary
-    source = texts.source
+    summary = dataset.summary
+    source = dataset.source
     values: dict[str, Any] = {
         "source": source,
         "trl_path": source,
         "pair_columns": [c for c in ("prompt", "chosen", "rejected") if c in summary.columns],
         "only": summary.completions_only,
         "everything": not summary.completions_only,
-        "tokenizer": texts.tokenizer,
-        "eval_fraction": texts.eval_fraction,
+        "tokenizer": dataset.tokenizer,
+        "eval_fraction": dataset.eval_fraction,
     }
     for field in _NEEDED:
-        values[f"{field}_column"] = texts.column(field) or field
+        values[f"{field}_column"] = dataset.column(field) or field
     for field in _OPTIONAL:
-        values[f"{field}_column"] = texts.column(field)
+        values[f"{field}_column"] = dataset.column(field)
     # What a case below does not give is null, and its option is left out.
     values |= dict.fromkeys(("builder", "trl_files", "file", "no_file", "template_file"))
     values |= dict.fromkeys(("held_out", "evaluations", "each_epoch", "eval_batch"))
@@ -98,8 +98,8 @@ def dataset_options(record: Record, reader: str) -> dict[str, Any]:
             values |= {"trl_path": str(Path(source).parent), "trl_files": Path(source).name}
     if summary.marked_template:
         values["template_file"] = TEMPLATE_FILE
-    if texts.eval_fraction:
-        values |= {"held_out": texts.eval_fraction, "evaluations": 1, "each_epoch": "epoch"}
+    if dataset.eval_fraction:
+        values |= {"held_out": dataset.eval_fraction, "evaluations": 1, "each_epoch": "epoch"}
         values["eval_batch"] = record.config.micro_batch_size
     return dict(filled(options["every"] | options[summary.kind], values))
 
@@ -126,31 +126,31 @@ def _has_tabs(source: str) -> bool:
 
 def lost_of_dataset(record: Record, trainer: Trainer) -> tuple[str, ...]:
     """Return what a trainer cannot say of a dataset, and what its file does instead."""
-    texts = record.texts
-    if texts is None:
+    dataset = record.texts
+    if dataset is None:
         return ()
-    path = Path(texts.source)
-    builder = _builder(texts.source)
-    kind = texts.summary.kind
+    path = Path(dataset.source)
+    builder = _builder(dataset.source)
+    kind = dataset.summary.kind
     is_chat = kind in CHATS
-    is_of_disk = is_saved(texts.source)
-    has_tabs = _has_tabs(texts.source)
-    renamed = _renamed(texts.summary)
+    is_of_disk = is_saved(dataset.source)
+    has_tabs = _has_tabs(dataset.source)
+    renamed = _renamed(dataset.summary)
     reads = (".json", ".jsonl", ".csv", ".parquet")
     applies = {
         "directory": builder is None and path.is_absolute() and not is_of_disk,
         "saved": is_of_disk and trainer != "axolotl",
         "ending": builder and trainer == "llama-factory" and path.suffix not in reads,
         "tabs": trainer == "axolotl" and has_tabs,
-        "pattern": builder and glob.has_magic(texts.source),
+        "pattern": builder and glob.has_magic(dataset.source),
         "chats": builder == "csv" and is_chat,
         "csv": builder == "csv" and not is_chat,
-        "tokenizer": texts.tokenizer is not None and trainer != "axolotl",
-        "unmarked": trainer == "trl" and kind == "messages" and texts.summary.marked_template,
-        "broken": texts.summary.broken,
-        "held_out": texts.eval_fraction,
-        "silenced": texts.summary.silenced,
-        "inputs": kind == "prompt-completion" and "messages" in texts.summary.columns_read,
+        "tokenizer": dataset.tokenizer is not None and trainer != "axolotl",
+        "unmarked": trainer == "trl" and kind == "messages" and dataset.summary.marked_template,
+        "broken": dataset.summary.broken,
+        "held_out": dataset.eval_fraction,
+        "silenced": dataset.summary.silenced,
+        "inputs": kind == "prompt-completion" and "messages" in dataset.summary.columns_read,
         "renamed": kind in _BY_NAME[trainer] and renamed,
     }
     described = table("datasets")
@@ -165,13 +165,13 @@ def lost_of_dataset(record: Record, trainer: Trainer) -> tuple[str, ...]:
         marks = "tabs"
     values = {
         "name": path.name,
-        "source": texts.source,
+        "source": dataset.source,
         "marks": marks,
-        "tokenizer": texts.tokenizer,
+        "tokenizer": dataset.tokenizer,
         "template": TEMPLATE_FILE,
-        "broken": texts.summary.broken,
+        "broken": dataset.summary.broken,
         "renamed": renamed,
-        "silenced": texts.summary.silenced,
+        "silenced": dataset.summary.silenced,
         "basis": record.basis,
     }
     return tuple(sentence.format(**values) for sentence in sentences)

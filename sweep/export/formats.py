@@ -85,12 +85,12 @@ class Export:
 
     def files(self, path: Path) -> dict[Path, str]:
         """Return the texts of all files of an export to a path, that one first."""
-        texts = {path: self.text}
+        dataset = {path: self.text}
         for name, text in self.beside.items():
-            texts[path.with_name(name)] = text
+            dataset[path.with_name(name)] = text
         if self.record is not None:
-            texts[beside(path)] = self.record
-        return texts
+            dataset[beside(path)] = self.record
+        return dataset
 
 
 def format_names() -> tuple[str, ...]:
@@ -206,9 +206,9 @@ def lora_options(record: Record) -> dict[str, Any]:
 def _script(record: Record) -> Export:
     """Return a training script, which trains what was measured by transformers' `Trainer`."""
     config = record.config
-    texts: RecordedDataset | dict[str, Any] | None = record.texts
-    if texts is None and config.is_on_pairs:
-        texts = _ANY_PAIRS
+    dataset: RecordedDataset | dict[str, Any] | None = record.texts
+    if dataset is None and config.is_on_pairs:
+        dataset = _ANY_PAIRS
     collator_keys = ["packing", "attention", "compile"]
     files_beside = {_ROWS: joined_rows()}
     if config.is_8bit_compute or config.weight_bits == 8:
@@ -226,13 +226,13 @@ def _script(record: Record) -> Export:
     needs = ""
     if config.kernels_kind.fuses_loss:
         needs += ", liger-kernel"
-    if texts:
+    if dataset:
         needs += ", trl"
     text = _template("script.py.j2").render(
         header=comment(facts(record) + (trainers.trainers()["script"]["tried"],) + lost),
         record=record,
         config=config,
-        texts=texts,
+        dataset=dataset,
         collator_settings={key: getattr(config, key) for key in collator_keys},
         grouped_pairs=config.is_on_pairs and config.packing == "grouped",
         beside=list(files_beside),

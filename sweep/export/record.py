@@ -338,7 +338,7 @@ def record_of(snapshot: StudySnapshot, *, number: int | None = None) -> Record:
         config=_written_out(trial.config, spec),
         measurement=RecordedMeasurement(**measured.model_dump(exclude=NOT_SHOWN)),
         confirmed=is_confirmed,
-        texts=recorded_dataset(snapshot, trial.epoch),
+        dataset=recorded_dataset(snapshot, trial.epoch),
         provenance=Provenance(
             study=snapshot.name,
             trial=trial.number,
@@ -364,7 +364,7 @@ def predicted_record(
     *,
     target: Target,
     weights: Weights = "random",
-    texts: RecordedDataset | None = None,
+    dataset: RecordedDataset | None = None,
 ) -> Record:
     """Return the record of a configuration that nothing ran.
 
@@ -391,7 +391,7 @@ def predicted_record(
         model=_recorded_model(model, fingerprint=model.fingerprint),
         weights=weights,
         gpu=_recorded_gpu(target),
-        texts=texts,
+        dataset=dataset,
         config=_written_out(config, model),
         measurement=RecordedMeasurement(
             tokens_per_second=rate,
@@ -663,15 +663,15 @@ def examples_words(record: Record) -> str:
             f"Examples: random tokens, each sequence full ({tokens} tokens). Longer examples of a "
             "dataset are cut there: `sweep data` says how much that is."
         )
-    texts = record.texts
-    summary = texts.summary
+    dataset = record.texts
+    summary = dataset.summary
     loss = "loss on every token"
     if summary.completions_only:
         loss = "loss on completions only"
     said = (
-        f"Dataset: {quote(texts.source)} ({summary.kind}, {loss}; fingerprint "
-        f"{summary.fingerprint}), {in_percent(texts.eval_fraction)} of the examples held out"
+        f"Dataset: {quote(dataset.source)} ({summary.kind}, {loss}; fingerprint "
+        f"{summary.fingerprint}), {in_percent(dataset.eval_fraction)} of the examples held out"
     )
-    if texts.epoch is not None:
-        said += f"; {words.cut_in_words(texts.epoch, record.config)}"
+    if dataset.epoch is not None:
+        said += f"; {words.cut_in_words(dataset.epoch, record.config)}"
     return f"{said}."

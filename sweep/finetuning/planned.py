@@ -158,7 +158,7 @@ def _at_length(
 
 
 def calibration_of(
-    record: Record | None, product: str | None, *, texts: PreparedDataset, shapes: ShapesOnDataset
+    record: Record | None, product: str | None, *, dataset: PreparedDataset, shapes: ShapesOnDataset
 ) -> Calibration | None:
     """Return what a record's own measurement says of the speed of the GPU that is here; None where
     it is of another GPU or another dataset, or nothing is recorded.
@@ -166,7 +166,7 @@ def calibration_of(
     Args:
         record: of the configuration that was measured.
         product: of the GPU that is here; None on a CPU.
-        texts: that are trained on now.
+        dataset: that are trained on now.
         shapes: what configurations come to on them.
     """
     if record is None or product is None:
@@ -176,6 +176,6 @@ def calibration_of(
         return None
     if record.texts is None:
         return calibrated([record], model=record.model.spec, gpu=gpu, shapes=None)
-    if record.texts.summary.fingerprint != texts.summary.fingerprint:
+    if record.texts.summary.fingerprint != dataset.summary.fingerprint:
         return None
     return calibrated([record], model=record.model.spec, gpu=gpu, shapes=shapes)

@@ -26,7 +26,7 @@ class TrainingJob(ChildSettings):
     config: TrialConfig
     model: dict[str, Any]
     """`ModelSpec.to_json`."""
-    texts: str | None = None
+    dataset: str | None = None
     """Directory of prepared texts; None trains on full sequences of random tokens."""
     eval_fraction: float = Field(default=0.0, ge=0, lt=1)
     """Share of the examples that is held out, and never trained on."""

@@ -239,7 +239,7 @@ class TrainedAdapter:
     job: TrainingJob
     result: TrainingResult
     subject: Subject
-    texts: DatasetSummary
+    dataset: DatasetSummary
     environment: Mapping[str, Any]
     """Of the machine, as `storage.environment.fingerprint` returns it."""
     truncation: TruncatedDataset | None = None
@@ -283,7 +283,7 @@ class TrainedAdapter:
                 "promised on full sequences of random tokens, where every token counts; a "
                 "dataset's examples are padded"
             )
-        if record.texts.summary.fingerprint != self.texts.fingerprint:
+        if record.texts.summary.fingerprint != self.dataset.fingerprint:
             return "promised on another dataset"
         if self.result.steps_measured == 0:
             return _UNMEASURED
@@ -309,7 +309,7 @@ class TrainedAdapter:
             "truncation": None if self.truncation is None else self.truncation.to_json(),
             **job.model_dump(mode="json", include={"config", "weights", "seed", "eval_fraction"}),
             "learning_rate": self.subject.learning_rate.model_dump(mode="json"),
-            "texts": redacted(self.texts.model_dump(mode="json")),
+            "texts": redacted(self.dataset.model_dump(mode="json")),
             "versions": self.environment.get("versions"),
             "incomparable": comparison.incomparable,
             "ratios": {
@@ -359,7 +359,7 @@ def model_card(trained: TrainedAdapter) -> str:
 
     spec = trained.job.spec
     config = trained.job.config
-    source = trained.texts.source
+    source = trained.dataset.source
     kind = f"lora-{config.weight_bits}bit"
     if config.is_4bit:
         kind = "qlora"
@@ -423,14 +423,14 @@ def _sections(trained: TrainedAdapter) -> Iterator[str]:
 def _facts(trained: TrainedAdapter) -> Iterator[tuple[str, str]]:
     job = trained.job
     result = trained.result
-    texts = trained.texts
+    dataset = trained.dataset
     yield "base", f"`{shown(base_of(job.spec))}` ({job.weights} weights)"
-    yield "dataset", f"`{shown(texts.source)}`, fingerprint `{texts.fingerprint}`"
-    kind: str = texts.kind
-    if texts.completions_only:
+    yield "dataset", f"`{shown(dataset.source)}`, fingerprint `{dataset.fingerprint}`"
+    kind: str = dataset.kind
+    if dataset.completions_only:
         kind += ", loss on completions only"
     yield "kind", kind
-    yield "tokenizer", f"`{shown(texts.tokenizer)}`"
+    yield "tokenizer", f"`{shown(dataset.tokenizer)}`"
     examples = units.count(result.dataset_rows or result.rows)
     if result.packed_rows is not None:
         examples += f", packed into {result.packed_rows:,}"
@@ -438,9 +438,9 @@ def _facts(trained: TrainedAdapter) -> Iterator[tuple[str, str]]:
     yield "examples held out", units.count(result.rows_held_out)
     yield "examples left out, without a supervised token", units.count(result.rows_left_out)
     if trained.truncation is not None:
-        yield "cut", trained.truncation.words("pair" if texts.are_pairs else "example")
-    yield "broken examples, left out", units.count(texts.broken)
-    for note in texts.notes:
+        yield "cut", trained.truncation.words("pair" if dataset.are_pairs else "example")
+    yield "broken examples, left out", units.count(dataset.broken)
+    for note in dataset.notes:
         yield "of the dataset", shown(note)
     yield "learning rate", trained.subject.learning_rate.words
     yield "seed", str(job.seed)

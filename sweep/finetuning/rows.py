@@ -91,7 +91,7 @@ class TrainingRows:
     collate: Collate
     held_out: Any | None = None
     collate_held_out: Collate | None = None
-    texts: int | None = None
+    examples: int | None = None
     """Examples or pairs that are trained on, however they are packed; None for random tokens."""
     left_out: int = 0
 
@@ -103,7 +103,7 @@ def rows_of(job: TrainingJob, model: PeftModel) -> TrainingRows:
         InputError: the texts make no micro-batch of the configuration's.
     """
     config = job.config
-    if job.texts is None:
+    if job.dataset is None:
         count = (job.max_steps or 1) * config.samples_per_step * config.rows_per_sample
         random = random_rows(config, model, seed=job.seed)
         if config.is_on_pairs:
@@ -117,7 +117,7 @@ def rows_of(job: TrainingJob, model: PeftModel) -> TrainingRows:
     from qlora_sweep.sweep.data.batches import loss_left, training_rows
     from qlora_sweep.sweep.data.collation import LENGTH, Collator
 
-    directory = Path(job.texts)
+    directory = Path(job.dataset)
     _, loss = loss_left(directory, config.seq_len)
     rows_per_sample = config.rows_per_sample
     trained, held = split(len(loss), job.eval_fraction, job.seed, rows_per_sample)
@@ -159,7 +159,7 @@ def rows_of(job: TrainingJob, model: PeftModel) -> TrainingRows:
         collate=collate,
         held_out=held_out,
         collate_held_out=collate_alone,
-        texts=len(trained) // rows_per_sample - left_out,
+        examples=len(trained) // rows_per_sample - left_out,
         left_out=left_out,
     )
 

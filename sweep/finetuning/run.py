@@ -222,8 +222,8 @@ class Training(TrainerCallback):
         self._device: Device = open_device(job.device)
         self._observing = contextlib.ExitStack()
         self._end: TrainingOutcome | None = None
-        self._told = time.perf_counter()
-        self._saved_at = self._told
+        self._reported_at = time.perf_counter()
+        self._saved_at = self._reported_at
         self._pause_seconds = 0.0
         self._rate = 0.0
         self._phase: records.Phase = "start"
@@ -360,14 +360,14 @@ class Training(TrainerCallback):
             "device_name": self._device.product(),
             "steps": self._steps,
             "rows": count,
-            "dataset_rows": self._rows.texts,
+            "dataset_rows": self._rows.examples,
             "rows_held_out": 0 if held_out is None else len(held_out),
             "rows_left_out": self._rows.left_out,
             "trainable_parameters": sum(p.numel() for p in self._trained),
         }
         if job.config.is_8bit_compute and job.weights == "pretrained":
             self._setup["eight_bit"] = self._fit_8_bits(attachment, whole)
-        if job.texts is not None:
+        if job.dataset is not None:
             with trainer.accelerator.autocast():
                 apart = is_keeping_apart(
                     model.get_base_model(), self._rows.training.rows, job.config
@@ -393,7 +393,7 @@ class Training(TrainerCallback):
         """
         config = self._job.config
         collate = self._rows.collate
-        if self._job.texts is None:
+        if self._job.dataset is None:
             # Its own counts the micro-batches of the training.
             collate = rows_of(self._job, attachment.model).collate
         # In the dataset's order, which an exported script has too.
@@ -475,7 +475,7 @@ class Training(TrainerCallback):
         computed = batch["input_ids"].numel()
         # Of random tokens a trial counts all.
         tokens = computed
-        if self._job.texts is not None:
+        if self._job.dataset is not None:
             tokens = loss_tokens(batch)
         self._counted.append((tokens, computed))
         return batch
@@ -488,9 +488,9 @@ class Training(TrainerCallback):
         """Say how far it is, so seldom that it costs nothing; from within long steps too."""
         steps = self._course.steps
         now = time.perf_counter()
-        if now - self._told < _TELL_SECONDS:
+        if now - self._reported_at < _TELL_SECONDS:
             return
-        self._told = now
+        self._reported_at = now
         recent = protocol.TrainingProgress(phase=self._phase, step=self._step)
         if steps.done and math.isfinite(steps.losses[-1]):
             seconds = steps.seconds[-_RECENT_STEPS:]

@@ -79,7 +79,7 @@ class TrainingRequest:
 
     name: str
     output: Path
-    texts: dict[str, Any]
+    dataset: dict[str, Any]
     """Keys of `DatasetChoice`; None leaves a study's."""
     trial: int | None = None
     devices: int | None = None
@@ -101,7 +101,7 @@ class PreparedTraining:
 
     job: TrainingJob
     subject: Subject
-    texts: PreparedDataset
+    dataset: PreparedDataset
     tokenizer: TokenizerFiles
     forecaster: Forecaster
     gpu: GpuInfo | None
@@ -125,7 +125,7 @@ class PreparedTraining:
     @property
     def cut_words(self) -> str:
         """That as a sentence."""
-        return f"{self.truncation.words('pair' if self.texts.summary.are_pairs else 'example')}."
+        return f"{self.truncation.words('pair' if self.dataset.summary.are_pairs else 'example')}."
 
     @property
     def plan_words(self) -> str | None:
@@ -169,12 +169,12 @@ class PreparedTraining:
         record = self.subject.record
         if record is None or record.texts is None:
             return False
-        return record.texts.summary.fingerprint == self.texts.summary.fingerprint
+        return record.texts.summary.fingerprint == self.dataset.summary.fingerprint
 
     def _study_command(self) -> str:
         """Return what makes a study on the dataset."""
         definition = self.subject.definition
-        source = self.texts.summary.source
+        source = self.dataset.summary.source
         space = "SPACE"
         if definition is not None and definition.space.name in preset_texts():
             space = definition.space.name
@@ -192,7 +192,7 @@ class PreparedTraining:
         return {
             **self.job.model_dump(mode="json", include=keys),
             "model": {"name": spec.name, "fingerprint": spec.fingerprint},
-            "texts": {"fingerprint": self.texts.summary.fingerprint},
+            "texts": {"fingerprint": self.dataset.summary.fingerprint},
         }
 
 
@@ -245,8 +245,8 @@ def prepare_training(
             "instead"
         )
     _refuse_untrainable(subject, resolved.violation(config, model=model, has_dataset=True))
-    choice, texts = _texts(request, subject, read_dataset)
-    refuse_other_kind(config.method, texts)
+    choice, dataset = _dataset_of(request, subject, read_dataset)
+    refuse_other_kind(config.method, dataset)
     seed = request.seed
     if seed is None:
         seed = 0 if study is None else study.space.seed
@@ -255,7 +255,7 @@ def prepare_training(
         config=config.changed(learning_rate=subject.learning_rate.value),
         model=model.to_json(),
         weights=weights,
-        texts=str(texts.directory.absolute()),
+        dataset=str(dataset.directory.absolute()),
         eval_fraction=choice.eval_fraction,
         epochs=request.epochs or 1.0,
         max_steps=request.max_steps,
@@ -273,13 +273,13 @@ def prepare_training(
     prepared = PreparedTraining(
         job=job,
         subject=subject,
-        texts=texts,
+        dataset=dataset,
         tokenizer=find_tokenizer(choice.tokenizer, model),
         forecaster=_forecaster(
             subject,
             resolved,
-            texts=texts,
-            shapes=shapes_of_dataset(texts, choice, seed=seed),
+            dataset=dataset,
+            shapes=shapes_of_dataset(dataset, choice, seed=seed),
             product=None if here is None else here.product,
             warn=warn,
         ),
@@ -288,7 +288,7 @@ def prepare_training(
     )
     broken = prepared.forecaster.violation(config)
     if broken is not None:
-        words = f"{texts.summary.source}: {broken.reason}"
+        words = f"{dataset.summary.source}: {broken.reason}"
         if prepared.truncation.is_much:
             words = f"{words}; {prepared.ways_out()}"
         raise InputError(words)
@@ -345,7 +345,7 @@ def _forecaster(
     subject: Subject,
     resolved: ResolvedTarget,
     *,
-    texts: PreparedDataset,
+    dataset: PreparedDataset,
     shapes: ShapesOnDataset,
     product: str | None,
     warn: Callable[[str], None],
@@ -360,7 +360,7 @@ def _forecaster(
     else:
         capability = resolved.host_capability
         predictor = TracingPredictor(model, cache_dir=cache, compute_capability=capability)
-    calibration = calibration_of(subject.record, product, texts=texts, shapes=shapes)
+    calibration = calibration_of(subject.record, product, dataset=dataset, shapes=shapes)
     return build_forecaster(
         model,
         resolved.target,
@@ -391,7 +391,7 @@ def _refuse_untrainable(subject: Subject, broken: Violation | None) -> None:
         )
 
 
-def _texts(
+def _dataset_of(
     request: TrainingRequest, subject: Subject, read_dataset: ReadDataset
 ) -> tuple[DatasetChoice, PreparedDataset]:
     """Return what is trained on: the study's dataset, changed by what was typed.
@@ -401,10 +401,10 @@ def _texts(
     """
     study = subject.definition
     of_study = None if study is None else study.space.data
-    choice = typed_dataset(of_study, request.texts)
+    choice = typed_dataset(of_study, request.dataset)
     if choice is None:
         raise InputError("which texts? name them with --data")
-    if request.texts.get("eval_fraction") is None and of_study is None:
+    if request.dataset.get("eval_fraction") is None and of_study is None:
         choice = choice.model_copy(update={"eval_fraction": EVAL_FRACTION})
     if choice == of_study and study is not None:
         stored = dataset_of_study(study, model=subject.model, read=read_dataset)

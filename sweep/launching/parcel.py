@@ -154,7 +154,7 @@ def _unbuilt(version: str) -> str:
 def differences(there: Mapping[str, str]) -> Iterator[tuple[str, str, str]]:
     """Yield name, version there and version here of what sweep needs, where they differ."""
     here = installed_versions()
-    versions_there = {canonicalize_name(name): _unbuilt(told) for name, told in there.items()}
+    versions_there = {canonicalize_name(name): _unbuilt(version) for name, version in there.items()}
     for required in sorted(metadata.requires(DISTRIBUTION) or ()):
         requirement = Requirement(required)
         name = canonicalize_name(requirement.name)

@@ -37,7 +37,7 @@ def evidence_from(
     *,
     model: ModelSpec,
     gpu: GpuSpec,
-    texts: DatasetSummary | None = None,
+    dataset: DatasetSummary | None = None,
     shapes: ShapesOnDataset | None = None,
 ) -> Evidence:
     """Return what a study says of ``model`` on ``gpu``.
@@ -46,13 +46,13 @@ def evidence_from(
         snapshot: the study.
         model: what would be trained.
         gpu: of the plan.
-        texts: what the plan is about; None for full rows.
+        dataset: what the plan is about; None for full rows.
         shapes: what configurations come to on those.
 
     Raises:
         InputError: the study is about another model or other texts, or ran on a CPU.
     """
-    _refuse_other_dataset(snapshot, texts)
+    _refuse_other_dataset(snapshot, dataset)
     definition = snapshot.definition
     target = definition.target
     if definition.model_fingerprint != model.fingerprint:
@@ -101,12 +101,12 @@ def evidence_from(
     )
 
 
-def _refuse_other_dataset(snapshot: StudySnapshot, texts: DatasetSummary | None) -> None:
+def _refuse_other_dataset(snapshot: StudySnapshot, dataset: DatasetSummary | None) -> None:
     known = snapshot.definition.texts
-    if (known and known.fingerprint) == (texts and texts.fingerprint):
+    if (known and known.fingerprint) == (dataset and dataset.fingerprint):
         return
     trained = "full rows of random tokens" if known is None else known.source
-    asked = "full rows" if texts is None else texts.source
+    asked = "full rows" if dataset is None else dataset.source
     do = "leave --from out" if known is None else f"name them with --data {known.source}"
     raise InputError(
         f"study '{snapshot.name}' trained on {trained}, and the plan is about {asked}: {do}"

@@ -146,7 +146,7 @@ class PlanQuestion:
     """By GPU."""
     predictor: Predictor
     read_study: StudyReader
-    texts: PreparedDataset | None = None
+    dataset: PreparedDataset | None = None
     """What would be trained on; None for full rows."""
     shapes: ShapesOnDataset | None = None
     """What configurations come to on them."""
@@ -232,7 +232,7 @@ class PlanQuestion:
                 asked = with_offered_batches(asked, self.model, gpu.budget_bytes)
         # Of the cheapest GPU's space the answer itself says what is not possible.
         if not self.request.is_cheapest or isinstance(asked, TrialConfig):
-            refuse_impossible(asked, Setting(self.model, "cuda", None, self.texts is not None))
+            refuse_impossible(asked, Setting(self.model, "cuda", None, self.dataset is not None))
         return asked
 
     def of_named_space(self) -> PlanQuestion:
@@ -283,10 +283,10 @@ class PlanQuestion:
         able = for_trainer(space, self.model, is_preset=is_preset, held=self.held)
         own = with_own_settings(able.space, self.model, is_preset=is_preset, held=self.held)
         notes = able.notes + own.notes
-        if self.texts is None:
+        if self.dataset is None:
             return Offered(own.space, notes)
         offered = space_with_dataset(
-            own.space, self.texts, model=self.model, is_preset=is_preset, held=self.held
+            own.space, self.dataset, model=self.model, is_preset=is_preset, held=self.held
         )
         return Offered(offered.space, notes + offered.notes)
 
@@ -339,8 +339,10 @@ class PlanQuestion:
         if self.request.study is None:
             return NO_EVIDENCE
         snapshot = self.read_study(self.request.study, self.request.storage)
-        texts = None if self.texts is None else self.texts.summary
-        return evidence_from(snapshot, model=self.model, gpu=gpu, texts=texts, shapes=self.shapes)
+        dataset = None if self.dataset is None else self.dataset.summary
+        return evidence_from(
+            snapshot, model=self.model, gpu=gpu, dataset=dataset, shapes=self.shapes
+        )
 
 
 def _with_micro_batch(typed: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -396,15 +398,15 @@ def resolve_request(
     of_first = space or spaces[gpus[0].name][0]
     model = load_model_spec(request.model or of_first.model)
     choice = typed_dataset(None if space is None else space.data, request.data)
-    texts = None
+    dataset = None
     shapes = None
     if choice is not None:
-        texts = read_dataset(DatasetRequest.of(choice, model))
-        shapes = shapes_of_dataset(texts, choice, seed=of_first.seed)
+        dataset = read_dataset(DatasetRequest.of(choice, model))
+        shapes = shapes_of_dataset(dataset, choice, seed=of_first.seed)
     if space is not None:
         space = space.model_copy(update={"data": choice})
     question = PlanQuestion(
-        texts=texts,
+        dataset=dataset,
         shapes=shapes,
         request=request,
         space=space,

@@ -100,10 +100,10 @@ def _gpu(target: Target, product: str) -> GpuSpec | None:
 
 
 def shapes_of_dataset(
-    texts: PreparedDataset, choice: DatasetChoice, *, seed: int
+    dataset: PreparedDataset, choice: DatasetChoice, *, seed: int
 ) -> ShapesOnDataset:
     """Return what configurations come to on the rows of a dataset that are trained on."""
-    return ShapesOnDataset(StudyEpochs.of(texts, choice, seed=seed))
+    return ShapesOnDataset(StudyEpochs.of(dataset, choice, seed=seed))
 
 
 def shapes_of_study(definition: StudyDefinition) -> ShapesOnDataset | None:

@@ -66,7 +66,7 @@ from qlora_sweep.sweep.predict.speed.steps import refusal
 
 PREDICTIONS_KEPT = 4096
 """Configurations of which what is expected is kept; one takes some 30 KiB."""
-TOO_FEW_TEXTS = "texts-make-no-micro-batch"
+TOO_FEW_EXAMPLES = "texts-make-no-micro-batch"
 """The rule of a configuration for which the dataset is too small, or cut too short."""
 UNPREDICTED = "memory is not predicted: "
 """How a reason begins that says why no memory is predicted."""
@@ -809,7 +809,7 @@ class Forecaster:
         reason = self.shapes.epochs.refusal(config)
         if reason is None:
             return None
-        return Violation(TOO_FEW_TEXTS, reason)
+        return Violation(TOO_FEW_EXAMPLES, reason)
 
     def is_valid(self, config: TrialConfig) -> bool:
         """Return whether no rule forbids ``config``, and the dataset makes a batch of it."""

@@ -154,9 +154,11 @@ def outcome_of(fault: WorkerFault, phase: Phase, end: End, *, words: str) -> Cra
         words: the last that it printed.
     """
     if isinstance(fault, WorkerSilent):
-        return TimedOut(phase=phase, detail=_told(f"{fault}; the worker was ended", words))
+        return TimedOut(
+            phase=phase, detail=_with_last_words(f"{fault}; the worker was ended", words)
+        )
     if isinstance(fault, WorkerMisbehaved):
-        detail = _told(f"the worker was ended, as {fault}", words)
+        detail = _with_last_words(f"the worker was ended, as {fault}", words)
         return Crashed(phase=phase, cause="protocol", detail=detail)
     how = f"the worker ended with {end}"
     cause: CrashCause = "exit"
@@ -168,10 +170,10 @@ def outcome_of(fault: WorkerFault, phase: Phase, end: End, *, words: str) -> Cra
     elif end.status is not None and end.status < 0:
         cause = "signal"
         how += _SENDERS.get(-end.status, "")
-    return Crashed(phase=phase, cause=cause, detail=_told(how, words))
+    return Crashed(phase=phase, cause=cause, detail=_with_last_words(how, words))
 
 
-def _told(what: str, words: str) -> str:
+def _with_last_words(what: str, words: str) -> str:
     if not words:
         return shown(f"{what}; it printed nothing")
     return shown(f"{what}; it printed last: {words}")

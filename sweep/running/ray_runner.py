@@ -301,11 +301,11 @@ class RayRunner(Runner):
             GpuLost: its node is gone.
             EnvironmentFault: it cannot begin there.
         """
-        told = self.tell()
-        if not self._await(told):
+        answer = self.tell()
+        if not self._await(answer):
             return False
         try:
-            self.ray.get(told)
+            self.ray.get(answer)
         except self.ray.exceptions.RayError as error:
             if getattr(error, "actor_init_failed", False):
                 why = shown(str(error).strip().splitlines()[-1])

@@ -378,7 +378,7 @@ class SupervisedRunner(Runner):
 
     def _patience(self, request: TrialRequest) -> Patience:
         patience = Patience(self._deadlines, self._clock, request.steps, phase=self._phase)
-        if self._settings.texts is not None:
+        if self._settings.dataset is not None:
             patience.micro_steps = max(STRATA_MAX, MICRO_STEPS_TIMED)
         if request.quality is not None:
             patience.quality_tokens = request.quality.tokens + request.quality.eval_tokens

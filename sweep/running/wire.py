@@ -73,7 +73,7 @@ class WorkerSettings(ChildSettings):
     is_emulated: bool
     peak_flops: dict[ComputeDtype, float] = Field(default={})
     """Dense FLOP/s of the GPU that runs, by compute dtype; empty where unknown."""
-    texts: DatasetSettings | None = None
+    dataset: DatasetSettings | None = None
     """What trials train on; None for full-length random rows."""
 
 

@@ -156,9 +156,9 @@ class Worker:
         self._speeds: dict[str, tuple[float | None, Measured]] = {}
         """What was measured on the way to a configuration's quality, with its learning rate."""
         self._stop = threading.Event()
-        self._texts: TokenizedDataset | None = None
-        if settings.texts is not None:
-            self._texts = _texts(settings.texts, settings.seed)
+        self._dataset: TokenizedDataset | None = None
+        if settings.dataset is not None:
+            self._dataset = _opened(settings.dataset, settings.seed)
         self.phase: Phase = "start"
         """Where the newest command is."""
         self._lock = threading.Lock()
@@ -167,7 +167,7 @@ class Worker:
 
     def prepare(self) -> None:
         """Take what libraries take once, then put the budget in force."""
-        if self._texts is not None:
+        if self._dataset is not None:
             import_readers()
         self._resident.prepare()
 
@@ -321,7 +321,7 @@ class Worker:
         task = TrialTask(
             request.config,
             request.steps,
-            texts=self._texts,
+            dataset=self._dataset,
             is_soak=request.is_soak,
             limit=limit,
         )
@@ -351,7 +351,7 @@ class Worker:
         limit: team.TimeLimit = team.NO_LIMIT,
     ) -> TrialEnd:
         """Train a configuration that fits once more, for what it learns of the texts."""
-        if self._texts is None:
+        if self._dataset is None:
             return TrialEnd(outcome)
         # What is sharded served the trial alone; other ranks may hold theirs once more.
         if config.is_sharded:
@@ -363,7 +363,7 @@ class Worker:
         quality = Quality(
             base,
             config,
-            self._texts,
+            self._dataset,
             asked,
             self._resident.device,
             report=self._report,
@@ -409,7 +409,7 @@ def _speed_key(request: TrialRequest) -> str:
     return f"{config.key()} {request.steps.model_dump_json()} {request.is_soak}"
 
 
-def _texts(settings: DatasetSettings, seed: int) -> TokenizedDataset:
+def _opened(settings: DatasetSettings, seed: int) -> TokenizedDataset:
     """Return the texts to train on.
 
     Raises:

@@ -147,7 +147,7 @@ class Trials:
 
 
 @dataclass(frozen=True)
-class _Told:
+class _Seen:
     """What one trial says."""
 
     config: TrialConfig | None = None
@@ -261,7 +261,7 @@ class CandidateSampler(BaseSampler):
     def __init__(self, candidates: Candidates, *, inner: BaseSampler) -> None:
         self._candidates = candidates
         self._inner = inner
-        self._ended: dict[int, _Told] = {}
+        self._ended: dict[int, _Seen] = {}
         """What the trials that ended say, by number."""
         self._of_ended: Trials | None = None
         """What all of those say together; None until that is worked out."""
@@ -288,14 +288,14 @@ class CandidateSampler(BaseSampler):
         for trial in study.get_trials(deepcopy=False):
             if trial.number in self._ended:
                 continue
-            told = self._told_by(trial)
+            seen = self._seen(trial)
             if trial.state.is_finished():
-                self._ended[trial.number] = told
+                self._ended[trial.number] = seen
                 self._of_ended = None
-            elif trial.number != besides and told.config is not None:
-                tried.add(told.key)
+            elif trial.number != besides and seen.config is not None:
+                tried.add(seen.key)
                 if trial.state is TrialState.RUNNING:
-                    running.append(told.config)
+                    running.append(seen.config)
         ended = self._of_ended
         if ended is None or besides in self._ended:
             ended = self._together(besides)
@@ -307,14 +307,14 @@ class CandidateSampler(BaseSampler):
         """Return what the trials that ended say together, one of them apart."""
         ended = Trials()
         for number in sorted(self._ended.keys() - {besides}):
-            told = self._ended[number]
-            if told.record is not None:
-                ended.records.append(told.record)
-            if told.config is not None:
-                ended.tried.add(told.key)
+            seen = self._ended[number]
+            if seen.record is not None:
+                ended.records.append(seen.record)
+            if seen.config is not None:
+                ended.tried.add(seen.key)
         return ended
 
-    def _told_by(self, trial: FrozenTrial) -> _Told:
+    def _seen(self, trial: FrozenTrial) -> _Seen:
         """Return what a trial says.
 
         What was closed before it ran says nothing: it is still to be tried. A run that measured a
@@ -324,15 +324,15 @@ class CandidateSampler(BaseSampler):
         record = codec.record_of(trial)
         if record is not None:
             if record.purpose == "search" or isinstance(record.outcome, OutOfMemory):
-                return _Told(record.config, record)
-            return _Told()
+                return _Seen(record.config, record)
+            return _Seen()
         begun = codec.begun_of(trial)
         if begun is not None:
-            return _Told(begun.config)
+            return _Seen(begun.config)
         known = self._candidates
         if trial.state is not TrialState.FAIL and known.free.keys() <= trial.params.keys():
-            return _Told(known.config(trial.params))
-        return _Told()
+            return _Seen(known.config(trial.params))
+        return _Seen()
 
 
 class GuidedSampler(CandidateSampler):
@@ -725,7 +725,7 @@ def _on_target(world: _World, trials: Trials) -> Mixture:
     for record in trials.learned:
         if record.measurement is not None:
             known[world.row(record.config)] = Took.of(record.measurement)
-    deviations = np.maximum(stand_in.told_spread(NOISE), LEAST)
+    deviations = np.maximum(stand_in.expected_shift(NOISE), LEAST)
     deviations[list(known)] = LEAST
     means = world.log_tokens - stand_in.corrected(known)
     return Mixture(np.ones(1), means[None, :], deviations[None, :])

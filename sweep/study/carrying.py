@@ -50,7 +50,7 @@ def refuse_incomparable(
         ),
     }
     if old.texts is not None or given.texts is not None:
-        pairs["texts"] = _texts(old), _texts(given)
+        pairs["dataset"] = (_dataset_of(old), _dataset_of(given))
     if "eval_loss" in given.space.objectives and not is_own:
         pairs["held-out loss"] = ("of its own tokens", "of this study's")
     lines = []
@@ -68,14 +68,14 @@ def _model(definition: StudyDefinition) -> str:
     return f"{definition.model.get('name')} (config {definition.model_fingerprint})"
 
 
-def _texts(definition: StudyDefinition) -> str:
+def _dataset_of(definition: StudyDefinition) -> str:
     """Return which rows of which texts a study trains on."""
-    texts = definition.texts
+    dataset = definition.texts
     choice = definition.space.data
-    if texts is None or choice is None:
+    if dataset is None or choice is None:
         return "none"
     held = f"{choice.eval_fraction:g} of them held out by seed {definition.space.seed}"
-    return f"{texts.source} (fingerprint {texts.fingerprint}), {held}"
+    return f"{dataset.source} (fingerprint {dataset.fingerprint}), {held}"
 
 
 def carry_over(

@@ -67,7 +67,7 @@ class Prepared:
     """The GPU in this machine; None on a CPU."""
     gpus: tuple[ChosenGpu, ...] = ()
     """Those that trials run on at a time, all of one product; none where none were chosen."""
-    texts: PreparedDataset | None = None
+    dataset: PreparedDataset | None = None
     """What its trials train on; None for random rows."""
     epochs: StudyEpochs | None = None
     """What passes over those texts are to its configurations."""
@@ -107,11 +107,11 @@ class Prepared:
     @property
     def dataset_settings(self) -> DatasetSettings | None:
         """Where a worker finds the study's texts; None for random rows."""
-        if self.texts is None or self.space.data is None:
+        if self.dataset is None or self.space.data is None:
             return None
         return DatasetSettings(
-            directory=str(self.texts.directory.absolute()),
-            fingerprint=self.texts.summary.fingerprint,
+            directory=str(self.dataset.directory.absolute()),
+            fingerprint=self.dataset.summary.fingerprint,
             eval_fraction=self.space.data.eval_fraction,
         )
 
@@ -124,7 +124,7 @@ class Prepared:
             target=self.target,
             weights=self.space.weights,
             seed=self.space.seed,
-            texts=self.dataset_settings,
+            dataset=self.dataset_settings,
         )
 
 
@@ -161,7 +161,7 @@ def prepare(
     able = for_trainer(typed_space, model, is_preset=is_preset, held=held)
     refuse_unmeasured(able.space)
     _, changed_as_typed = held_in(typed_space, held, changed, typed=request.space)
-    _refuse_without_texts(able.space, held)
+    _refuse_without_dataset(able.space, held)
     here = read_gpu() if able.space.gpu != "cpu" else None
     # Texts may take a minute to read: what can be refused without them is refused before.
     resolved = resolve_target(able.space, here)
@@ -170,11 +170,11 @@ def prepare(
     of_model = with_own_settings(able.space, model, is_preset=is_preset, held=held)
     if able.space.data is not None and definition is None and request.study is None and not held:
         definition = stored(default_study_name(able.space, changed))
-    texts = _texts(able.space, model, definition, read_dataset)
+    dataset = _dataset_of(able.space, model, definition, read_dataset)
     offered = Offered(of_model.space)
-    if texts is not None:
+    if dataset is not None:
         offered = space_with_dataset(
-            of_model.space, texts, model=model, is_preset=is_preset, held=held
+            of_model.space, dataset, model=model, is_preset=is_preset, held=held
         )
     space, changed = held_in(offered.space, held, changed, typed=request.space)
     if able.space is not typed_space:
@@ -191,10 +191,10 @@ def prepare(
     if "eval_loss" in sampled.space.objectives:
         begun = with_learning_rate(sampled.space, model)
     notes = able.notes + of_model.notes + offered.notes + sampled.notes + begun.notes
-    return _checked(checked_name(name), begun.space, model, here, texts, notes)
+    return _checked(checked_name(name), begun.space, model, here, dataset, notes)
 
 
-def _refuse_without_texts(space: SearchSpace, held: Mapping[str, Any]) -> None:
+def _refuse_without_dataset(space: SearchSpace, held: Mapping[str, Any]) -> None:
     """Refuse what needs texts, of the space with what was fixed, where anything is left free."""
     if held:
         rest = with_fixed(space, held)
@@ -203,7 +203,7 @@ def _refuse_without_texts(space: SearchSpace, held: Mapping[str, Any]) -> None:
     refuse_without_dataset(space)
 
 
-def _texts(
+def _dataset_of(
     space: SearchSpace,
     model: ModelSpec,
     definition: StudyDefinition | None,
@@ -269,8 +269,8 @@ def prepare_again(
     space = validate(SearchSpace, values, document)
     model = ModelSpec.from_json(stored.model)
     here = read_gpu() if space.gpu != "cpu" else None
-    texts = dataset_of_study(stored, model=model, read=read_dataset)
-    return _checked(name, space, model, here, texts)
+    dataset = dataset_of_study(stored, model=model, read=read_dataset)
+    return _checked(name, space, model, here, dataset)
 
 
 def _checked(
@@ -278,7 +278,7 @@ def _checked(
     space: SearchSpace,
     model: ModelSpec,
     here: GpuInfo | None,
-    texts: PreparedDataset | None,
+    dataset: PreparedDataset | None,
     notes: tuple[str, ...] = (),
 ) -> Prepared:
     """Return a study whose model, GPU, texts and budget go together."""
@@ -291,7 +291,7 @@ def _checked(
     check_budget(space, model, resolved.target)
     refuse_impossible(
         space,
-        Setting(model, resolved.target.device, resolved.compute_capability, texts is not None),
+        Setting(model, resolved.target.device, resolved.compute_capability, dataset is not None),
     )
     # What is there has a price, by the catalogue's name.
     product = resolved.target.emulated_on or resolved.target.gpu
@@ -300,8 +300,8 @@ def _checked(
         product = spec.name
     usd_per_hour = price_of(space, gpu=product)
     epochs = None
-    if texts is not None and space.data is not None:
-        epochs = StudyEpochs.of(texts, space.data, seed=space.seed)
+    if dataset is not None and space.data is not None:
+        epochs = StudyEpochs.of(dataset, space.data, seed=space.seed)
         refuse_too_few(space, epochs)
         length = eval_seq_len(space)
         if "eval_loss" in space.objectives and not epochs.held_out_loss_tokens(length):
@@ -315,7 +315,7 @@ def _checked(
         model=model.to_json(),
         model_fingerprint=model.fingerprint,
         target=resolved.target,
-        texts=None if texts is None else texts.summary,
+        texts=None if dataset is None else dataset.summary,
     )
     return Prepared(
         name=name,
@@ -323,7 +323,7 @@ def _checked(
         model=model,
         resolved=resolved,
         gpu=here,
-        texts=texts,
+        dataset=dataset,
         epochs=epochs,
         notes=notes,
         usd_per_hour=usd_per_hour,

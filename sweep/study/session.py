@@ -82,11 +82,11 @@ def lanes_on_ray(prepared: Prepared, cluster: Cluster, *, warn: Callable[[str], 
     Raises:
         EnvironmentFault: the study's texts or weights are not on every node, or no GPU is free.
     """
-    texts = prepared.dataset_settings
+    dataset = prepared.dataset_settings
     model = prepared.model
     paths = []
-    if texts is not None:
-        paths.append(texts.directory)
+    if dataset is not None:
+        paths.append(dataset.directory)
     # The architecture goes along; weights that are a directory's do not.
     if prepared.space.weights == "pretrained" and model.source == "directory" and model.path:
         paths.append(str(model.path.absolute()))
@@ -276,7 +276,7 @@ def _forecaster(prepared: Prepared, *, warn: Callable[[str], None]) -> Forecaste
     shapes = None
     if prepared.epochs is not None:
         shapes = ShapesOnDataset(prepared.epochs)
-    has_dataset = prepared.texts is not None
+    has_dataset = prepared.dataset is not None
     rule: Rule = partial(resolved.violation, model=model, has_dataset=has_dataset)
     memory: MemoryPredictor
     if prepared.surface is not None:

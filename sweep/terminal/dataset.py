@@ -60,10 +60,10 @@ def prepared(request: DatasetRequest, *, progress: Progress | None = None) -> Pr
     """
     shown = nullcontext(progress) if progress else working("reading the dataset")
     with shown as part:
-        texts = prepare_dataset(request, on_progress=lambda what, done, of: part(what)(done, of))
-    for words in texts.notes(request.model):
+        dataset = prepare_dataset(request, on_progress=lambda what, done, of: part(what)(done, of))
+    for words in dataset.notes(request.model):
         note_folded(f"warning: {words}", indent=2)
-    return texts
+    return dataset
 
 
 def data(
@@ -87,15 +87,15 @@ def data(
     if model is not None:
         spec = load_model_spec(model)
         limit = spec.max_positions
-    texts = prepared(DatasetRequest(source, spec, **options.dataset(None, of_space)))
+    dataset = prepared(DatasetRequest(source, spec, **options.dataset(None, of_space)))
     if method is not None:
-        refuse_other_kind(method, texts)
-    lengths = texts.lengths()
+        refuse_other_kind(method, dataset)
+    lengths = dataset.lengths()
     with working("looking at lengths") as part:
-        wastes = _wastes(texts, limit, micro_batch_size=batch, tell=part("lengths"))
-    truncation_at = StudyEpochs.of_all(texts).truncation
+        wastes = _wastes(dataset, limit, micro_batch_size=batch, tell=part("lengths"))
+    truncation_at = StudyEpochs.of_all(dataset).truncation
     worthwhile = worthwhile_lengths(lengths, max_positions=limit, truncation_at=truncation_at)
-    document = _document(texts, spec)
+    document = _document(dataset, spec)
     document["micro_batch_size"] = batch
     document["lengths"] = [
         {**asdict(waste), "is_worth_searching": waste.seq_len in worthwhile} for waste in wastes
@@ -103,13 +103,13 @@ def data(
     document["worthwhile_lengths"] = list(worthwhile)
     width = width_of(sys.stdout)
     noun = "examples"
-    if texts.summary.are_pairs:
+    if dataset.summary.are_pairs:
         noun = "rows"
     parts = [
-        folded(_opening(texts.summary), width, indent=2),
+        folded(_opening(dataset.summary), width, indent=2),
         _drawn(histogram(lengths), noun, width=width),
         _lengths_table(wastes, worthwhile, noun, width=width),
-        folded(_explanation(texts.summary, batch, worthwhile), width, indent=2),
+        folded(_explanation(dataset.summary, batch, worthwhile), width, indent=2),
     ]
     say_result(document, "\n\n".join(parts), as_json=as_json)
 
@@ -158,13 +158,13 @@ def _explanation(summary: DatasetSummary, batch: int, worthwhile: Iterable[int])
 
 
 def _wastes(
-    texts: PreparedDataset, limit: int | None, *, micro_batch_size: int, tell: Any
+    dataset: PreparedDataset, limit: int | None, *, micro_batch_size: int, tell: Any
 ) -> list[Waste]:
     """Return what each candidate length does; those that leave nothing to learn are left out."""
-    lengths = texts.lengths()
-    loss_lengths = texts.loss_lengths()
-    exact = partial(cut_exactly, texts.directory, lengths, loss_lengths)
-    method: Method = "dpo" if texts.summary.are_pairs else "sft"
+    lengths = dataset.lengths()
+    loss_lengths = dataset.loss_lengths()
+    exact = partial(cut_exactly, dataset.directory, lengths, loss_lengths)
+    method: Method = "dpo" if dataset.summary.are_pairs else "sft"
     candidates = candidate_lengths(lengths, max_positions=limit)
     wastes: list[Waste] = []
     for done, seq_len in enumerate(candidates):
@@ -182,20 +182,20 @@ def _wastes(
     return wastes
 
 
-def _document(texts: PreparedDataset, model: ModelSpec | None) -> dict[str, Any]:
+def _document(dataset: PreparedDataset, model: ModelSpec | None) -> dict[str, Any]:
     """Return what ``sweep data --json`` says of the dataset itself."""
-    summary = texts.summary
+    summary = dataset.summary
     same = {"source", "rows", "kind", "format", "tokens", "loss_tokens", "completions_only"}
     same |= {"quantiles", "tokenizer", "tokenizer_size", "fingerprint"}
     return {
         **summary.model_dump(include=same),
-        "broken": [asdict(row) for row in texts.broken()],
+        "broken": [asdict(row) for row in dataset.broken()],
         "broken_rows": summary.broken,
         "broken_listed_max": BROKEN_KEPT,
-        "histogram": [asdict(bin) for bin in histogram(texts.lengths())],
+        "histogram": [asdict(bin) for bin in histogram(dataset.lengths())],
         "model": model and model.name,
         "max_positions": model and model.max_positions,
-        "notes": list(texts.notes(model)),
+        "notes": list(dataset.notes(model)),
     }
 
 

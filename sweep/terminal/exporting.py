@@ -174,20 +174,20 @@ def _checked(
         best.forecast,
         target=definition.target,
         weights=definition.space.weights,
-        texts=recorded_dataset(snapshot, best.forecast.epoch),
+        dataset=recorded_dataset(snapshot, best.forecast.epoch),
     )
 
 
 def _refusal(there: InTrainer, record: Record, needs: str, best: Best | None) -> str:
     label = there.trainer.label
     measured = units.gib(record.measurement.peak_allocated_bytes)
-    told = (
+    message = (
         f"{record.label}: in {label}, which cannot run it as it was measured ({measured}), the "
         f"file needs {needs}: it runs out of memory. "
     )
     command = f"sweep export {shlex.quote(record.study)} --for {there.name}"
     if best is None:
-        told += f"Nothing surely fits there (`sweep plan --for {there.name}`)"
+        message += f"Nothing surely fits there (`sweep plan --for {there.name}`)"
     else:
-        told += f"The best that {label} can do of it, {best.words}: `{command}` writes that"
-    return f"{told}; --force writes this one all the same"
+        message += f"The best that {label} can do of it, {best.words}: `{command}` writes that"
+    return f"{message}; --force writes this one all the same"

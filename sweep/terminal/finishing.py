@@ -79,7 +79,7 @@ def train(
     """Train, and print what came of it beside what was promised."""
     also = options.DATA_SETTINGS + ("data.eval_fraction", "weights")
     changed, of_space = options.settings({"seq_len": seq_len}, settings, only=_CHANGED, also=also)
-    texts = options.dataset(data, of_space)
+    dataset = options.dataset(data, of_space)
     weights = of_space.get("weights")
     if epochs is not None and not 0 < epochs <= _EPOCHS_MAX:
         raise InputError(f"--epochs must be above 0 and at most {_EPOCHS_MAX:,}, got {epochs:g}")
@@ -94,7 +94,7 @@ def train(
     request = TrainingRequest(
         name=name,
         output=Path(output),
-        texts=texts,
+        dataset=dataset,
         trial=trial,
         devices=count,
         model=model,
@@ -123,7 +123,7 @@ def _train(
         warn=warn,
     )
     output = request.output
-    summary = prepared.texts.summary
+    summary = prepared.dataset.summary
     if request.is_resumed and directories.is_done(output):
         checkpoints.remove(output)
         console.note(f"{output} holds a training that is done: there is nothing left to do.")
@@ -180,7 +180,7 @@ def _conclude(prepared: PreparedTraining, end: protocol.TrainingOutcome, *, as_j
             prepared.job,
             end,
             prepared.subject,
-            prepared.texts.summary,
+            prepared.dataset.summary,
             environment_with(prepared.gpu),
             prepared.truncation,
             prepared.prediction,

@@ -99,12 +99,12 @@ def _multiplied(
     """Return ``left`` (m, k) times the transpose of ``right`` (n, k), times the scales of both:
     (m, 1) and (n,)."""
     if left.is_cuda and left.dtype != torch.int8:
-        told: dict[str, Any] = {
+        scaling: dict[str, Any] = {
             "scale_a": left_scales,
             "scale_b": scales[None],
             "out_dtype": torch.bfloat16,
         }
-        return torch._scaled_mm(left, right.t(), **told, use_fast_accum=True)
+        return torch._scaled_mm(left, right.t(), **scaling, use_fast_accum=True)
     if left.is_cuda and len(left) > _INT8_ROWS:
         return torch._int_mm(left, right.t()).float() * left_scales * scales
     with torch.autocast(left.device.type, enabled=False):

@@ -167,9 +167,9 @@ def fit(
     found = Fitted(tuple(errors), weights, narrow_loss, wide_loss)
     if dist.is_available() and dist.is_initialized():
         # Sums on two GPUs may differ in their last bit, and a layer be at the bound.
-        told = [found]
-        dist.broadcast_object_list(told)
-        [found] = told
+        of_first_rank = [found]
+        dist.broadcast_object_list(of_first_rank)
+        [found] = of_first_rank
     for name, layer in layers.items():
         layer.products = None if name in found.kept_in_16_bits else kind
     return found

@@ -134,7 +134,7 @@ class StepEvidence:
     """None where nothing watched."""
     looks: Sequence[Look] = ()
     """What each GPU showed."""
-    texts: TrialBatches | None = None
+    dataset: TrialBatches | None = None
     """What it trained on; None for random tokens."""
 
     @property
@@ -157,7 +157,7 @@ class StepEvidence:
     @property
     def epoch(self) -> Any:
         """Of the texts; None where rows are random tokens."""
-        return self.texts and self.texts.epoch
+        return self.dataset and self.dataset.epoch
 
     @property
     def pairs(self) -> Preference | None:
@@ -432,12 +432,12 @@ def _packing(config: TrialConfig, seen: StepEvidence) -> str | None:
 def _padded(seen: StepEvidence, packing: str) -> int:
     """Return the tokens of an epoch of the same texts, pads among them: to the longest row of the
     micro-batches of all ranks, which wait for one another."""
-    made = seen.texts
+    made = seen.dataset
     assert made is not None
     config = made.epoch.config
     rows = config.micro_batch_size * config.data_parallel
     together = config.changed(packing=packing, micro_batch_size=rows, data_parallel=1)
-    return trained_epoch(made.texts, together).padded_tokens
+    return trained_epoch(made.dataset, together).padded_tokens
 
 
 def _dropout(config: TrialConfig, seen: StepEvidence) -> str | None:
@@ -544,7 +544,7 @@ def _parallel(config: TrialConfig, seen: StepEvidence) -> str | None:
     sizes = set(map(attrgetter("size"), looks))
     if sizes != {asked}:
         return f"a GPU trained with {min(sizes) - 1} others"
-    if seen.texts is None and len(set(map(attrgetter("tokens"), looks))) < asked:
+    if seen.dataset is None and len(set(map(attrgetter("tokens"), looks))) < asked:
         return "two GPUs had the same rows"
     for look in looks:
         if look.adapters != looks[0].adapters and not config.is_sharded:

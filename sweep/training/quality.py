@@ -70,7 +70,7 @@ class Quality:
 
     base: BaseModel
     config: TrialConfig
-    texts: TokenizedDataset
+    dataset: TokenizedDataset
     question: QualityCommand
     device: Device
     report: Callable[[Progress], object] = lambda _: None
@@ -78,7 +78,7 @@ class Quality:
     is_apart: bool = False
     _loop: TrainingLoop | None = None
     _steps: int = 0
-    _told: float = field(default_factory=time.perf_counter)
+    _reported_at: float = field(default_factory=time.perf_counter)
 
     def run(self) -> QualityReport | Diverged | OutOfMemory | Lost | None:
         """Return what was learned, or why that is not known; None where memory ran out over a
@@ -109,7 +109,7 @@ class Quality:
         begun = time.perf_counter()
         asked = self.question
         lesson = QualityBatches(
-            self.texts, self.config, tokens=asked.tokens, seed=asked.seed, rank=rank()
+            self.dataset, self.config, tokens=asked.tokens, seed=asked.seed, rank=rank()
         )
         steps = len(lesson) // self.config.accumulation_steps
         loop = TrainingLoop(
@@ -167,7 +167,9 @@ class Quality:
         asked = self.question
         plain = self.config.changed(packing="none", compile=False, seq_len=asked.eval_seq_len)
         most = min(_EVALUATED_AT_ONCE, self.config.tokens_per_micro_batch)
-        batches = held_out_batches(self.texts, plain, tokens=asked.eval_tokens, tokens_at_once=most)
+        batches = held_out_batches(
+            self.dataset, plain, tokens=asked.eval_tokens, tokens_at_once=most
+        )
         total = _Judged()
         blocks = defaultdict[int, _Judged](_Judged)
         # A compiled layer would be compiled for each of these shapes.
@@ -213,8 +215,8 @@ class Quality:
 
     def _beat(self) -> None:
         """Give a sign of life, where the last one was some time ago."""
-        if time.perf_counter() - self._told >= _BEAT_SECONDS:
-            self._told = time.perf_counter()
+        if time.perf_counter() - self._reported_at >= _BEAT_SECONDS:
+            self._reported_at = time.perf_counter()
             self._tell()
 
     def _tell(self) -> None:

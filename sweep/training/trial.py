@@ -63,9 +63,9 @@ from qlora_sweep.sweep.training.team import (
     world_size,
 )
 
-ROWS_OF_TEXTS = "texts-make-no-micro-batch"
-TOKENS_OF_TEXTS = "tokens-beyond-vocabulary"
-AHEAD_OF_TEXTS = "texts-need-a-causal-model"
+TOO_FEW_EXAMPLES = "texts-make-no-micro-batch"
+UNKNOWN_TOKENS = "tokens-beyond-vocabulary"
+NOT_CAUSAL = "texts-need-a-causal-model"
 DOCUMENTS_TOGETHER = "documents_together"
 """Flag of packed rows whose texts see each other."""
 ROUND_EXTRAPOLATED = "round_extrapolated"
@@ -101,7 +101,7 @@ class TrialTask:
     """What a trial trains, on what, and for how long.
 
     Attributes:
-        texts: what it trains on; None for full-length random rows.
+        dataset: what it trains on; None for full-length random rows.
         is_soak: whether it trains until its budget is spent, and evaluates and saves on the way.
             Both are where a training dies that fitted: in evaluation mode the fused loss holds the
             logits after all, and what was freed between the steps comes back cut up.
@@ -114,7 +114,7 @@ class TrialTask:
 
     config: TrialConfig
     steps: StepBudget
-    texts: TokenizedDataset | None = None
+    dataset: TokenizedDataset | None = None
     is_soak: bool = False
     limit: TimeLimit = NO_LIMIT
     micro_steps_max: int = MICRO_STEPS_TIMED
@@ -185,8 +185,8 @@ class Trial:
             self._meter.neighbours.start()
             self._enter("attach")
             self._check_peak(self._device.memory())
-            if self._task.texts is not None:
-                self._make_batches(self._task.texts)
+            if self._task.dataset is not None:
+                self._make_batches(self._task.dataset)
             outcome = self._train()
         except TrialEnded as ended:
             # Before all of them began together.
@@ -294,7 +294,7 @@ class Trial:
             where = f"GPU {look.rank}: " if look.rank else ""
             self._check_peak(look.memory, where)
 
-    def _make_batches(self, texts: TokenizedDataset) -> None:
+    def _make_batches(self, dataset: TokenizedDataset) -> None:
         """Make the micro-batches of the texts.
 
         Raises:
@@ -303,16 +303,16 @@ class Trial:
         config = self._config
         model = self._base.model
         try:
-            made = trial_batches(texts, config, micro_steps=self._micro_steps, rank=rank())
+            made = trial_batches(dataset, config, micro_steps=self._micro_steps, rank=rank())
         except InputError as error:
-            raise TrialEnded(Invalid(rule=ROWS_OF_TEXTS, detail=str(error))) from None
+            raise TrialEnded(Invalid(rule=TOO_FEW_EXAMPLES, detail=str(error))) from None
         batches = list(made.largest)
         batches += made.round
         largest = max(int(batch["input_ids"].max()) for batch in batches)
         vocabulary = model.get_input_embeddings().num_embeddings
         if largest >= vocabulary:
             words = f"the texts hold token {largest:,}, and the model knows {vocabulary:,}"
-            raise TrialEnded(Invalid(rule=TOKENS_OF_TEXTS, detail=words))
+            raise TrialEnded(Invalid(rule=UNKNOWN_TOKENS, detail=words))
         if config.packing == "packed" and not takes_positions(model):
             words = "the model is told no positions of tokens"
             raise TrialEnded(Ineffective(setting="packing", detail=words))
@@ -414,12 +414,12 @@ class Trial:
                 fault or Ineffective(setting="data_parallel", detail="rank 0 found so")
             )
         model = loop.attached.model.get_base_model()
-        if self._task.texts is not None:
+        if self._task.dataset is not None:
             try:
                 with loop.as_trained():
                     check_is_causal(model)
             except InputError as error:
-                raise TrialEnded(Invalid(rule=AHEAD_OF_TEXTS, detail=str(error))) from None
+                raise TrialEnded(Invalid(rule=NOT_CAUSAL, detail=str(error))) from None
         if config.packing == "packed":
             with loop.as_trained():
                 self._documents_apart = are_apart(model, loop.largest_batch())

@@ -259,10 +259,10 @@ def _run_export(
     record: Record, path: Path, spec: ModelSpec, place: Path, *, steps: int, tell: Tell
 ) -> Reached:
     """Run an exported file as it is, on the study's dataset, or on one that is made for it."""
-    texts = record.texts
-    if texts is not None and not Path(texts.summary.source).exists():
+    dataset = record.texts
+    if dataset is not None and not Path(dataset.summary.source).exists():
         raise InputError(
-            f"{record.label} was measured on {texts.summary.source}, which is not here"
+            f"{record.label} was measured on {dataset.summary.source}, which is not here"
         )
     command = [sys.executable]
     if record.kind == "trl":
@@ -271,7 +271,7 @@ def _run_export(
             raise EnvironmentFault("TRL is not installed here: `pip install trl`")
     weights = _weights(record, spec, place, tell=tell)
     tokens = steps * record.config.tokens_per_step
-    if texts is None:
+    if dataset is None:
         data = place / "texts.jsonl"
         if record.config.is_on_pairs:
             examples = _made_pairs(record.config, steps)
@@ -285,8 +285,8 @@ def _run_export(
         data.write_text("".join(lines), encoding="utf-8")
     else:
         # It reads the whole dataset, and evaluates what is held out of it.
-        data = Path(texts.summary.source).resolve()
-        tokens += texts.summary.tokens
+        data = Path(dataset.summary.source).resolve()
+        tokens += dataset.summary.tokens
     tell("steps", 0, steps)
     metrics = place / "metrics.json"
     command += [str(path), "--model", str(weights), "--data", str(data)]

@@ -100,14 +100,14 @@ def studies_of(directory: Path, model: ModelSpec) -> dict[str, StudySnapshot]:
     found = {
         f"plain{i}": a_study(tiny_config(seq_len=128, **some), model=model) for i, some in settings
     }
-    texts = [(kind, "packed", f"{kind}.jsonl") for kind in KINDS]
+    dataset = [(kind, "packed", f"{kind}.jsonl") for kind in KINDS]
     padded = [("messages", "none", "chats.jsonl"), ("prompt-completion", "grouped", "pairs.jsonl")]
     files = [("prompt-completion", "none", name) for name in (*READ, REFUSED)]
-    for kind, packing, name in (*texts, *padded, *files):
+    for kind, packing, name in (*dataset, *padded, *files):
         source = str(written_as(directory / name, kind))
         summary = some_dataset(kind, completions_only=kind == "messages", source=source)
         config = tiny_config(seq_len=128, packing=packing)
-        found[name] = a_study(config, model=model, texts=summary)
+        found[name] = a_study(config, model=model, dataset=summary)
     return found
 
 
@@ -123,8 +123,8 @@ def studies_on_pairs(directory: Path, model: ModelSpec) -> dict[str, StudySnapsh
         source.write_text("".join(f"{json.dumps(row)}\n" for row in rows), encoding="utf-8")
         said: dict[str, Any] = {"source": str(source), "completions_only": True}
         said["columns"] = ("prompt", "chosen", "rejected")
-        texts = None if name == "random" else some_dataset("preference", **said)
-        found[f"{name}.yaml"] = a_study(config, model=model, texts=texts)
+        dataset = None if name == "random" else some_dataset("preference", **said)
+        found[f"{name}.yaml"] = a_study(config, model=model, dataset=dataset)
     return found
 
 

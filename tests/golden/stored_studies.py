@@ -94,8 +94,8 @@ def _of_dataset() -> StudySnapshot:
         learned(2, 8, 2.2, speed=9_500.0),
         record(3, ended.OutOfMemory(stage="forward"), LONG),
     )
-    texts = some_dataset("messages", completions_only=True, source="mine.jsonl")
-    about = study.definition.model_copy(update={"texts": texts})
+    dataset = some_dataset("messages", completions_only=True, source="mine.jsonl")
+    about = study.definition.model_copy(update={"texts": dataset})
     return replace(study, name="texts", definition=about)
 
 

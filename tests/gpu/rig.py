@@ -52,7 +52,7 @@ class Rig:
 
     _last: ClassVar[Rig | None] = None
 
-    def __init__(self, budget_bytes: int, texts: DatasetSettings | None = None) -> None:
+    def __init__(self, budget_bytes: int, dataset: DatasetSettings | None = None) -> None:
         if Rig._last is not None:
             # Liger patches the modelling module that all bases of a process share.
             Rig._last.worker._resident.drop()
@@ -65,7 +65,7 @@ class Rig:
             weights="random",
             seed=0,
             is_emulated=True,
-            texts=texts,
+            dataset=dataset,
         )
         self.worker = Worker(settings, send=self.events.append)
         self.worker.prepare()

@@ -49,14 +49,14 @@ QUALITY = QualityCommand(tokens=4000, seed=1, eval_seq_len=512, eval_tokens=4000
 
 
 @pytest.fixture(scope="module")
-def texts(tmp_path_factory: pytest.TempPathFactory) -> DatasetSettings:
+def dataset(tmp_path_factory: pytest.TempPathFactory) -> DatasetSettings:
     return prepared_settings(tmp_path_factory.mktemp("texts"), LENGTHS, eval_fraction=HELD_OUT)
 
 
 @pytest.fixture(scope="module")
-def on_dataset(texts: DatasetSettings) -> Iterator[Rig]:
+def on_dataset(dataset: DatasetSettings) -> Iterator[Rig]:
     total = torch.cuda.get_device_properties(0).total_memory
-    rig = Rig(int(0.4 * total), texts)
+    rig = Rig(int(0.4 * total), dataset)
     yield rig
     rig.worker._resident.drop()
     gc.unfreeze()
@@ -143,7 +143,7 @@ def test_the_held_out_loss_is_the_models_whatever_kernels_compute_it(
     ],
 )
 def test_a_training_that_was_stopped_goes_on(
-    tmp_path: Path, texts: DatasetSettings, packing: str, changes: dict[str, Any]
+    tmp_path: Path, dataset: DatasetSettings, packing: str, changes: dict[str, Any]
 ) -> None:
     options: dict[str, Any] = {
         "model": SMALL.to_json(),
@@ -157,7 +157,7 @@ def test_a_training_that_was_stopped_goes_on(
         "budget_bytes": torch.cuda.get_device_properties(0).total_memory // 3,
         **changes,
     }
-    directory = Path(texts.directory)
+    directory = Path(dataset.directory)
     whole, _ = run(job(tmp_path / "whole", directory, packing=packing, **options))
     assert isinstance(whole, TrainingResult), whole
     begun = job(tmp_path / "again", directory, packing=packing, checkpoint_steps=2, **options)

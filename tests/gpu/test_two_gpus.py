@@ -194,17 +194,17 @@ ACCUMULATING = {"micro_batch_size": 2, "effective_batch_size": 4}
 
 
 @pytest.fixture(scope="module")
-def texts(tmp_path_factory: pytest.TempPathFactory) -> DatasetSettings:
+def dataset(tmp_path_factory: pytest.TempPathFactory) -> DatasetSettings:
     lengths = [20 + row * 37 % 480 for row in range(160)]
     return prepared_settings(tmp_path_factory.mktemp("texts"), lengths)
 
 
 def test_two_gpus_train_on_texts_and_learn_what_one_does(
-    texts: DatasetSettings, tmp_path: Path
+    dataset: DatasetSettings, tmp_path: Path
 ) -> None:
     quality = QualityCommand(tokens=8000, eval_seq_len=512, eval_tokens=4000)
     two = {**LEAN, **ACCUMULATING, "data_parallel": 2, "packing": "grouped"}
-    with a_runner(tmp_path / "worker.log", texts=texts) as runner:
+    with a_runner(tmp_path / "worker.log", dataset=dataset) as runner:
         together, alone, shared = (
             measured(
                 runner.run(
@@ -233,9 +233,9 @@ def on_two(output: Path, data: Path, **changes: Any) -> Any:
 
 
 def test_two_gpus_train_what_one_does_stop_together_and_are_resumed(
-    texts: DatasetSettings, tmp_path: Path
+    dataset: DatasetSettings, tmp_path: Path
 ) -> None:
-    data, exact = Path(texts.directory), {"lora_dropout": 0.0, "checkpoint_steps": 5}
+    data, exact = Path(dataset.directory), {"lora_dropout": 0.0, "checkpoint_steps": 5}
     whole = follow(on_two(tmp_path / "two", data, **exact))
     assert isinstance(whole, TrainingResult), whole
     alone = follow(on_two(tmp_path / "one", data, **exact, data_parallel=1, gpus=("0",)))
@@ -271,13 +271,13 @@ def test_two_gpus_train_on_pairs(tmp_path: Path) -> None:
 
 
 def test_a_rank_that_is_killed_as_it_trains_ends_the_training(
-    texts: DatasetSettings, tmp_path: Path
+    dataset: DatasetSettings, tmp_path: Path
 ) -> None:
     def kill(event: Event) -> None:
         if isinstance(event, Saved) and event.step == 2:
             os.kill(ranks("qlora_sweep.sweep.finetuning")[0][1], signal.SIGKILL)
 
-    begun = on_two(tmp_path, Path(texts.directory), checkpoint_steps=2, epochs=50)
+    begun = on_two(tmp_path, Path(dataset.directory), checkpoint_steps=2, epochs=50)
     end = follow(begun, observe=kill)
     assert isinstance(end, Crashed), end
     assert "GPU 1" in end.detail

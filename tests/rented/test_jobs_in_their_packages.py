@@ -55,10 +55,10 @@ def seen(rentals: list[Rental], tmp_path: Path) -> list[dict[str, Any]]:
 
 def a_job(provider: str, tmp_path: Path, **changes: Any) -> Rental:
     """Return a rental that has everything that one can have."""
-    texts = tmp_path / 'it\'s "mine".jsonl'
-    texts.touch()
+    dataset = tmp_path / 'it\'s "mine".jsonl'
+    dataset.touch()
     wheel = a_parcel(tmp_path)
-    inputs = {"data/texts.jsonl": texts}
+    inputs = {"data/texts.jsonl": dataset}
     return a_rental(provider, wheel=wheel, inputs=inputs, secrets=("HF_TOKEN",), **changes)
 
 
@@ -95,8 +95,8 @@ def test_skypilot_reads_the_task(tmp_path: Path) -> None:
     ]
     for place, rental, found in zip(places, rentals, seen(rentals, tmp_path), strict=True):
         _, cloud, is_spot, accelerator = place
-        texts, is_network = "data/texts.jsonl", cloud == "runpod"
-        assert found["files"].pop(f"~/sweep-inputs/{texts}") == str(rental.inputs[texts])
+        dataset, is_network = "data/texts.jsonl", cloud == "runpod"
+        assert found["files"].pop(f"~/sweep-inputs/{dataset}") == str(rental.inputs[dataset])
         assert len(found.pop("files")) == 3
         assert found == {
             "name": "sweep-mine",

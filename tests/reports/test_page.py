@@ -92,8 +92,8 @@ def test_hostile_text_is_no_markup_and_comes_back_as_it_was() -> None:
     # Nor is it any to plotly.
     figures = json.loads(data)["figures"]
     assert {"front", "timeline"} <= set(figures)
-    texts = re.findall(r"<[^>]*>", json.dumps(list(figures.values()), ensure_ascii=False))
-    assert {text.lower() for text in texts} <= {"<br>", "<b>", "</b>", "<extra>", "</extra>"}
+    dataset = re.findall(r"<[^>]*>", json.dumps(list(figures.values()), ensure_ascii=False))
+    assert {text.lower() for text in dataset} <= {"<br>", "<b>", "</b>", "<extra>", "</extra>"}
 
 
 def test_nothing_is_loaded_from_anywhere() -> None:

@@ -463,12 +463,12 @@ def test_no_text_of_a_picture_is_cut_or_overlaps_another(
     height = page.evaluate("document.documentElement.getBoundingClientRect().height")
     page.close()
     # Arrows and question marks are marks of trials.
-    texts = [box for box in found if box[0].strip() not in ("", "→", "?")]
-    assert len(texts) > 10
-    for text, left, right, top, bottom in texts:
+    dataset = [box for box in found if box[0].strip() not in ("", "→", "?")]
+    assert len(dataset) > 10
+    for text, left, right, top, bottom in dataset:
         assert min(left, top, 1100 - right, height - bottom) > -1, text
     # A pixel of two boxes may meet where no letter is.
-    for (one, *a), (other, *b) in itertools.combinations(texts, 2):
+    for (one, *a), (other, *b) in itertools.combinations(dataset, 2):
         across = min(a[1], b[1]) - max(a[0], b[0])
         along = min(a[3], b[3]) - max(a[2], b[2])
         assert across < 2 or along < 4, (one, other)

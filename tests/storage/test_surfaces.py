@@ -41,8 +41,8 @@ OOM = ROW | NO_NUMBERS | {"verdict": "oom"}
 
 def a_file(directory: Path, *lines: Any) -> str:
     path = directory / "s.jsonl"
-    texts = (line if isinstance(line, str) else json.dumps(line) for line in lines)
-    path.write_text("\n".join(texts) + "\n", encoding="utf-8")
+    dataset = (line if isinstance(line, str) else json.dumps(line) for line in lines)
+    path.write_text("\n".join(dataset) + "\n", encoding="utf-8")
     return str(path)
 
 

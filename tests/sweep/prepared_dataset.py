@@ -54,10 +54,10 @@ def prepared_dataset(
 class Reader:
     """Reads texts as `prepare_dataset` does, from nowhere, and remembers what it was asked."""
 
-    def __init__(self, texts: PreparedDataset) -> None:
-        self.texts = texts
+    def __init__(self, dataset: PreparedDataset) -> None:
+        self.dataset = dataset
         self.asked: list[DatasetRequest] = []
 
     def __call__(self, request: DatasetRequest) -> PreparedDataset:
         self.asked.append(request)
-        return self.texts
+        return self.dataset

@@ -126,8 +126,8 @@ def test_trl_is_told_what_its_file_says_and_trains(weights: str, tmp_path: Path)
 
 @pytest.mark.filterwarnings("ignore")
 def test_trl_is_told_of_a_template_that_marks_the_assistants_turns() -> None:
-    texts = some_dataset("messages", completions_only=True, marked_template="{{ messages }}")
-    arguments = ours.trl_args(record_of(a_study(tiny_config(), model=TINY, texts=texts)))
+    dataset = some_dataset("messages", completions_only=True, marked_template="{{ messages }}")
+    arguments = ours.trl_args(record_of(a_study(tiny_config(), model=TINY, dataset=dataset)))
     assert arguments.assistant_only_loss
     assert Path(arguments.chat_template_path).read_text() == "{{ messages }}"
 

@@ -82,7 +82,7 @@ class StandIn:
         variance = np.nan_to_num(self.host.own_spread[rows], nan=1.0) ** 2 + noise**2
         return np.asarray(self._shared[rows] / variance)
 
-    def told_spread(self, noise: float) -> Array:
+    def expected_shift(self, noise: float) -> Array:
         """Return how far a trial of each configuration is expected to move the target's log
         seconds: a standard deviation. (configurations,)
 
@@ -90,8 +90,8 @@ class StandIn:
             noise: relative error of the measured step.
         """
         rows = np.arange(len(self._shared))
-        told = self._weights(rows, np.full(len(rows), noise)) * self._shared
-        return np.asarray(np.sqrt(told))
+        variance = self._weights(rows, np.full(len(rows), noise)) * self._shared
+        return np.asarray(np.sqrt(variance))
 
     def own_spread(self, measured: Mapping[int, Took]) -> Array:
         """Return what is left of the target's `StepTimes.own_spread`. (configurations,)

@@ -32,7 +32,7 @@ def either(request: pytest.FixtureRequest) -> Path:
 
 
 @pytest.fixture(scope="module")
-def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
     lengths = np.clip(np.random.default_rng(0).lognormal(3, 0.8, 400).astype(int), 2, 400)
     return prepared(tmp_path_factory.mktemp("plain"), lengths)
 
@@ -73,11 +73,11 @@ def test_a_round_is_what_the_epoch_says_of_it(either: Path, packing: str, attent
             assert (batch["labels"][begins] == IGNORED).all(), "nothing comes before a text"
 
 
-def test_packing_is_trls(texts: Path) -> None:
+def test_packing_is_trls(dataset: Path) -> None:
     from trl import pack_dataset
 
-    lengths = np.load(texts / "lengths.npy")
-    theirs = pack_dataset(open_tokens(texts), 64, strategy="bfd")["seq_lengths"]
+    lengths = np.load(dataset / "lengths.npy")
+    theirs = pack_dataset(open_tokens(dataset), 64, strategy="bfd")["seq_lengths"]
     ours = [np.minimum(lengths[row], 64).tolist() for row in epochs.packed(lengths, 64)]
     assert [list(row) for row in theirs] == ours
 
@@ -116,10 +116,10 @@ def test_where_answers_are_last_their_count_says_what_a_cut_leaves(
 
 @pytest.mark.parametrize("packing", PACKINGS)
 def test_under_compile_the_last_micro_batch_has_the_shape_of_another(
-    texts: Path, packing: str
+    dataset: Path, packing: str
 ) -> None:
     config = configured(packing, seq_len=64, micro_batch_size=9, compile=True)
-    rows = training_rows(texts, config, indices=np.arange(203), seed=0)
+    rows = training_rows(dataset, config, indices=np.arange(203), seed=0)
     count = len(rows) % 9
     few = [rows[index] for index in range(len(rows) - count, len(rows))]
     last = Collator(config, pad_token_id=3)(few)
@@ -131,7 +131,7 @@ def test_under_compile_the_last_micro_batch_has_the_shape_of_another(
     plain = Collator(config.model_copy(update={"compile": False}), pad_token_id=3)(few)
     assert plain["input_ids"].shape[0] == count
     assert carrying(last) == carrying(plain)
-    whole = epoch_of(texts, config, indices=np.arange(203), seed=0)
+    whole = epoch_of(dataset, config, indices=np.arange(203), seed=0)
     assert whole.padded[-1] == 9 * whole.widths[-1]
 
 

@@ -49,7 +49,7 @@ def tiny(family: str, attention: str = "sdpa", **changes: Any) -> Any:
 
 
 @pytest.fixture(scope="module")
-def texts() -> list[list[int]]:
+def dataset() -> list[list[int]]:
     import torch
 
     torch.manual_seed(1)
@@ -57,9 +57,9 @@ def texts() -> list[list[int]]:
 
 
 @pytest.fixture(scope="module")
-def packed(texts: list[list[int]]) -> dict[str, Any]:
+def packed(dataset: list[list[int]]) -> dict[str, Any]:
     """All texts in one row, as a micro-batch."""
-    row = {"input_ids": [*itertools.chain(*texts)], "seq_lengths": list(LENGTHS)}
+    row = {"input_ids": [*itertools.chain(*dataset)], "seq_lengths": list(LENGTHS)}
     return Collator(PACKED)([row])
 
 
@@ -70,26 +70,26 @@ def said_by(model: Any, **batch: Any) -> Any:
         return model(**batch)
 
 
-def alone(model: Any, texts: list[list[int]]) -> list[torch.Tensor]:
+def alone(model: Any, dataset: list[list[int]]) -> list[torch.Tensor]:
     import torch
 
-    return [said_by(model, input_ids=torch.tensor([text])).logits[0] for text in texts]
+    return [said_by(model, input_ids=torch.tensor([text])).logits[0] for text in dataset]
 
 
 @pytest.mark.parametrize(
     ("attention", "family"), [*(("sdpa", family) for family in SHIPPED), ("eager", "gemma3_text")]
 )
-def test_right_padding_needs_no_mask(family: str, attention: str, texts: list[list[int]]) -> None:
+def test_right_padding_needs_no_mask(family: str, attention: str, dataset: list[list[int]]) -> None:
     import torch
 
     model = tiny(family, attention)
-    batch = Collator(TrialConfig(seq_len=64))([{"input_ids": text} for text in texts])
+    batch = Collator(TrialConfig(seq_len=64))([{"input_ids": text} for text in dataset])
     is_text = torch.arange(max(LENGTHS)) < torch.tensor(LENGTHS)[:, None]
     bare = said_by(model, **batch)
     masked = said_by(model, **batch, attention_mask=is_text.long())
     torch.testing.assert_close(bare.logits[is_text], masked.logits[is_text], rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(bare.loss, masked.loss, rtol=1e-6, atol=1e-6)
-    for row, said in enumerate(alone(model, texts)):
+    for row, said in enumerate(alone(model, dataset)):
         torch.testing.assert_close(bare.logits[row, : len(said)], said, rtol=1e-4, atol=1e-5)
     probing.check_is_causal(model)
 
@@ -104,21 +104,21 @@ def test_right_padding_needs_no_mask(family: str, attention: str, texts: list[li
     ],
 )
 def test_packed_texts_are_what_they_are_alone(
-    family: str, attention: str, texts: list[list[int]]
+    family: str, attention: str, dataset: list[list[int]]
 ) -> None:
     import torch
 
     model = tiny(family, attention)
-    whole = {"input_ids": [*itertools.chain(*texts)], "seq_lengths": list(LENGTHS)}
+    whole = {"input_ids": [*itertools.chain(*dataset)], "seq_lengths": list(LENGTHS)}
     # Behind a full row the pads are texts of their own, beside one that is not full.
-    other = {"input_ids": texts[1], "seq_lengths": [LENGTHS[1]]}
+    other = {"input_ids": dataset[1], "seq_lengths": [LENGTHS[1]]}
     batch = Collator(PACKED.model_copy(update={"attention": attention}))([whole, other])
-    found, single = said_by(model, **batch), alone(model, texts)
+    found, single = said_by(model, **batch), alone(model, dataset)
     torch.testing.assert_close(found.logits[0, :58], torch.cat(single), rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(found.logits[1, :31], single[1], rtol=1e-4, atol=1e-5)
     # The mean over all tokens that have one before them in their text.
     said = torch.cat([row[:-1] for row in (*single, single[1])])
-    wanted = torch.cat([torch.tensor(text[1:]) for text in (*texts, texts[1])])
+    wanted = torch.cat([torch.tensor(text[1:]) for text in (*dataset, dataset[1])])
     loss = torch.nn.functional.cross_entropy(said, wanted, ignore_index=IGNORED)
     assert float(loss) == pytest.approx(float(found.loss), rel=1e-5)
     assert probing.are_apart(model, batch) is True
@@ -192,14 +192,14 @@ def test_a_model_that_looks_ahead_is_refused(dtype: str, scale: float) -> None:
             probing.check_is_causal(rounding(model, dtype, scale))
 
 
-def test_flattened_rows_reach_a_model_with_their_boundaries(texts: list[list[int]]) -> None:
+def test_flattened_rows_reach_a_model_with_their_boundaries(dataset: list[list[int]]) -> None:
     import torch
 
     config = PACKED.model_copy(update={"attention": "flash_attention_2"})
-    batch = Collator(config)([{"input_ids": text, "seq_lengths": [len(text)]} for text in texts])
-    assert batch["input_ids"].tolist() == [[*itertools.chain(*texts)]]
+    batch = Collator(config)([{"input_ids": text, "seq_lengths": [len(text)]} for text in dataset])
+    assert batch["input_ids"].tolist() == [[*itertools.chain(*dataset)]]
     assert batch["cu_seq_lens_q"].tolist() == [0, 20, 51, 58]
     # Only flash attention reads them; every other takes them and goes by the positions.
     model = tiny("llama")
     said = said_by(model, **batch).logits[0]
-    torch.testing.assert_close(said, torch.cat(alone(model, texts)), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(said, torch.cat(alone(model, dataset)), rtol=1e-4, atol=1e-5)

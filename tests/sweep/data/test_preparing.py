@@ -69,19 +69,19 @@ def test_tokens_lengths_and_summary_are_of_the_same_rows(prepared: Prepare) -> N
     from qlora_sweep.sweep.data.batches import open_tokens
 
     rows = [{"messages": TURNS * count} for count in (1, 3, 2)]
-    texts = prepared(rows, completions_only=True)
-    tokens, summary = open_tokens(texts.directory), texts.summary
-    assert [len(ids) for ids in tokens["input_ids"]] == texts.lengths().tolist()
-    assert [sum(mask) for mask in tokens["completion_mask"]] == texts.loss_lengths().tolist()
+    dataset = prepared(rows, completions_only=True)
+    tokens, summary = open_tokens(dataset.directory), dataset.summary
+    assert [len(ids) for ids in tokens["input_ids"]] == dataset.lengths().tolist()
+    assert [sum(mask) for mask in tokens["completion_mask"]] == dataset.loss_lengths().tolist()
     assert tokens.features["input_ids"].feature.dtype == "int32"
     assert tokens.features["completion_mask"].feature.dtype == "int8"
-    assert texts.lengths().dtype == texts.loss_lengths().dtype == np.int32
+    assert dataset.lengths().dtype == dataset.loss_lengths().dtype == np.int32
     assert (summary.kind, summary.rows, summary.broken) == ("messages", 3, 0)
-    assert summary.tokens == int(texts.lengths().sum())
-    assert summary.loss_tokens == int(texts.loss_lengths().sum())
-    assert summary.longest == summary.quantiles.max == int(texts.lengths().max())
+    assert summary.tokens == int(dataset.lengths().sum())
+    assert summary.loss_tokens == int(dataset.loss_lengths().sum())
+    assert summary.longest == summary.quantiles.max == int(dataset.lengths().max())
     assert summary.largest_token == max(max(ids) for ids in tokens["input_ids"])
-    assert summary.fingerprint == texts.directory.name
+    assert summary.fingerprint == dataset.directory.name
     assert summary.marked_template is None, "the tokenizer's own marks the assistant's turns"
 
 
@@ -105,9 +105,9 @@ def test_a_template_that_nobody_marks_is_kept_with_marks(prepared: Prepare, tmp_
 
 
 def test_what_carries_loss_by_default_is_said(prepared: Prepare) -> None:
-    texts = prepared([{"text": "In the hall."}])
-    assert texts.loss_lengths().tolist() == (texts.lengths() - 1).tolist()
-    assert not texts.summary.completions_only
+    dataset = prepared([{"text": "In the hall."}])
+    assert dataset.loss_lengths().tolist() == (dataset.lengths() - 1).tolist()
+    assert not dataset.summary.completions_only
     pair = [{"prompt": "Where is it?", "completion": " In the hall."}]
     assert prepared(pair).summary.completions_only
     whole = prepared(pair, completions_only=False).summary
@@ -117,13 +117,13 @@ def test_what_carries_loss_by_default_is_said(prepared: Prepare) -> None:
 
 def test_broken_rows_are_left_out_and_named_in_order(prepared: Prepare) -> None:
     text = '{"text": "a"}\n{"text": ""}\nno JSON\n{"text": "b"}\n{"txt": 1}\n{"text": "\\ud800"}\n'
-    texts = prepared(text + '{"half \\ud800": 1, "text": "the hall"}\n')
-    assert texts.summary.rows == 3
-    broken = texts.broken()
+    dataset = prepared(text + '{"half \\ud800": 1, "text": "the hall"}\n')
+    assert dataset.summary.rows == 3
+    broken = dataset.broken()
     assert [row.line for row in broken] == [2, 3, 5, 6]
     assert "\\ud800" in broken[-1].reason
-    assert texts.summary.broken == 4
-    assert texts.summary.columns == ("text", "txt", "half ?")
+    assert dataset.summary.broken == 4
+    assert dataset.summary.columns == ("text", "txt", "half ?")
     assert {Path(row.file).name for row in broken} == {"mine.jsonl"}
 
 
@@ -131,31 +131,31 @@ def test_of_very_many_broken_rows_the_first_are_named_and_all_counted(
     prepared: Prepare, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("qlora_sweep.sweep.data.preparing.BROKEN_KEPT", 3)
-    texts = prepared('{"text": "a"}\n' + "x\n" * 5)
-    assert texts.summary.broken == 5
-    assert [row.line for row in texts.broken()] == [2, 3, 4]
+    dataset = prepared('{"text": "a"}\n' + "x\n" * 5)
+    assert dataset.summary.broken == 5
+    assert [row.line for row in dataset.broken()] == [2, 3, 4]
 
 
 def test_pairs_are_two_rows_each_that_are_cut_and_counted_together(prepared: Prepare) -> None:
     rows = [
         {"prompt": "Where? ", "chosen": f"In {n}.", "rejected": "No. " * n} for n in range(1, 5)
     ]
-    texts = prepared([*rows, {"chosen": "so", "rejected": "so"}])
-    summary = texts.summary
+    dataset = prepared([*rows, {"chosen": "so", "rejected": "so"}])
+    summary = dataset.summary
     assert (summary.kind, summary.rows, summary.broken) == ("preference", 4, 1)
     assert summary.completions_only
-    assert len(texts.lengths()) == len(texts.loss_lengths()) == 8
+    assert len(dataset.lengths()) == len(dataset.loss_lengths()) == 8
     choice = DatasetChoice(texts=summary.source, eval_fraction=0.25)
-    epochs = StudyEpochs.of(texts, choice, seed=0)
+    epochs = StudyEpochs.of(dataset, choice, seed=0)
     config = TrialConfig(method="dpo", micro_batch_size=1, seq_len=1024)
     whole = epochs.epoch(config)
     assert (len(whole.rows), whole.largest.rows) == (3, 2)
     assert whole.tokens == epochs.lengths.sum()
     assert epochs.record(config) is not None
     assert epochs.refusal(config.model_copy(update={"micro_batch_size": 4})) is not None
-    refuse_other_kind("dpo", texts)
+    refuse_other_kind("dpo", dataset)
     with pytest.raises(InputError, match="--method dpo"):
-        refuse_other_kind("sft", texts)
+        refuse_other_kind("sft", dataset)
 
 
 @pytest.mark.parametrize(
@@ -195,8 +195,8 @@ def test_texts_of_which_nothing_is_left_are_refused(
 
 
 def test_columns_are_looked_for_behind_rows_that_cannot_be_read(prepared: Prepare) -> None:
-    texts = prepared("x\n" * 300 + '{"id": 1}\n{"id": 1, "text": "a"}\n')
-    assert (texts.summary.kind, texts.summary.rows, texts.summary.broken) == ("text", 1, 301)
+    dataset = prepared("x\n" * 300 + '{"id": 1}\n{"id": 1, "text": "a"}\n')
+    assert (dataset.summary.kind, dataset.summary.rows, dataset.summary.broken) == ("text", 1, 301)
 
 
 def test_a_row_of_one_token_has_nothing_to_learn(prepared: Prepare, tmp_path: Path) -> None:
@@ -207,9 +207,9 @@ def test_a_row_of_one_token_has_nothing_to_learn(prepared: Prepare, tmp_path: Pa
     tokenizer.eos_token = None
     tokenizer.save_pretrained(tmp_path / "bare")
     bare = {"tokenizer_directory": str(tmp_path / "bare"), "tokenizer_digest": "bare"}
-    texts = prepared([{"text": "a"}, {"text": "In the hall."}], **bare)
-    assert texts.broken()[0].reason == "no token of it carries loss"
-    assert texts.summary.rows == 1
+    dataset = prepared([{"text": "a"}, {"text": "In the hall."}], **bare)
+    assert dataset.broken()[0].reason == "no token of it carries loss"
+    assert dataset.summary.rows == 1
 
 
 @pytest.fixture

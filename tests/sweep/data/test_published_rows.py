@@ -76,16 +76,16 @@ def refusal(ours: Read, *given: Any) -> str:
     return str(refused.value)
 
 
-def turns(*texts: str, system: str = "") -> list[dict[str, str]]:
+def turns(*dataset: str, system: str = "") -> list[dict[str, str]]:
     sides = ("user", "assistant")
-    found = [{"role": sides[n % 2], "content": text} for n, text in enumerate(texts)]
+    found = [{"role": sides[n % 2], "content": text} for n, text in enumerate(dataset)]
     return [{"role": "system", "content": system}, *found] if system else found
 
 
-def said(*texts: str, system: str = "") -> list[dict[str, Any]]:
+def said(*dataset: str, system: str = "") -> list[dict[str, Any]]:
     """Return turns as ShareGPT has them."""
     names = {"system": "system", "user": "human", "assistant": "gpt"}
-    of_chat = turns(*texts, system=system)
+    of_chat = turns(*dataset, system=system)
     return [{"from": names[turn["role"]], "value": turn["content"]} for turn in of_chat]
 
 

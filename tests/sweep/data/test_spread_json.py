@@ -83,8 +83,8 @@ def test_a_list_on_many_lines_is_an_array(name: str, tmp_path: Path) -> None:
 
 
 def test_a_list_of_texts_is_an_array_and_a_line_with_a_list_is_none(tmp_path: Path) -> None:
-    texts = lines_of(written(tmp_path / "a.json", '["a", "b"]'))
-    assert texts == [(1, {"text": "a"}), (2, {"text": "b"})]
+    dataset = lines_of(written(tmp_path / "a.json", '["a", "b"]'))
+    assert dataset == [(1, {"text": "a"}), (2, {"text": "b"})]
     lines: list[Any] = lines_of(written(tmp_path / "a.jsonl", f"[1]\n{ON_ONE_LINE}\n"))
     assert lines[1] == (2, CHAT)
 

@@ -100,8 +100,8 @@ def test_broken_rows_are_named_by_the_file_as_it_is_named_now(
     (tmp_path / "broken.jsonl").write_text(
         json.dumps({"file": "old/a.jsonl", "line": 3, "reason": "text is empty"}) + "\n"
     )
-    texts = PreparedDataset(tmp_path, example.summary.model_copy(update={"source": "new"}), "old")
-    assert [row.file for row in texts.broken()] == ["new/a.jsonl"]
+    dataset = PreparedDataset(tmp_path, example.summary.model_copy(update={"source": "new"}), "old")
+    assert [row.file for row in dataset.broken()] == ["new/a.jsonl"]
 
 
 def test_tokens_that_the_model_has_no_embeddings_for_are_refused(example: PreparedDataset) -> None:

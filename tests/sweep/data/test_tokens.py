@@ -365,12 +365,12 @@ def test_a_tokenizer_in_python_does_the_same(tmp_path: Path) -> None:
 def pair(kind: str, index: int) -> dict[str, Any]:
     asked = [{"role": "user", "content": f"What is {index}?"}]
     told = [[{"role": "assistant", "content": f"It is {index * n}."}] for n in (3, 5 + index)]
-    texts = f"It is {index} ", f"It is {index}, so {index * 5}\n"
+    dataset = f"It is {index} ", f"It is {index}, so {index * 5}\n"
     match kind:
         case "texts":
-            return {"prompt": f"What is {index}? ", "chosen": texts[0], "rejected": texts[1]}
+            return {"prompt": f"What is {index}? ", "chosen": dataset[0], "rejected": dataset[1]}
         case "implicit texts":
-            return {"chosen": f"What? {texts[0]}so", "rejected": f"What? {texts[1]}"}
+            return {"chosen": f"What? {dataset[0]}so", "rejected": f"What? {dataset[1]}"}
         case "turns":
             return {"prompt": asked, "chosen": told[0], "rejected": told[1]}
         case _:

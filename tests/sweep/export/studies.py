@@ -56,7 +56,7 @@ def a_study(
     name: str = "a10-mistral",
     model: ModelSpec = MODEL,
     emulated_on: str | None = "NVIDIA H200",
-    texts: DatasetSummary | None = None,
+    dataset: DatasetSummary | None = None,
 ) -> StudySnapshot:
     """Return a study of one trial, which fits, over a space that holds it."""
     tried = config or TrialConfig()
@@ -66,7 +66,7 @@ def a_study(
         "name": "small",
         "dimensions": {"micro_batch_size": {"choices": [fixed.pop("micro_batch_size")]}},
         "fixed": fixed,
-        "data": None if texts is None else {"texts": texts.source},
+        "data": None if dataset is None else {"texts": dataset.source},
     }
     definition = StudyDefinition(
         space=SearchSpace.model_validate(space),
@@ -75,7 +75,7 @@ def a_study(
         target=Target(
             gpu="a10", device="cuda", budget_bytes=int(21.5 * GIB), emulated_on=emulated_on
         ),
-        texts=texts,
+        texts=dataset,
     )
     return StudySnapshot(
         name=name,

@@ -69,7 +69,7 @@ def test_a_script_keeps_the_layers_in_16_bits_that_sweep_train_keeps(
     ours = trained_by_sweep(source, kind, config, outliers)
     assert ours.kept_in_16_bits == (UNSUITED,)
 
-    study = a_study(config, model=outliers, texts=some_dataset(kind, **said))
+    study = a_study(config, model=outliers, dataset=some_dataset(kind, **said))
     typed = ["--output", str(tmp_path / "adapter"), "--max-steps", "2"]
     monkeypatch.setattr("sys.argv", ["train.py", *typed])
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")

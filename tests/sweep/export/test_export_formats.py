@@ -162,18 +162,18 @@ def studies() -> Iterator[Any]:
     yield from (a_study(config) for config in CONFIGS)
     for kind in KINDS:
         for packing in ("none", "packed", "grouped"):
-            texts = some_dataset(kind, completions_only=True)
-            yield a_study(TrialConfig(packing=packing), texts=texts)  # type: ignore[arg-type]
+            dataset = some_dataset(kind, completions_only=True)
+            yield a_study(TrialConfig(packing=packing), dataset=dataset)  # type: ignore[arg-type]
 
 
 def studies_on_pairs() -> Iterator[Any]:
     """Yield a study of each kind of what trains on pairs, on a dataset and on random ones."""
-    texts = some_dataset("preference", completions_only=True)
+    dataset = some_dataset("preference", completions_only=True)
     plain = BASE.model_copy(update={"method": "dpo"})
     yield a_study(plain)
     for changes in ({"packing": "grouped"}, {"kernels": "liger"}, {"lora_dropout": 0.1}):
         changed = {**changes, "reference": "precomputed"}
-        yield a_study(plain.model_copy(update=changed), texts=texts)
+        yield a_study(plain.model_copy(update=changed), dataset=dataset)
 
 
 @pytest.mark.parametrize("format", ["axolotl", "llama-factory"])
@@ -210,8 +210,8 @@ def test_no_setting_is_dropped_without_a_word(format: str) -> None:
 @pytest.mark.parametrize("format", format_names())
 def test_packing_is_not_dropped_without_a_word(format: str) -> None:
     packed = BASE.model_copy(update={"packing": "packed"})
-    plain = export(a_study(BASE, texts=some_dataset()), format=format)
-    assert export(a_study(packed, texts=some_dataset()), format=format) != plain
+    plain = export(a_study(BASE, dataset=some_dataset()), format=format)
+    assert export(a_study(packed, dataset=some_dataset()), format=format) != plain
 
 
 def test_every_setting_is_tried() -> None:
@@ -269,7 +269,7 @@ def test_a_setting_is_what_was_measured_or_the_nearest_that_a_trainer_has(
 
 
 @pytest.mark.parametrize(
-    ("change", "texts"),
+    ("change", "dataset"),
     [
         ({}, None),
         (
@@ -280,9 +280,9 @@ def test_a_setting_is_what_was_measured_or_the_nearest_that_a_trainer_has(
 )
 @pytest.mark.parametrize("format", format_names())
 def test_what_is_predicted_is_nowhere_said_to_be_measured(
-    format: str, change: dict[str, Any], texts: Any
+    format: str, change: dict[str, Any], dataset: Any
 ) -> None:
-    study = a_study(BASE.model_copy(update=change), texts=texts)
+    study = a_study(BASE.model_copy(update=change), dataset=dataset)
     record = record_of(study).model_copy(update={"is_predicted": True, "provenance": None})
     found = written(record, format=format)
     for text in (found.text, found.record or "", *found.lost):
@@ -352,7 +352,7 @@ def test_every_limit_of_a_trainer_is_one_of_some_configuration() -> None:
         {"checkpoint_fraction": 0.5},
         {"packing": "packed", "micro_batch_size": 1},
     ):
-        tried.append(a_study(BASE.model_copy(update=changes), texts=some_dataset()))
+        tried.append(a_study(BASE.model_copy(update=changes), dataset=some_dataset()))
     for record in map(record_of, tried):
         told -= cases_of(record).items()
         for trainer in trainers():

@@ -24,8 +24,8 @@ Script = Callable[[StudySnapshot], ModuleType]
 
 def on_pairs(model: ModelSpec, source: Path, **settings: Any) -> StudySnapshot:
     """Return a study of one configuration on the pairs of a file."""
-    texts = some_dataset("preference", source=str(source), columns=PAIR, completions_only=True)
-    return a_study(tiny_config(method="dpo", seq_len=64, **settings), model=model, texts=texts)
+    dataset = some_dataset("preference", source=str(source), columns=PAIR, completions_only=True)
+    return a_study(tiny_config(method="dpo", seq_len=64, **settings), model=model, dataset=dataset)
 
 
 @pytest.mark.parametrize(

@@ -53,12 +53,12 @@ def test_a_record_may_be_in_a_file_without_an_ending(format: str, tmp_path: Path
 
 
 def test_it_holds_out_the_examples_that_its_study_held_out() -> None:
-    study = a_study(CONFIG, model=MODEL, texts=some_dataset())
+    study = a_study(CONFIG, model=MODEL, dataset=some_dataset())
     space = study.definition.space.model_copy(update={"seed": 7})
     study = replace(study, definition=study.definition.model_copy(update={"space": space}))
-    texts = parse_record(json.loads(record_of(study).to_json()), where="x").texts
-    assert texts is not None
-    assert (texts.summary, texts.eval_fraction, texts.seed) == (some_dataset(), 0.05, 7)
+    dataset = parse_record(json.loads(record_of(study).to_json()), where="x").texts
+    assert dataset is not None
+    assert (dataset.summary, dataset.eval_fraction, dataset.seed) == (some_dataset(), 0.05, 7)
 
 
 def test_what_best_prints_is_a_record_without_provenance() -> None:
@@ -90,7 +90,7 @@ def test_a_file_for_a_trainer_that_is_not_run_here_has_no_record(
 
 def broken(part: str, key: str, value: object) -> str:
     """Return a record with a value that was edited."""
-    document = json.loads(record_of(a_study(CONFIG, texts=some_dataset())).to_json())
+    document = json.loads(record_of(a_study(CONFIG, dataset=some_dataset())).to_json())
     document[part][key] = value
     return json.dumps(document)
 

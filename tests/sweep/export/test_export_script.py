@@ -127,8 +127,8 @@ def test_an_epoch_trains_on_every_example_up_to_the_last(
     written_dataset(tmp_path / "data.jsonl", kind or "text", rows=8)
     if kind is None:
         (tmp_path / "data.jsonl").write_text(json.dumps({"text": "a" * (7 * 32 - 2)}))
-    texts = kind and some_dataset(kind)
-    script = script_of(a_study(tiny_config(effective_batch_size=4), model=TINY, texts=texts))
+    dataset = kind and some_dataset(kind)
+    script = script_of(a_study(tiny_config(effective_batch_size=4), model=TINY, dataset=dataset))
     trained: list[int] = []
 
     def counted(collate: Callable[..., Any]) -> Callable[..., Any]:

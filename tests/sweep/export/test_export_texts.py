@@ -33,8 +33,8 @@ def script_of(
 ) -> ModuleType:
     """Return the script of a study on texts of a kind, as a module."""
     source = written_dataset(directory / "texts.jsonl", kind)
-    texts = some_dataset(kind, completions_only=only, source=str(source))
-    script = export(a_study(config, model=model, texts=texts), format="script")
+    dataset = some_dataset(kind, completions_only=only, source=str(source))
+    script = export(a_study(config, model=model, dataset=dataset), format="script")
     return imported(script, directory / "exported_texts.py")
 
 
@@ -102,8 +102,8 @@ LONG = "a long name/" * 20
     [f'/{LONG}/a  b/back\\slash/"x" # {{{{ 7 }}}}: {{% raw %}}/\U0001f600/%s{HOSTILE[:-1]}.jsonl'],
 )
 def test_a_path_of_any_letters_is_the_same_path_in_every_format(path: str) -> None:
-    texts = some_dataset("text", source=path, text_column=path)
-    study = on_dataset(texts, text_column=path, tokenizer=path)
+    dataset = some_dataset("text", source=path, text_column=path)
+    study = on_dataset(dataset, text_column=path, tokenizer=path)
     trl = yaml.safe_load(export(study, format="trl"))
     assert trl["datasets"] == [{"path": "json", "data_files": path, "columns": [path]}]
     assert trl["dataset_text_field"] == path
@@ -123,17 +123,17 @@ def test_a_path_of_any_letters_is_the_same_path_in_every_format(path: str) -> No
     assert (peft["source"], peft["summary"]["text_column"]) == (path, path)
 
 
-def on_dataset(texts: DatasetSummary, **data: Any) -> StudySnapshot:
+def on_dataset(dataset: DatasetSummary, **data: Any) -> StudySnapshot:
     """Return a study whose space says more of its dataset than where it is."""
-    study = a_study(texts=texts)
-    space = study.definition.space.model_dump() | {"data": {"texts": texts.source, **data}}
+    study = a_study(dataset=dataset)
+    space = study.definition.space.model_dump() | {"data": {"texts": dataset.source, **data}}
     changes = {"space": SearchSpace.model_validate(space)}
     return replace(study, definition=study.definition.model_copy(update=changes))
 
 
 def lost(format: str, kind: Any = "text", **changes: Any) -> str:
     """Return what a study on a dataset loses in a format."""
-    return " ".join(exported(a_study(texts=some_dataset(kind, **changes)), format=format).lost)
+    return " ".join(exported(a_study(dataset=some_dataset(kind, **changes)), format=format).lost)
 
 
 def test_a_tokenizer_that_was_named_is_that_of_every_export(
@@ -191,8 +191,10 @@ def test_what_a_trainer_does_not_read_is_said(
     "columns", [("instruction", "input", "output"), ("instruction", "output", "system", "history")]
 )
 def test_llama_factory_is_told_of_alpacas_further_columns(columns: tuple[str, ...]) -> None:
-    texts = some_dataset("instruction", columns=columns)
-    found = dataset_info(export(a_study(texts=texts), format="llama-factory"))["texts"]["columns"]
+    dataset = some_dataset("instruction", columns=columns)
+    found = dataset_info(export(a_study(dataset=dataset), format="llama-factory"))["texts"][
+        "columns"
+    ]
     assert found.get("system") == ("system" if "system" in columns else None)
     assert ("query" in found) == ("input" in columns)
 
@@ -208,8 +210,8 @@ READ = {
 @pytest.mark.parametrize("kind", READ)
 def test_a_trainer_is_told_of_columns_or_how_to_rename_them(kind: Any) -> None:
     read = READ[kind]
-    texts = some_dataset(kind, columns=tuple(read.values()), columns_read=read)
-    study = a_study(texts=texts)
+    dataset = some_dataset(kind, columns=tuple(read.values()), columns_read=read)
+    study = a_study(dataset=dataset)
     found = exported(study, format="llama-factory")
     assert set(dataset_info(found.text)["texts"]["columns"].values()) == set(read.values())
     assert "Rename" not in " ".join(found.lost)
@@ -243,8 +245,8 @@ def test_a_script_reads_the_columns_that_were_named(model: ModelSpec, tmp_path: 
     from transformers import AutoTokenizer
 
     named = {"prompt_column": "frage", "completion_column": "antwort"}
-    texts = some_dataset("prompt-completion", completions_only=True, **named)
-    script = export(a_study(tiny_config(), model=model, texts=texts), format="script")
+    dataset = some_dataset("prompt-completion", completions_only=True, **named)
+    script = export(a_study(tiny_config(), model=model, dataset=dataset), format="script")
     module = imported(script, tmp_path / "exported_named.py")
     path = tmp_path / "rows.jsonl"
     path.write_text(json.dumps({"frage": "Wo? ", "antwort": "Da.", "text": "x"}))
@@ -267,8 +269,8 @@ def test_trl_reads_files_as_the_study_did(tmp_path: Path) -> None:
     for name, data in files.items():
         source = tmp_path / name
         source.write_bytes(data)
-        texts = some_dataset("prompt-completion", source=str(source))
-        options = yaml.safe_load(export(a_study(texts=texts), format="trl"))["datasets"]
+        dataset = some_dataset("prompt-completion", source=str(source))
+        options = yaml.safe_load(export(a_study(dataset=dataset), format="trl"))["datasets"]
         mixture = DatasetMixtureConfig(datasets=[DatasetConfig(**entry) for entry in options])
         assert list(get_dataset(mixture)["train"]) == made
 

@@ -67,9 +67,9 @@ def test_trl_trains_on_pairs_by_a_file(
     from trl.scripts import dpo
 
     source = written_dataset(tmp_path / "data.jsonl", "preference")
-    texts = some_dataset("preference", source=str(source), columns=PAIR)
+    dataset = some_dataset("preference", source=str(source), columns=PAIR)
     config = tiny_config(method="dpo", seq_len=64, **settings)
-    study = a_study(config, model=model, texts=texts)
+    study = a_study(config, model=model, dataset=dataset)
     exported = export(study, format="trl")
     assert "trl dpo --config" in exported
     options = yaml.safe_load(exported)
@@ -115,10 +115,10 @@ def test_trl_learns_the_assistants_turns_of_a_model_whose_template_marks_none(
         "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}\n{% endfor %}"
         "{% if add_generation_prompt %}<|assistant|>{% endif %}"
     )
-    texts = some_dataset(
+    dataset = some_dataset(
         "messages", completions_only=True, source=str(source), marked_template=template
     )
-    study = a_study(tiny_config(seq_len=128), model=model, texts=texts)
+    study = a_study(tiny_config(seq_len=128), model=model, dataset=dataset)
     for file, text in exported(study, format="trl").files(tmp_path / "trl.yaml").items():
         file.write_text(text, encoding="utf-8")
     built: list[Any] = []
@@ -135,7 +135,7 @@ def test_trl_learns_the_assistants_turns_of_a_model_whose_template_marks_none(
         assert trainer.processing_class.decode(learned) == said
     # A study of an older version does not know the template: its file is as it was.
     known = export(
-        a_study(tiny_config(), model=model, texts=some_dataset("messages")), format="trl"
+        a_study(tiny_config(), model=model, dataset=some_dataset("messages")), format="trl"
     )
     assert "chat_template_path" not in yaml.safe_load(known)
 
@@ -180,9 +180,9 @@ def test_trl_trains_two_steps_of_a_file(
     from trl.scripts import sft
 
     source = written_dataset(tmp_path / "data.jsonl", kind or "text")
-    texts = kind and some_dataset(kind, completions_only=completions_only, source=str(source))
+    dataset = kind and some_dataset(kind, completions_only=completions_only, source=str(source))
     config = tiny_config(seq_len=128, **settings)
-    options = yaml.safe_load(export(a_study(config, model=model, texts=texts), format="trl"))
+    options = yaml.safe_load(export(a_study(config, model=model, dataset=dataset), format="trl"))
     here = {"use_cpu": True, "max_steps": 2, "output_dir": str(tmp_path / "out")}
     (tmp_path / "trl.yaml").write_text(yaml.safe_dump({**options, **here}))
     built: list[Any] = []

@@ -46,9 +46,9 @@ def test_the_script_trains(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     source = written_dataset(tmp_path / "texts.jsonl", kind or "text")
-    texts = None if kind is None else some_dataset(kind, source=str(source))
+    dataset = None if kind is None else some_dataset(kind, source=str(source))
     config = tiny_config(optimizer="adamw_torch_fused", **settings)
-    text = export(a_study(config, model=model, texts=texts), format="unsloth")
+    text = export(a_study(config, model=model, dataset=dataset), format="unsloth")
     unsloth = SimpleNamespace(FastLanguageModel=FastLanguageModel)
     monkeypatch.setitem(sys.modules, "unsloth", unsloth)  # type: ignore[arg-type]
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", "")
@@ -62,5 +62,5 @@ def test_the_script_trains(
 
 @pytest.mark.parametrize("source", ["org/texts", "/a/directory"])
 def test_a_dataset_that_is_no_file_is_the_default_too(source: str) -> None:
-    text = export(a_study(texts=some_dataset("text", source=source)), format="unsloth")
+    text = export(a_study(dataset=some_dataset("text", source=source)), format="unsloth")
     assert source in [n.value for n in ast.walk(ast.parse(text)) if isinstance(n, ast.Constant)]

@@ -79,7 +79,7 @@ def write(path: Path, kind: str, count: int = 40) -> None:
 
 def prepared(home: Path, *, gpus: Any = (), **asked: Any) -> PreparedTraining:
     """Return a training of the demo model on ``rows.jsonl``, as it is resolved."""
-    asked["texts"] = {"texts": str(home / "rows.jsonl"), **asked.get("texts", {})}
+    asked["dataset"] = {"texts": str(home / "rows.jsonl"), **asked.get("dataset", {})}
     given = {"model": "demo", **asked}
     request = TrainingRequest(name=str(home / "short.json"), output=home / "out", **given)
 
@@ -121,7 +121,7 @@ def counted(directory: Path, numbers: Any, seq_len: int, each: int) -> dict[str,
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("kind", "config", "texts"),
+    ("kind", "config", "dataset"),
     [
         ("text", {"packing": "packed"}, {}),
         ("messages", {"packing": "grouped"}, {"completions_only": True}),
@@ -130,13 +130,13 @@ def counted(directory: Path, numbers: Any, seq_len: int, each: int) -> dict[str,
     ],
 )
 def test_what_is_cut_is_counted_in_the_examples_of_every_kind(
-    rows: Path, kind: str, config: dict[str, Any], texts: dict[str, Any]
+    rows: Path, kind: str, config: dict[str, Any], dataset: dict[str, Any]
 ) -> None:
     write(rows / "rows.jsonl", kind)
     (rows / "short.json").write_text(json.dumps(SHORT | config))
-    found = prepared(rows, texts={"eval_fraction": 0.2, **texts}, seed=3)
+    found = prepared(rows, dataset={"eval_fraction": 0.2, **dataset}, seed=3)
     each = 2 if kind == "preference" else 1
-    directory = found.texts.directory
+    directory = found.dataset.directory
     count = len(np.load(directory / "lengths.npy"))
     parts = split(count, 0.2, 3, each)
     for part, numbers in zip(("trained", "held_out"), parts, strict=True):
@@ -153,11 +153,11 @@ def test_what_is_cut_is_counted_in_the_examples_of_every_kind(
     assert offered["supervised_tokens_cut"] <= CUT_MAX * offered["supervised_tokens"]
 
 
-def of_lengths(texts: Path, *, seq_len: int) -> TruncatedDataset:
+def of_lengths(dataset: Path, *, seq_len: int) -> TruncatedDataset:
     from qlora_sweep.sweep.data.prepared_dataset import PreparedDataset
     from tests.sweep.prepared_dataset import a_summary
 
-    known = PreparedDataset(texts, a_summary(), "mine.jsonl")
+    known = PreparedDataset(dataset, a_summary(), "mine.jsonl")
     epochs = StudyEpochs.of(known, DatasetChoice(texts="mine.jsonl", eval_fraction=0.2), seed=0)
     return epochs.truncated_dataset(seq_len)
 
@@ -171,10 +171,10 @@ def test_an_epoch_trains_on_what_is_not_cut(tmp_path: Path, packing: str) -> Non
 
     lengths = [5, 40, 12, 30, 9, 22, 17, 3, 28, 14, 33, 8, 19, 25, 60]
     answers = [3, 30, 2, 20, 8, 5, 9, 2, 27, 4, 30, 2, 3, 20, 10]
-    texts = prepared_rows(tmp_path / "texts", lengths, completions=answers)
-    end, _ = run(job(tmp_path / "out", texts, packing=packing))
+    dataset = prepared_rows(tmp_path / "texts", lengths, completions=answers)
+    end, _ = run(job(tmp_path / "out", dataset, packing=packing))
     assert isinstance(end, TrainingResult), end
-    found = of_lengths(texts, seq_len=32)
+    found = of_lengths(dataset, seq_len=32)
     trained, held_out = found.trained, found.held_out
     assert end.tokens == trained.supervised_tokens - trained.supervised_tokens_cut
     assert end.eval_tokens == held_out.supervised_tokens - held_out.supervised_tokens_cut

@@ -37,7 +37,7 @@ pytestmark = [pytest.mark.filterwarnings("default"), pytest.mark.usefixtures("ou
 
 
 @pytest.fixture(scope="module")
-def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return prepared(tmp_path_factory.mktemp("texts"), LENGTHS)
 
 
@@ -79,15 +79,15 @@ def test_two_ranks_train_as_one_that_accumulates_over_the_micro_batches_of_both(
 
 @pytest.mark.integration
 def test_a_stop_reaches_both_ranks_in_one_step_and_the_training_is_resumed_to_the_bit(
-    tmp_path: Path, texts: Path
+    tmp_path: Path, dataset: Path
 ) -> None:
     """Each drops elements of its own, so that its random state counts."""
-    whole = follow(job(tmp_path / "whole", texts, epochs=2, **TOGETHER))
+    whole = follow(job(tmp_path / "whole", dataset, epochs=2, **TOGETHER))
     assert isinstance(whole, TrainingResult), whole
     states = [Path(f"{whole.checkpoint}/rng_state_{rank}.pth") for rank in range(2)]
     assert states[0].read_bytes() != states[1].read_bytes()
 
-    begun = job(tmp_path / "resumed", texts, epochs=2, **TOGETHER)
+    begun = job(tmp_path / "resumed", dataset, epochs=2, **TOGETHER)
 
     def stop(event: Event) -> None:
         if isinstance(event, Saved) and event.step == 3:
@@ -108,7 +108,7 @@ def test_a_stop_reaches_both_ranks_in_one_step_and_the_training_is_resumed_to_th
 @pytest.mark.integration
 @pytest.mark.parametrize("phase", ["build", "measure", "quality"])
 def test_a_rank_that_is_killed_ends_the_training_with_one_message_and_its_checkpoints(
-    tmp_path: Path, texts: Path, phase: str
+    tmp_path: Path, dataset: Path, phase: str
 ) -> None:
     killed: list[int] = []
     saved: list[int] = []
@@ -123,7 +123,7 @@ def test_a_rank_that_is_killed_ends_the_training_with_one_message_and_its_checkp
                 os.kill(found[0][1], signal.SIGKILL)
                 killed.append(found[0][1])
 
-    end = follow(job(tmp_path, texts, epochs=100, **TOGETHER), observe=kill)
+    end = follow(job(tmp_path, dataset, epochs=100, **TOGETHER), observe=kill)
     assert isinstance(end, Crashed), end
     assert str(fault_of(end)) == "the process of GPU 1 ended with signal SIGKILL"
     assert checkpoints.steps_of(tmp_path) == sorted(saved, reverse=True)[:2]
@@ -151,7 +151,11 @@ def refusal(tmp_path: Path, config: dict[str, Any], gpus: list[GpuInfo], **typed
         raise AssertionError("it is refused before that")
 
     asked = TrainingRequest(
-        name=str(tmp_path / "config.json"), output=tmp_path / "out", texts={}, model="demo", **typed
+        name=str(tmp_path / "config.json"),
+        output=tmp_path / "out",
+        dataset={},
+        model="demo",
+        **typed,
     )
     with pytest.raises(InputError) as refused:
         prepare_training(

@@ -122,8 +122,8 @@ def test_a_training_that_was_killed_resumes_and_leaves_the_same_adapter(
 def uninterrupted(home: Path) -> TrainingResult:
     """Train the same in this process, in one go."""
     known = json.loads((home / "out" / "run.json").read_text())
-    texts = next((home / "runs" / ".texts").glob("*/texts.json")).parent
-    parts = {"model": load_model_spec("demo").to_json(), "texts": str(texts)}
+    dataset = next((home / "runs" / ".texts").glob("*/texts.json")).parent
+    parts = {"model": load_model_spec("demo").to_json(), "dataset": str(dataset)}
     end, _ = run(TrainingJob.model_validate({**known, **parts, "output": str(home / "whole")}))
     assert isinstance(end, TrainingResult), end
     return end

@@ -38,7 +38,7 @@ pytestmark = pytest.mark.filterwarnings("default")
 
 
 @pytest.fixture(scope="module")
-def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return prepared(tmp_path_factory.mktemp("texts"), LENGTHS)
 
 
@@ -96,9 +96,9 @@ def course(end: TrainingResult) -> dict[str, Any]:
     ],
 )
 def test_a_training_that_was_stopped_and_resumed_ends_with_the_same_weights(
-    tmp_path: Path, texts: Path, packing: str, stop_after: int, changes: dict[str, object]
+    tmp_path: Path, dataset: Path, packing: str, stop_after: int, changes: dict[str, object]
 ) -> None:
-    begun = job(tmp_path / "resumed", texts, packing=packing, epochs=2, **changes)
+    begun = job(tmp_path / "resumed", dataset, packing=packing, epochs=2, **changes)
     whole = trained_at(tmp_path / "whole", begun)
     assert any(value.any() for name, value in adapter(whole).items() if "lora_B" in name)
     resumed, said = stopped_and_resumed(begun, stop_after=stop_after)
@@ -109,9 +109,9 @@ def test_a_training_that_was_stopped_and_resumed_ends_with_the_same_weights(
 
 
 def test_a_training_tells_what_it_came_to_and_keeps_the_newest_two_checkpoints(
-    tmp_path: Path, texts: Path
+    tmp_path: Path, dataset: Path
 ) -> None:
-    end, said = run(job(tmp_path, texts, checkpoint_steps=1))
+    end, said = run(job(tmp_path, dataset, checkpoint_steps=1))
     assert isinstance(end, TrainingResult), end
     assert (end.steps, end.rows, end.rows_held_out, end.rows_left_out) == (3, 12, 3, 0)
     losses = [message.eval_loss for message in said if isinstance(message, Saved)]
@@ -130,7 +130,7 @@ def test_a_training_tells_what_it_came_to_and_keeps_the_newest_two_checkpoints(
     assert end.peak_allocated_bytes > 0
 
     # What was done and not yet finished is evaluated again, the same.
-    again = trained(tmp_path, texts, resume_from=str(checkpoints.newest(tmp_path)))
+    again = trained(tmp_path, dataset, resume_from=str(checkpoints.newest(tmp_path)))
     assert (again.eval_loss, again.tokens, again.steps) == (end.eval_loss, end.tokens, 3)
 
 
@@ -156,14 +156,14 @@ def test_examples_of_which_no_supervised_token_is_left_are_left_out(tmp_path: Pa
 
 @pytest.mark.parametrize(("model", "are_apart"), [("llama", True), ("gpt_oss", False)])
 def test_a_training_says_whether_packed_examples_see_each_other(
-    tmp_path: Path, texts: Path, model: str, are_apart: bool
+    tmp_path: Path, dataset: Path, model: str, are_apart: bool
 ) -> None:
     from tests.families import spec_of
 
     # Of gpt_oss transformers does not derive a mask from the positions.
     spec = replace(TINY, config=spec_of(model).config)
     settings = {"attention": "eager", "checkpoint_fraction": 0.0, "max_steps": 1}
-    begun = job(tmp_path, texts, packing="packed", model=spec.to_json(), **settings)
+    begun = job(tmp_path, dataset, packing="packed", model=spec.to_json(), **settings)
     end, said = run(begun)
     assert isinstance(end, TrainingResult), end
     started = next(message for message in said if isinstance(message, TrainingStarted))
@@ -224,7 +224,7 @@ def _run_out(trainer: Any, loss: torch.Tensor) -> torch.Tensor:
 )
 def test_what_goes_wrong_in_the_third_step_leaves_the_checkpoints_before_it(
     tmp_path: Path,
-    texts: Path,
+    dataset: Path,
     monkeypatch: pytest.MonkeyPatch,
     fault: Callable[[Any, torch.Tensor], torch.Tensor],
     kind: type[Any],
@@ -242,18 +242,18 @@ def test_what_goes_wrong_in_the_third_step_leaves_the_checkpoints_before_it(
         return loss
 
     monkeypatch.setattr(Trainer, "training_step", faulty)
-    end, _ = run(job(tmp_path, texts, checkpoint_steps=1, epochs=3))
+    end, _ = run(job(tmp_path, dataset, checkpoint_steps=1, epochs=3))
     assert isinstance(end, kind), end
     assert end.step == step
     assert detail in end.detail
     assert checkpoints.steps_of(tmp_path) == [2, 1]
 
 
-def test_a_peak_above_the_budget_is_out_of_memory(tmp_path: Path, texts: Path) -> None:
-    roomy = trained(tmp_path / "roomy", texts, max_steps=2)
+def test_a_peak_above_the_budget_is_out_of_memory(tmp_path: Path, dataset: Path) -> None:
+    roomy = trained(tmp_path / "roomy", dataset, max_steps=2)
     # What is counted beside the tensors of a step differs by some bytes from run to run.
     budget = int(0.95 * roomy.peak_allocated_bytes)
-    tight, _ = run(job(tmp_path / "tight", texts, max_steps=3, budget_bytes=budget))
+    tight, _ = run(job(tmp_path / "tight", dataset, max_steps=3, budget_bytes=budget))
     assert isinstance(tight, OutOfMemory), tight
     assert tight.step <= 2
     assert checkpoints.steps_of(tmp_path / "tight") == []
@@ -262,7 +262,7 @@ def test_a_peak_above_the_budget_is_out_of_memory(tmp_path: Path, texts: Path) -
 @pytest.mark.parametrize(("full_for_good", "kept"), [(False, [3, 1]), (True, [1])])
 def test_a_full_disk_costs_a_checkpoint_and_only_the_last_one_ends_the_training(
     tmp_path: Path,
-    texts: Path,
+    dataset: Path,
     monkeypatch: pytest.MonkeyPatch,
     full_for_good: bool,
     kept: list[int],
@@ -278,7 +278,7 @@ def test_a_full_disk_costs_a_checkpoint_and_only_the_last_one_ends_the_training(
             raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(AdapterTrainer, "save_model", full)
-    end, said = run(job(tmp_path, texts, checkpoint_steps=1))
+    end, said = run(job(tmp_path, dataset, checkpoint_steps=1))
     refused = [m.step for m in said if isinstance(m, Saved) and m.refusal is not None]
     assert refused == ([2, 3] if full_for_good else [2])
     assert isinstance(end, Crashed if full_for_good else TrainingResult), end
@@ -294,7 +294,7 @@ def test_a_full_disk_costs_a_checkpoint_and_only_the_last_one_ends_the_training(
     ],
 )
 def test_what_cannot_be_trained_is_refused(
-    tmp_path: Path, texts: Path, changes: dict[str, Any], words: str
+    tmp_path: Path, dataset: Path, changes: dict[str, Any], words: str
 ) -> None:
     import torch
 
@@ -304,7 +304,7 @@ def test_what_cannot_be_trained_is_refused(
         config = {**spec_of("gemma3_text").config, "use_bidirectional_attention": True}
         both_ways = replace(TINY, config={**config, "vocab_size": 512})
         changes = {**changes, "model": both_ways.to_json()}
-    end, _ = run(job(tmp_path, texts, **changes))
+    end, _ = run(job(tmp_path, dataset, **changes))
     assert isinstance(end, Invalid), end
     assert words in end.detail
     assert not torch.is_autocast_enabled("cpu"), "what trains next would use its first adapters"
@@ -327,11 +327,11 @@ def test_the_held_out_loss_is_the_same_whatever_the_micro_batch(tmp_path: Path) 
 
 
 def test_8_bit_products_are_fitted_to_real_weights_and_a_resumed_training_to_the_bit(
-    tmp_path: Path, texts: Path
+    tmp_path: Path, dataset: Path
 ) -> None:
     spec = saved_with_outliers(tmp_path / "model")
     settings = {"model": spec.to_json(), "weights": "pretrained", "epochs": 2.0, **INT8}
-    begun = job(tmp_path / "stopped", texts, **settings)
+    begun = job(tmp_path / "stopped", dataset, **settings)
     whole = trained_at(tmp_path / "whole", begun)
     assert whole.eight_bit is not None
     assert whole.eight_bit.loss_8_bit == pytest.approx(whole.eight_bit.loss_16_bit, rel=0.01)
@@ -340,12 +340,12 @@ def test_8_bit_products_are_fitted_to_real_weights_and_a_resumed_training_to_the
 
 
 def test_weights_that_8_bits_do_not_suit_are_not_trained_in_8_bits(
-    tmp_path: Path, texts: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, dataset: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spec = saved_with_outliers(tmp_path / "model")
     monkeypatch.setattr("qlora_sweep.sweep.training.fitting.MOST_ERROR", 1e-6)
     eight_bit = {"quantization": "fp8", "compute_dtype": "fp8", "upcast_fp32": False}
-    asked = job(tmp_path / "out", texts, model=spec.to_json(), weights="pretrained", **eight_bit)
+    asked = job(tmp_path / "out", dataset, model=spec.to_json(), weights="pretrained", **eight_bit)
     end, _ = run(asked)
     assert isinstance(end, Invalid)
     assert "compute_dtype=bf16" in end.detail

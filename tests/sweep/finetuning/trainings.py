@@ -20,7 +20,9 @@ if TYPE_CHECKING:
     import torch
 
 
-def job(output: Path, texts: Path | None, *, packing: str = "none", **changes: Any) -> TrainingJob:
+def job(
+    output: Path, dataset: Path | None, *, packing: str = "none", **changes: Any
+) -> TrainingJob:
     """Return a job of a few steps, with dropout and accumulation."""
     own = TrialConfig.model_fields.keys() & changes.keys()
     values: dict[str, Any] = {
@@ -39,7 +41,7 @@ def job(output: Path, texts: Path | None, *, packing: str = "none", **changes: A
         **{
             "config": TrialConfig.model_validate(values),
             "model": TINY.to_json(),
-            "texts": None if texts is None else str(texts),
+            "dataset": None if dataset is None else str(dataset),
             "eval_fraction": 0.2,
             "device": "cpu",
             "output": str(output),

@@ -269,7 +269,7 @@ def test_as_many_gpus_are_rented_as_a_trial_takes_and_lanes_of_them_share_the_st
 
 
 @pytest.mark.parametrize(
-    ("texts", "tokenizer", "goes"),
+    ("dataset", "tokenizer", "goes"),
     [
         ("org/gated", "tokens", True),
         ("mine.jsonl", "org/gated", True),
@@ -277,7 +277,7 @@ def test_as_many_gpus_are_rented_as_a_trial_takes_and_lanes_of_them_share_the_st
     ],
 )
 def test_a_token_of_the_hub_goes_along_where_it_is_needed_and_is_in_no_file(
-    texts: str, tokenizer: str, goes: bool, home: Path, monkeypatch: pytest.MonkeyPatch
+    dataset: str, tokenizer: str, goes: bool, home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # As a login leaves it.
     (home / "token").write_text("hf_made_up")
@@ -285,7 +285,9 @@ def test_a_token_of_the_hub_goes_along_where_it_is_needed_and_is_in_no_file(
     monkeypatch.delenv("HF_TOKEN", raising=False)
     (home / "mine.jsonl").write_text('{"text": "a"}\n')
     (home / "tokens").mkdir()
-    request = RunRequest(space="a10", overrides={"data": {"texts": texts, "tokenizer": tokenizer}})
+    request = RunRequest(
+        space="a10", overrides={"data": {"texts": dataset, "tokenizer": tokenizer}}
+    )
     assert hub_variables(request) == ({"HF_TOKEN": "hf_made_up"} if goes else {})
     for provider in providers():
         rental = a_rental(provider, secrets=("HF_TOKEN",))

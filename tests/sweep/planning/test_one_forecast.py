@@ -30,7 +30,7 @@ from tests.sweep.typed import Sweep
 SPACE = """
 gpu: a10
 model: demo
-data: {texts}
+data: {dataset}
 confirm: null
 sampler: random
 trials: 4
@@ -53,7 +53,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 @pytest.fixture(scope="module")
-def texts(home: Path) -> Path:
+def dataset(home: Path) -> Path:
     """A dataset whose examples are far shorter than the sequences are allowed to be."""
     path, draw = home / "mine.jsonl", random.Random(0)
     lines = [
@@ -61,7 +61,7 @@ def texts(home: Path) -> Path:
         for size in (draw.randrange(5, 60) for _ in range(400))
     ]
     path.write_text("\n".join(lines))
-    (home / "own.yaml").write_text(SPACE.format(texts=path))
+    (home / "own.yaml").write_text(SPACE.format(dataset=path))
     return path
 
 
@@ -70,7 +70,7 @@ def answer(config: TrialConfig) -> Outcome:
 
 
 @pytest.fixture(scope="module")
-def url(home: Path, texts: Path) -> str:
+def url(home: Path, dataset: Path) -> str:
     """Where a study on that dataset is, which an H200 ran for an A10."""
     url = f"sqlite:///{home}/runs/sweep.db"
     what = prepare(RunRequest(space=str(home / "own.yaml")), read_gpu=lambda: a_gpu("h200"))
@@ -78,15 +78,15 @@ def url(home: Path, texts: Path) -> str:
     return url
 
 
-def planned(sweep: Sweep, texts: Path, config: Any, *, gpu: str) -> Any:
-    (texts.parent / "one.jsonl").write_text(json.dumps(config))
-    asked = ("--from-file", texts.parent / "one.jsonl", "--gpu", gpu, "--model", "demo")
-    return json.loads(sweep("plan", *asked, "--data", texts, "--json").out)
+def planned(sweep: Sweep, dataset: Path, config: Any, *, gpu: str) -> Any:
+    (dataset.parent / "one.jsonl").write_text(json.dumps(config))
+    asked = ("--from-file", dataset.parent / "one.jsonl", "--gpu", gpu, "--model", "demo")
+    return json.loads(sweep("plan", *asked, "--data", dataset, "--json").out)
 
 
-def test_best_says_the_plans_speed(url: str, texts: Path, sweep: Sweep) -> None:
+def test_best_says_the_plans_speed(url: str, dataset: Path, sweep: Sweep) -> None:
     best = json.loads(sweep("best", "own", "--json").out)
-    plan = planned(sweep, texts, best["best"]["config"], gpu="a10")
+    plan = planned(sweep, dataset, best["best"]["config"], gpu="a10")
     found = best["target_tokens_per_second"]
     # What was measured is about what is predicted, and so corrects it by next to nothing.
     assert found["value"] == pytest.approx(plan["tokens_per_second"], rel=1e-4)
@@ -95,13 +95,13 @@ def test_best_says_the_plans_speed(url: str, texts: Path, sweep: Sweep) -> None:
 
 
 def test_the_report_and_the_driver_say_the_plans_memory(
-    url: str, texts: Path, sweep: Sweep
+    url: str, dataset: Path, sweep: Sweep
 ) -> None:
     snapshot = read_for_report("own", url=url)
     assert len(snapshot.records) == 4
     for record in snapshot.records:
         # Peaks are of the GPU that runs, whose libraries take more than the target's.
-        plan = planned(sweep, texts, record.config.model_dump(mode="json"), gpu="h200")
+        plan = planned(sweep, dataset, record.config.model_dump(mode="json"), gpu="h200")
         known = snapshot.memory_forecasts[record.config]
         assert known.peak_allocated_bytes == plan["peak_allocated_bytes"]
         assert record.prediction.peak_allocated_bytes == plan["peak_allocated_bytes"]

@@ -124,9 +124,9 @@ def test_epochs_of_texts_are_asked_about_as_epochs() -> None:
 def test_other_texts_calibrate_no_plan(studied: str | None, asked: str | None, said: str) -> None:
     about = {"model": MISTRAL, "gpu": A10, "shapes": shapes()}
     with pytest.raises(InputError, match=said):
-        evidence_from(study_of(studied), **about, texts=summary(asked))
+        evidence_from(study_of(studied), **about, dataset=summary(asked))
     same = summary(studied)
-    assert evidence_from(study_of(studied), **about, texts=same).study == "mine"
+    assert evidence_from(study_of(studied), **about, dataset=same).study == "mine"
 
 
 def summary(fingerprint: str | None) -> Any:

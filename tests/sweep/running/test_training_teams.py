@@ -62,7 +62,7 @@ A_GRADIENT_BYTES = 4
 
 
 @pytest.fixture(scope="module")
-def texts(tmp_path_factory: pytest.TempPathFactory) -> DatasetSettings:
+def dataset(tmp_path_factory: pytest.TempPathFactory) -> DatasetSettings:
     lengths = [4 + row * 7 % 25 for row in range(60)]
     return prepared_settings(tmp_path_factory.mktemp("texts"), lengths)
 
@@ -132,12 +132,12 @@ def test_a_soak_of_two_gpus_evaluates_and_saves(
 
 
 def test_two_gpus_train_on_texts_and_learn_what_one_does(
-    texts: DatasetSettings, tmp_path: Path
+    dataset: DatasetSettings, tmp_path: Path
 ) -> None:
     quality = QualityCommand(tokens=150, eval_seq_len=32, eval_tokens=60)
     packed = SHARED.model_copy(update={"packing": "packed"})
     accumulating = ALONE.model_copy(update={"effective_batch_size": 2})
-    with a_cpu_runner(tmp_path / "worker.log", model=TINY, texts=texts) as runner:
+    with a_cpu_runner(tmp_path / "worker.log", model=TINY, dataset=dataset) as runner:
         found = [
             measured(run(runner, config, quality=quality))
             for config in (TOGETHER, packed, accumulating)

@@ -215,17 +215,17 @@ pytestmark = pytest.mark.usefixtures("our_own_code")
 
 
 @pytest.fixture(scope="module")
-def texts(tmp_path_factory: pytest.TempPathFactory) -> DatasetSettings:
+def dataset(tmp_path_factory: pytest.TempPathFactory) -> DatasetSettings:
     lengths = np.random.default_rng(1).integers(3, 29, 60)
     return prepared_settings(tmp_path_factory.mktemp("texts"), lengths)
 
 
 @pytest.fixture(scope="module")
 def runner(
-    texts: DatasetSettings, tmp_path_factory: pytest.TempPathFactory, our_own_code: None
+    dataset: DatasetSettings, tmp_path_factory: pytest.TempPathFactory, our_own_code: None
 ) -> Iterator[SupervisedRunner]:
     log = tmp_path_factory.mktemp("logs") / "worker.log"
-    with a_cpu_runner(log, texts=texts) as runner:
+    with a_cpu_runner(log, dataset=dataset) as runner:
         yield runner
 
 
@@ -283,12 +283,12 @@ def test_what_is_cut_before_it_is_known_what_it_learned_is_no_verdict(
 
 
 def test_a_shared_out_base_that_cannot_be_held_once_more_is_the_outcome(
-    texts: DatasetSettings,
+    dataset: DatasetSettings,
 ) -> None:
     from qlora_sweep.sweep.running.worker import Worker
 
     several = dataclasses.replace(DEMO, config={**DEMO.config, "model_type": "gemma3"})
-    settings = CPU.model_copy(update={"model": several.to_json(), "texts": texts})
+    settings = CPU.model_copy(update={"model": several.to_json(), "dataset": dataset})
     worker = Worker(settings, send=lambda _: None)
     config = ON_TEXTS.model_copy(update={"data_parallel": 2, "sharding": "fsdp"})
     once = Measured(measurement=a_measurement(config))
@@ -302,17 +302,17 @@ def test_a_shared_out_base_that_cannot_be_held_once_more_is_the_outcome(
     [({"fingerprint": "abd"}, "are others than"), ({"directory": "/gone"}, "cannot be read")],
 )
 def test_texts_that_are_not_those_of_the_study_are_refused(
-    texts: DatasetSettings, changes: dict[str, str], words: str
+    dataset: DatasetSettings, changes: dict[str, str], words: str
 ) -> None:
     from qlora_sweep.sweep.running.worker import Worker
 
-    settings = CPU.model_copy(update={"texts": texts.model_copy(update=changes)})
+    settings = CPU.model_copy(update={"dataset": dataset.model_copy(update=changes)})
     with pytest.raises(EnvironmentFault, match=words):
         Worker(settings, send=lambda _: None)
 
 
 def test_kernels_for_every_width_of_texts_are_no_part_of_a_budget(tmp_path: Path) -> None:
-    texts = prepared_settings(tmp_path / "texts", np.random.default_rng(3).integers(20, 190, 80))
+    dataset = prepared_settings(tmp_path / "texts", np.random.default_rng(3).integers(20, 190, 80))
     config = TrialConfig(
         micro_batch_size=2,
         seq_len=192,
@@ -320,6 +320,6 @@ def test_kernels_for_every_width_of_texts_are_no_part_of_a_budget(tmp_path: Path
         upcast_fp32=False,
         packing="grouped",
     )
-    with a_cpu_runner(tmp_path / "worker.log", budget_bytes=32 * 2**20, texts=texts) as runner:
+    with a_cpu_runner(tmp_path / "worker.log", budget_bytes=32 * 2**20, dataset=dataset) as runner:
         found = measured(runner.run(TrialRequest(config=config, steps=STEPS)))
     assert found.peak_allocated_bytes < 20 * 2**20

@@ -179,8 +179,8 @@ def test_the_interval_of_a_difference_holds_it_as_often_as_it_says() -> None:
     random = np.random.default_rng(1)
     held = []
     for _ in range(300):
-        texts = random.normal(2.0, 0.5, 64)
-        one, other = (texts + by + random.normal(0, 0.05, 64) for by in (0.02, 0.0))
+        dataset = random.normal(2.0, 0.5, 64)
+        one, other = (dataset + by + random.normal(0, 0.05, 64) for by in (0.02, 0.0))
         reports = [a_report(2.0).model_copy(update=blocks(losses)) for losses in (one, other)]
         low, high = loss_difference(*reports)
         held.append(low <= 0.02 <= high)

@@ -61,7 +61,7 @@ def test_texts_that_are_named_are_kept_with_the_study(reader: Reader, home: Path
     (asked,) = reader.asked
     assert asked.source == str(home / "mine.jsonl")
     assert asked.model == what.model
-    assert what.definition.texts == reader.texts.summary
+    assert what.definition.texts == reader.dataset.summary
     assert what.name == "cpu-demo-mine"
 
 
@@ -164,7 +164,7 @@ def test_each_trial_keeps_what_an_epoch_is_to_it(reader: Reader, url: str) -> No
     what = prepared(reader)
     driven(what, url)
     snapshot = read(url, what.name)
-    tokens = int(reader.texts.summary.tokens)
+    tokens = int(reader.dataset.summary.tokens)
     for record in snapshot.records:
         assert record.epoch.rows + record.epoch.rows_left_out == 190
         assert 0 < record.epoch.loss_tokens < record.epoch.tokens < tokens
@@ -185,7 +185,7 @@ def test_a_study_goes_on_with_its_own_texts(reader: Reader, home: Path, url: str
     kept = prepared_dataset(dataset_directory() / "cafe")
     (home / "mine.jsonl").unlink()
     again = prepared(reader, study="mine", data=None, url=url)
-    assert again.texts.directory == kept.directory
+    assert again.dataset.directory == kept.directory
     stored = read(url, "mine").definition
     confirmed = prepare_again(
         "mine", stored, confirm={}, read_gpu=lambda: None, read_dataset=reader
@@ -199,7 +199,7 @@ def test_a_space_file_goes_on_without_its_texts(reader: Reader, home: Path, url:
     driven(prepared(reader, **own_space(home)), url)
     (home / "mine.jsonl").unlink()
     again = prepared(reader, **own_space(home), url=url)
-    assert again.texts.directory == kept.directory
+    assert again.dataset.directory == kept.directory
     assert len(reader.asked) == 1
     other = own_space(home, "{texts: mine.jsonl, completions_only: true}")
     prepared(reader, **other, url=url)

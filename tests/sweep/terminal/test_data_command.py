@@ -96,8 +96,8 @@ def test_a_person_sees_kind_lengths_and_what_is_worth_searching(
     # Run and plan say it too.
     quiet = partial(command.prepared, progress=lambda _: lambda _done, _of: None)
     for read in (driving.read_dataset, quiet):
-        texts = read(DatasetRequest("dataset.jsonl", load_model_spec("demo")))
-        assert texts.summary.broken == 2
+        dataset = read(DatasetRequest("dataset.jsonl", load_model_spec("demo")))
+        assert dataset.summary.broken == 2
         assert "line 201: messages is empty" in capsys.readouterr().err
 
 

@@ -158,9 +158,9 @@ def test_a_trial_on_a_dataset_of_pairs_trains_on_whole_ones(
 ) -> None:
     from qlora_sweep.sweep.data.batches import trial_batches
 
-    texts = TokenizedDataset(prepared_pairs(tmp_path, count=40), eval_fraction=0.1, seed=0)
+    dataset = TokenizedDataset(prepared_pairs(tmp_path, count=40), eval_fraction=0.1, seed=0)
     config = on_pairs(**{"micro_batch_size": 4, "seq_len": 12, **settings})
-    made = trial_batches(texts, config)
+    made = trial_batches(dataset, config)
     for batch in (*made.largest, *made.round):
         chosen, rejected = batch["input_ids"].chunk(2)
         assert len(chosen) == 4
@@ -169,7 +169,7 @@ def test_a_trial_on_a_dataset_of_pairs_trains_on_whole_ones(
         assert (rejected[:, 3:] != 70).all()
     for batch in made.largest:
         assert batch["input_ids"].shape == (8, min(config.seq_len, 15))
-    found = measured(outcome_of(config, texts=texts, steps=BRIEF))
+    found = measured(outcome_of(config, dataset=dataset, steps=BRIEF))
     assert found.loss_tokens_per_step == pytest.approx(made.loss_tokens_per_step)
     each = found.loss_tokens_per_step / config.samples_per_step
     assert found.tokens_per_second == pytest.approx(found.samples_per_second * each, rel=1e-3)
@@ -179,14 +179,14 @@ def test_a_trial_on_a_dataset_of_pairs_trains_on_whole_ones(
 def test_what_pairs_teach_shows_in_the_loss_and_the_wins_of_those_held_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    texts = TokenizedDataset(prepared_pairs(tmp_path, count=60), eval_fraction=0.2, seed=0)
+    dataset = TokenizedDataset(prepared_pairs(tmp_path, count=60), eval_fraction=0.2, seed=0)
     settings = {"learning_rate": 1e-2, "target_modules": "all-linear", "packing": "grouped"}
     config = on_pairs(reference="precomputed", micro_batch_size=4, seq_len=16, **settings)
     with tiny_base(config) as base:
 
         def learned(tokens: int) -> QualityReport:
             asked = QualityCommand(tokens=tokens, seed=3, eval_seq_len=16, eval_tokens=10_000)
-            found = Quality(base, config, texts, asked, Full()).run()
+            found = Quality(base, config, dataset, asked, Full()).run()
             assert isinstance(found, QualityReport), found
             return found
 
@@ -218,9 +218,9 @@ def test_pairs_that_are_cut_before_they_differ_are_left_out(tmp_path: Path) -> N
 
     directory = prepared_pairs(tmp_path, count=10)
     np.save(directory / DIFFERENCES, np.array([3, 3, 3, 3, 3, 6, 6, 5, 9, 9], np.int32))
-    texts = TokenizedDataset(directory, eval_fraction=0.0, seed=0)
+    dataset = TokenizedDataset(directory, eval_fraction=0.0, seed=0)
     for length, kept in ((5, 5), (7, 8), (30, 10)):
-        whole = trained_epoch(texts, on_pairs(micro_batch_size=2, seq_len=length))
+        whole = trained_epoch(dataset, on_pairs(micro_batch_size=2, seq_len=length))
         assert (len(whole.rows), whole.rows_left_out) == (kept, 10 - kept)
         assert sorted(whole.rows.documents % 2) == [0] * kept + [1] * kept
 

@@ -25,7 +25,7 @@ ASKED = QualityCommand(tokens=200, seed=3, eval_seq_len=32, eval_tokens=100)
 
 
 @pytest.fixture(scope="module")
-def texts(tmp_path_factory: pytest.TempPathFactory) -> Any:
+def dataset(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return dataset_in(tmp_path_factory.mktemp("texts"), LENGTHS, eval_fraction=0.2)
 
 
@@ -35,24 +35,24 @@ def base() -> Iterator[Any]:
         yield made
 
 
-def outcome(base: Any, texts: Any, config: TrialConfig, **changes: Any) -> Any:
+def outcome(base: Any, dataset: Any, config: TrialConfig, **changes: Any) -> Any:
     from qlora_sweep.sweep.training.quality import Quality
 
     asked = {k: changes.pop(k) for k in QualityCommand.model_fields if k in changes}
     values = {"device": devices.Full(), **changes}
-    return Quality(base, config, texts, ASKED.model_copy(update=asked), **values).run()
+    return Quality(base, config, dataset, ASKED.model_copy(update=asked), **values).run()
 
 
-def learned(base: Any, texts: Any, config: TrialConfig, **changes: Any) -> QualityReport:
-    report = outcome(base, texts, config, **changes)
+def learned(base: Any, dataset: Any, config: TrialConfig, **changes: Any) -> QualityReport:
+    report = outcome(base, dataset, config, **changes)
     assert isinstance(report, QualityReport), report
     return report.model_copy(update={"seconds": 0.0})
 
 
-def batches(texts: Any, config: TrialConfig, *, tokens: int = ASKED.tokens) -> list[Any]:
+def batches(dataset: Any, config: TrialConfig, *, tokens: int = ASKED.tokens) -> list[Any]:
     from qlora_sweep.sweep.data.batches import QualityBatches
 
-    lesson = QualityBatches(texts, config, tokens=tokens, seed=ASKED.seed)
+    lesson = QualityBatches(dataset, config, tokens=tokens, seed=ASKED.seed)
     return [lesson[index] for index in range(len(lesson))]
 
 
@@ -66,19 +66,19 @@ def rows_of(found: list[Any]) -> list[tuple[int, ...]]:
     return rows
 
 
-def test_the_same_seed_gives_the_same_loss_and_another_one_another(base: Any, texts: Any) -> None:
+def test_the_same_seed_gives_the_same_loss_and_another_one_another(base: Any, dataset: Any) -> None:
     config = tiny_config(learning_rate=1e-3)
     beats: list[int] = []
-    first = learned(base, texts, config, report=lambda told: beats.append(told.step))
-    assert learned(base, texts, config) == first
+    first = learned(base, dataset, config, report=lambda told: beats.append(told.step))
+    assert learned(base, dataset, config) == first
     assert beats[-1] == first.steps > 1
     assert beats == sorted(beats)
-    assert learned(base, texts, config, seed=4).eval_loss != first.eval_loss
-    assert learned(base, texts, config.model_copy(update={"learning_rate": 1e-4})) != first
+    assert learned(base, dataset, config, seed=4).eval_loss != first.eval_loss
+    assert learned(base, dataset, config.model_copy(update={"learning_rate": 1e-4})) != first
 
 
 def test_its_learning_rate_falls_as_that_of_a_training(
-    base: Any, texts: Any, monkeypatch: pytest.MonkeyPatch
+    base: Any, dataset: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from qlora_sweep.sweep.training.step import TrainingLoop
 
@@ -90,7 +90,7 @@ def test_its_learning_rate_falls_as_that_of_a_training(
         return step(self, **options)
 
     monkeypatch.setattr(TrainingLoop, "step", watched)
-    steps = learned(base, texts, tiny_config(learning_rate=1e-3), tokens=900).steps
+    steps = learned(base, dataset, tiny_config(learning_rate=1e-3), tokens=900).steps
     assert steps > 20
     # Trainer's linear schedule, which has no warm-up.
     assert rates == pytest.approx([1e-3 * (1 - done / steps) for done in range(steps)])
@@ -118,10 +118,10 @@ def test_what_is_learned_shows_in_the_loss_of_what_was_held_out(tmp_path: Path) 
 
 @pytest.mark.parametrize("packing", ["none", "grouped", "packed"])
 def test_the_budget_is_spent_in_whole_optimizer_steps_in_which_each_token_counts_the_same(
-    texts: Any, packing: str
+    dataset: Any, packing: str
 ) -> None:
     config = tiny_config(packing=packing, effective_batch_size=8)
-    found = batches(texts, config, tokens=300)
+    found = batches(dataset, config, tokens=300)
     assert len(found) % config.accumulation_steps == 0
     tokens = [batching.loss_tokens(batch) for batch in found]
     assert sum(tokens) >= 300
@@ -134,36 +134,36 @@ def test_the_budget_is_spent_in_whole_optimizer_steps_in_which_each_token_counts
     assert per_token == pytest.approx([per_token[0]] * len(step))
 
 
-def test_every_configuration_trains_on_the_same_texts_in_the_same_order(texts: Any) -> None:
-    plain = rows_of(batches(texts, tiny_config(seq_len=64)))
-    larger = rows_of(batches(texts, tiny_config(seq_len=64, micro_batch_size=4)))
+def test_every_configuration_trains_on_the_same_texts_in_the_same_order(dataset: Any) -> None:
+    plain = rows_of(batches(dataset, tiny_config(seq_len=64)))
+    larger = rows_of(batches(dataset, tiny_config(seq_len=64, micro_batch_size=4)))
     assert larger[: len(plain)] == plain
-    cut = rows_of(batches(texts, tiny_config(seq_len=16)))
+    cut = rows_of(batches(dataset, tiny_config(seq_len=16)))
     assert [row[:16] for row in plain] == cut[: len(plain)]
-    grouped = rows_of(batches(texts, tiny_config(seq_len=64, packing="grouped")))
+    grouped = rows_of(batches(dataset, tiny_config(seq_len=64, packing="grouped")))
     assert sorted(grouped) == sorted(plain)
     assert grouped != plain
 
 
-def test_none_of_what_was_held_out_is_trained_on(texts: Any) -> None:
+def test_none_of_what_was_held_out_is_trained_on(dataset: Any) -> None:
     from qlora_sweep.sweep.data.collation import split
 
-    rows = batching.open_tokens(texts.directory)
-    _, held = split(len(rows), texts.eval_fraction, texts.seed)
+    rows = batching.open_tokens(dataset.directory)
+    _, held = split(len(rows), dataset.eval_fraction, dataset.seed)
     kept = {tuple(map(int, rows[int(number)]["input_ids"])) for number in held}
     # Three epochs of all there is.
-    trained = rows_of(batches(texts, tiny_config(seq_len=64), tokens=3 * int(LENGTHS.sum())))
+    trained = rows_of(batches(dataset, tiny_config(seq_len=64), tokens=3 * int(LENGTHS.sum())))
     assert len(trained) > 2 * len(LENGTHS)
     assert not kept & set(trained)
 
 
-def test_the_question_does_not_depend_on_how_a_configuration_trains(texts: Any) -> None:
+def test_the_question_does_not_depend_on_how_a_configuration_trains(dataset: Any) -> None:
     """Where nothing is learned, the loss is the base's, whatever was trained on."""
     plain = tiny_config(learning_rate=1e-7, compute_dtype="fp32", quantization="none")
 
     def answer(**changes: Any) -> QualityReport:
         config = plain.model_copy(update=changes)
-        return learned(base, texts, config, tokens=50, eval_tokens=200)
+        return learned(base, dataset, config, tokens=50, eval_tokens=200)
 
     def tokens_of_blocks(report: QualityReport) -> list[int]:
         return [tokens for _, tokens in report.eval_blocks or ()]
@@ -182,16 +182,16 @@ def test_the_question_does_not_depend_on_how_a_configuration_trains(texts: Any) 
     assert sum(tokens_of_blocks(first)) == first.eval_tokens >= 200
 
 
-def test_a_loss_that_is_not_finite_is_diverged(texts: Any) -> None:
+def test_a_loss_that_is_not_finite_is_diverged(dataset: Any) -> None:
     with tiny_base(tiny_config()) as base:
         base.model.model.norm.weight.data.fill_(float("nan"))
-        found = outcome(base, texts, tiny_config())
+        found = outcome(base, dataset, tiny_config())
     assert isinstance(found, Diverged)
     assert found.step == 0
 
 
 def test_memory_that_runs_out_in_it_is_out_of_memory_and_the_base_goes_on(
-    base: Any, texts: Any
+    base: Any, dataset: Any
 ) -> None:
     before = {name: p.shape for name, p in base.model.named_parameters()}
 
@@ -199,21 +199,21 @@ def test_memory_that_runs_out_in_it_is_out_of_memory_and_the_base_goes_on(
         if told.step == 2:
             raise RuntimeError("not enough memory")
 
-    found = outcome(base, texts, tiny_config(), report=fail)
+    found = outcome(base, dataset, tiny_config(), report=fail)
     assert isinstance(found, OutOfMemory)
     assert "training for its quality" in found.detail
     assert {name: p.shape for name, p in base.model.named_parameters()} == before
-    learned(base, texts, tiny_config())
+    learned(base, dataset, tiny_config())
 
 
 def test_an_evaluation_without_room_for_all_rows_goes_on_with_half_of_them(
-    base: Any, texts: Any, monkeypatch: pytest.MonkeyPatch
+    base: Any, dataset: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from qlora_sweep.sweep.data import batches
 
     monkeypatch.setattr(batches, "BLOCKS_MAX", 2)
     config = tiny_config(micro_batch_size=8)
-    whole = learned(base, texts, config, tokens=50)
+    whole = learned(base, dataset, config, tokens=50)
     real = type(base.model).forward
     refused: list[int] = []
 
@@ -225,7 +225,7 @@ def test_an_evaluation_without_room_for_all_rows_goes_on_with_half_of_them(
         return real(self, *args, **kwargs)
 
     monkeypatch.setattr(type(base.model), "forward", small)
-    parts = learned(base, texts, config, tokens=50)
+    parts = learned(base, dataset, config, tokens=50)
     assert refused
     assert parts.eval_loss == pytest.approx(whole.eval_loss, rel=1e-3)
     assert parts.eval_tokens == whole.eval_tokens

@@ -33,17 +33,17 @@ LENGTHS = np.random.default_rng(1).integers(3, 29, 60)
 
 
 @pytest.fixture(scope="module")
-def texts(tmp_path_factory: pytest.TempPathFactory) -> Any:
+def dataset(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return dataset_in(tmp_path_factory.mktemp("texts"), LENGTHS, eval_fraction=0.1)
 
 
-def on_dataset(texts: Any, config: TrialConfig, **changes: Any) -> Measurement:
-    return measured(outcome_of(config, texts=texts, **{"steps": BRIEF, **changes}))
+def on_dataset(dataset: Any, config: TrialConfig, **changes: Any) -> Measurement:
+    return measured(outcome_of(config, dataset=dataset, **{"steps": BRIEF, **changes}))
 
 
-def round_of(texts: Any, config: TrialConfig) -> Any:
+def round_of(dataset: Any, config: TrialConfig) -> Any:
     steps = min(config.accumulation_steps, 2)
-    return batching.trial_batches(texts, config, micro_steps=steps)
+    return batching.trial_batches(dataset, config, micro_steps=steps)
 
 
 def shapes_of(made: Any) -> list[tuple[int, ...]]:
@@ -60,10 +60,10 @@ def shapes_of(made: Any) -> list[tuple[int, ...]]:
     ],
     ids=str,
 )
-def test_the_speed_is_of_the_tokens_that_carry_loss(texts: Any, settings: dict[str, Any]) -> None:
+def test_the_speed_is_of_the_tokens_that_carry_loss(dataset: Any, settings: dict[str, Any]) -> None:
     config = tiny_config(**settings, learning_rate=2e-4)
-    found = on_dataset(texts, config)
-    made = round_of(texts, config)
+    found = on_dataset(dataset, config)
+    made = round_of(dataset, config)
     tokens = made.loss_tokens * config.accumulation_steps / len(made.round)
     assert found.loss_tokens_per_step == pytest.approx(tokens)
     assert found.tokens_per_second == pytest.approx(tokens / found.step_seconds)
@@ -97,7 +97,7 @@ def test_of_a_few_very_long_rows_the_speed_is_still_that_of_the_epoch(tmp_path: 
 
 
 def test_the_longest_rows_come_first_then_one_round_after_another_and_none_is_new_when_measured(
-    texts: Any, monkeypatch: pytest.MonkeyPatch
+    dataset: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from qlora_sweep.sweep.training.step import TrainingLoop
 
@@ -118,8 +118,8 @@ def test_the_longest_rows_come_first_then_one_round_after_another_and_none_is_ne
 
     monkeypatch.setattr(TrainingLoop, "_micro_step", noting)
     steps = BRIEF.model_copy(update={"warmup_max": 1})
-    on_dataset(texts, config, steps=steps, report=watch)
-    made = round_of(texts, config)
+    on_dataset(dataset, config, steps=steps, report=watch)
+    made = round_of(dataset, config)
     shapes = shapes_of(made)
     largest = (made.epoch.largest.rows, max(LENGTHS))
     assert seen[:4] == [largest] * 4
@@ -130,18 +130,18 @@ def test_the_longest_rows_come_first_then_one_round_after_another_and_none_is_ne
     assert before == {*shapes, largest}
 
 
-def test_the_peak_is_that_of_the_longest_rows_and_not_of_the_round(texts: Any) -> None:
+def test_the_peak_is_that_of_the_longest_rows_and_not_of_the_round(dataset: Any) -> None:
     config = tiny_config(checkpoint_fraction=0.0)
-    made = round_of(texts, config)
+    made = round_of(dataset, config)
     shortest = min(width for _, width in shapes_of(made))
     with tiny_base(config) as base:
 
-        def peak(texts: Any, length: int) -> int:
+        def peak(dataset: Any, length: int) -> int:
             of_length = config.model_copy(update={"seq_len": int(length)})
-            trial = trial_on(base, of_length, steps=BRIEF, texts=texts)
+            trial = trial_on(base, of_length, steps=BRIEF, dataset=dataset)
             return measured(trial.run()).peak_allocated_bytes
 
-        on_texts = peak(texts, config.seq_len)
+        on_texts = peak(dataset, config.seq_len)
         assert on_texts == pytest.approx(peak(None, made.epoch.largest.width), rel=0.02)
         assert on_texts > 1.02 * peak(None, shortest)
 
@@ -154,44 +154,44 @@ def test_the_peak_is_that_of_the_longest_rows_and_not_of_the_round(texts: Any) -
 def test_a_packing_that_changes_nothing_is_ineffective(
     tmp_path: Path, lengths: list[int], packing: str
 ) -> None:
-    texts = dataset_in(tmp_path, lengths)
-    outcome = outcome_of(tiny_config(packing=packing), texts=texts, steps=BRIEF)
+    dataset = dataset_in(tmp_path, lengths)
+    outcome = outcome_of(tiny_config(packing=packing), dataset=dataset, steps=BRIEF)
     assert isinstance(outcome, Ineffective)
     assert outcome.setting == "packing"
 
 
 def test_fewer_examples_than_a_micro_batch_are_invalid(tmp_path: Path) -> None:
-    texts = dataset_in(tmp_path, [5, 6, 7])
-    outcome = outcome_of(tiny_config(micro_batch_size=4), texts=texts, steps=BRIEF)
+    dataset = dataset_in(tmp_path, [5, 6, 7])
+    outcome = outcome_of(tiny_config(micro_batch_size=4), dataset=dataset, steps=BRIEF)
     assert isinstance(outcome, Invalid)
-    assert outcome.rule == trial.ROWS_OF_TEXTS
+    assert outcome.rule == trial.TOO_FEW_EXAMPLES
     assert "micro_batch_size" in outcome.detail
 
 
-def test_ranks_of_one_row_each_wait_less_where_rows_are_grouped(texts: Any) -> None:
+def test_ranks_of_one_row_each_wait_less_where_rows_are_grouped(dataset: Any) -> None:
     from qlora_sweep.sweep.training.proof import PROOFS, StepEvidence
 
     config = tiny_config(packing="grouped", micro_batch_size=1, data_parallel=2)
-    made = batching.trial_batches(texts, config)
+    made = batching.trial_batches(dataset, config)
     with tiny_loop(config) as loop:
-        assert PROOFS["packing"](config, StepEvidence(loop, texts=made)) is None
+        assert PROOFS["packing"](config, StepEvidence(loop, dataset=made)) is None
 
 
-def test_tokens_that_the_model_does_not_know_are_invalid(texts: Any) -> None:
+def test_tokens_that_the_model_does_not_know_are_invalid(dataset: Any) -> None:
     most = preparing.VOCABULARY - 1
     spec = ModelSpec("few-words", "directory", {**TINY.config, "vocab_size": most})
-    outcome = outcome_of(tiny_config(), spec=spec, texts=texts, steps=BRIEF)
+    outcome = outcome_of(tiny_config(), spec=spec, dataset=dataset, steps=BRIEF)
     assert isinstance(outcome, Invalid)
-    assert outcome.rule == trial.TOKENS_OF_TEXTS
+    assert outcome.rule == trial.UNKNOWN_TOKENS
     assert f"token {most}" in outcome.detail
 
 
-def test_texts_of_a_row_that_see_each_other_are_found_out(texts: Any) -> None:
+def test_texts_of_a_row_that_see_each_other_are_found_out(dataset: Any) -> None:
     from qlora_sweep.sweep.data.probing import are_apart
 
     config = tiny_config(packing="packed", checkpoint_fraction=0.0)
-    batch = round_of(texts, config).largest[0]
-    alone = round_of(texts, tiny_config()).largest[0]
+    batch = round_of(dataset, config).largest[0]
+    alone = round_of(dataset, tiny_config()).largest[0]
     with tiny_loop(config) as loop:
         model = loop.attached.model.get_base_model()
         assert are_apart(model, batch) is True
@@ -203,17 +203,17 @@ def test_texts_of_a_row_that_see_each_other_are_found_out(texts: Any) -> None:
         assert are_apart(model, {**alone, "position_ids": positions}) is None
     with tiny_base(config) as base:
         base.model.config.use_cache = True
-        found = measured(trial_on(base, config, texts=texts, steps=BRIEF).run())
+        found = measured(trial_on(base, config, dataset=dataset, steps=BRIEF).run())
     assert found.documents_apart is False
     assert trial.DOCUMENTS_TOGETHER in found.flags
 
 
-def test_work_is_counted_of_what_is_computed(texts: Any) -> None:
+def test_work_is_counted_of_what_is_computed(dataset: Any) -> None:
     from qlora_sweep.sweep.training.meter import flops_per_token
 
     config, most = tiny_config(), 1e12
-    found = on_dataset(texts, config, peak_flops={config.compute_dtype: most})
-    shapes = shapes_of(round_of(texts, config))
+    found = on_dataset(dataset, config, peak_flops={config.compute_dtype: most})
+    shapes = shapes_of(round_of(dataset, config))
     work = 0.0
     with tiny_loop(config) as loop:
         for rows, width in shapes:
@@ -223,18 +223,18 @@ def test_work_is_counted_of_what_is_computed(texts: Any) -> None:
     assert found.flops_utilization == pytest.approx(expected)
 
 
-def test_a_model_that_looks_ahead_is_not_trained_on_padded_rows(texts: Any) -> None:
+def test_a_model_that_looks_ahead_is_not_trained_on_padded_rows(dataset: Any) -> None:
     from tests.families import spec_of
 
     values = spec_of("gemma3_text").config | {"use_bidirectional_attention": True}
     spec = ModelSpec("both-ways", "directory", values)
-    outcome = outcome_of(tiny_config(attention="eager"), spec=spec, texts=texts, steps=BRIEF)
+    outcome = outcome_of(tiny_config(attention="eager"), spec=spec, dataset=dataset, steps=BRIEF)
     assert isinstance(outcome, Invalid)
-    assert outcome.rule == trial.AHEAD_OF_TEXTS
+    assert outcome.rule == trial.NOT_CAUSAL
 
 
 def test_a_model_that_is_told_no_positions_packs_nothing(
-    texts: Any, monkeypatch: pytest.MonkeyPatch
+    dataset: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = tiny_config(packing="packed")
     with tiny_base(config) as base:
@@ -244,6 +244,6 @@ def test_a_model_that_is_told_no_positions_packs_nothing(
             return real(input_ids=input_ids, labels=labels)
 
         monkeypatch.setattr(base.model, "forward", forward)
-        outcome = trial_on(base, config, texts=texts, steps=BRIEF).run()
+        outcome = trial_on(base, config, dataset=dataset, steps=BRIEF).run()
     assert isinstance(outcome, Ineffective)
     assert outcome.setting == "packing"

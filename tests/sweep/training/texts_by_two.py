@@ -47,19 +47,19 @@ def config_of(kind: str, ranks: int) -> TrialConfig:
 def told_by(kind: str, directory: Path, device: torch.device, *, is_lesson: bool) -> list[float]:
     """Return the mean loss of each step over all ranks, and the mean size of the adapters' own."""
     config = config_of(kind, world_size())
-    texts = TokenizedDataset(
+    dataset = TokenizedDataset(
         directory / ("pairs" if kind == "dpo" else "texts"), eval_fraction=0.0, seed=0
     )
     base = build_base(config, spec=TINY, weights="random", device=device, seed=0)
     torch.manual_seed(0)
     with attached(base, config) as attachment:
         # What one rank trains on is put together from what two do: rounds differ in length.
-        of_two = [trial_batches(texts, config_of(kind, 2), rank=rank) for rank in range(2)]
+        of_two = [trial_batches(dataset, config_of(kind, 2), rank=rank) for rank in range(2)]
         mine = slice(rank(), None, world_size())
         every = list(chain(*zip(*(made.round for made in of_two), strict=True)))
         batches = [of_two[0].largest, every[mine]]
         if is_lesson:
-            lesson = QualityBatches(texts, config, tokens=900, seed=3, rank=rank())
+            lesson = QualityBatches(dataset, config, tokens=900, seed=3, rank=rank())
             batches = [[lesson[index] for index in range(len(lesson))]]
         loop = TrainingLoop(attachment, config, seed=0, batches=batches)
         loop.leave_largest()

@@ -92,9 +92,9 @@ def test_a_script_in_8_bits_is_run_as_it_was_measured(
     verified(exported_to(tmp_path / "train.py", config, format="script"), capsys)
 
 
-def exported_to(path: Path, config: TrialConfig, *, format: str, texts: Any = None) -> str:
+def exported_to(path: Path, config: TrialConfig, *, format: str, dataset: Any = None) -> str:
     """Export a study of one configuration that a CPU measured, and return the file."""
-    study = a_study(config, model=DEMO, texts=texts)
+    study = a_study(config, model=DEMO, dataset=dataset)
     target = study.definition.target.model_copy(update={"device": "cpu", "gpu": "cpu"})
     study = replace(study, definition=study.definition.model_copy(update={"target": target}))
     for each, text in exported(study, format=format).files(path).items():
@@ -143,8 +143,8 @@ def test_trls_file_of_a_study_on_a_dataset_counts_supervised_tokens(
         config = config.model_copy(update={"method": "dpo"})
     if template is not None:
         said["marked_template"] = marked(template)
-    texts = some_dataset(kind, **said)
-    path = exported_to(tmp_path / "trl.yaml", config, format="trl", texts=texts)
+    dataset = some_dataset(kind, **said)
+    path = exported_to(tmp_path / "trl.yaml", config, format="trl", dataset=dataset)
     speed = verified(path, capsys)["tokens_per_second"]
     assert 0 < speed["reached"] < 16_800
 
@@ -206,7 +206,7 @@ def test_bad_input_is_named(
 
 
 @pytest.mark.parametrize(
-    ("format", "texts", "error", "words"),
+    ("format", "dataset", "error", "words"),
     [
         (None, None, EnvironmentFault, "measured on a GPU, and there is none here"),
         ("script", "/gone.jsonl", InputError, "measured on /gone.jsonl, which is not here"),
@@ -217,15 +217,15 @@ def test_what_cannot_be_run_here_is_refused_before_weights_are_made(
     home: Path,
     monkeypatch: pytest.MonkeyPatch,
     format: str | None,
-    texts: str | None,
+    dataset: str | None,
     error: type[Exception],
     words: str,
 ) -> None:
     monkeypatch.setattr(runs, "_weights", pytest.fail)
     record = record_of(a_study(model=DEMO)) if format is None else on_cpu(format)
-    if texts is not None:
+    if dataset is not None:
         recorded = RecordedDataset(
-            summary=some_dataset(source=texts), source=texts, eval_fraction=0.0, seed=0
+            summary=some_dataset(source=dataset), source=dataset, eval_fraction=0.0, seed=0
         )
         record = record.model_copy(update={"texts": recorded})
     with pytest.raises(error, match=words):

@@ -46,10 +46,10 @@ def growths(
     from tests.sweep.data.prepared import prepared
     from tests.sweep.training.tiny import BRIEF, trial_on
 
-    tiny, texts = spec_of(family), None
+    tiny, dataset = spec_of(family), None
     spec = ModelSpec(tiny.name, tiny.source, {**tiny.config, **WINDOWED.get(family, {})})
     if packing == "packed":
-        texts = TokenizedDataset(
+        dataset = TokenizedDataset(
             prepared(home / "texts", [100, 151] * 9), eval_fraction=0.0, seed=0
         )
     changes = {"packing": packing, "checkpoint_fraction": FRACTION.get(family, 0.5)}
@@ -66,11 +66,11 @@ def growths(
 
     base = build_base(small, spec=spec, weights="random", device=torch.device("cpu"), seed=0)
     try:
-        runs = [trial_on(base, c, steps=BRIEF, texts=texts).run() for c in (small, large)]
+        runs = [trial_on(base, c, steps=BRIEF, dataset=dataset).run() for c in (small, large)]
     finally:
         base.close()
     measured = [run.measurement for run in runs]  # type: ignore[union-attr]
-    assert all(one.documents_apart for one in measured) or texts is None
+    assert all(one.documents_apart for one in measured) or dataset is None
     return (
         measured[1].peak_allocated_bytes - measured[0].peak_allocated_bytes,
         predicted(large) - predicted(small),

@@ -111,7 +111,7 @@ def test_a_step_that_waits_for_the_launches_of_the_stand_in_is_not_carried_over_
     slow = measured(1.0, 1.0) | {2: Took(3.0 * float(of("h200").seconds[2]), 0.005)}
     moved = stand_in().corrected(slow) - stand_in().log_seconds
     assert abs(moved[2]) < 0.01
-    assert stand_in().told_spread(0.01)[2] < 0.1 * stand_in().told_spread(0.01)[0]
+    assert stand_in().expected_shift(0.01)[2] < 0.1 * stand_in().expected_shift(0.01)[0]
 
 
 def test_a_noisy_measurement_tells_less() -> None:
@@ -124,4 +124,4 @@ def test_a_noisy_measurement_tells_less() -> None:
 def test_of_a_gpu_that_the_catalogue_does_not_have_nothing_is_carried_over() -> None:
     unknown = StandIn(None, of("a10"))
     assert unknown.corrected(measured(1.3, 1.0)) == pytest.approx(unknown.log_seconds)
-    assert unknown.told_spread(0.01) == pytest.approx(np.zeros(3))
+    assert unknown.expected_shift(0.01) == pytest.approx(np.zeros(3))
