@@ -317,28 +317,60 @@ class Training(TrainerCallback):
         model = attachment.model
         self._trained = attachment.trainable_parameters()
         self._rows = rows_of(job, model)
+        self._resume(attachment)
+        name_quantizer(model)
+        whole = trained(model, job.config)
+        self._pairs = whole if isinstance(whole, Preference) else None
+        if self._rank:
+            # Each drops elements of its own.
+            torch.manual_seed(job.seed + self._rank)
+        keep_from_others(whole)
+        self._trainer = self._make_trainer(model, whole)
+        if self._pairs is not None and job.config.reference == "precomputed":
+            self._refer(self._pairs)
+        self._setup = self._set_up()
+        if job.config.is_8bit_compute and job.weights == "pretrained":
+            self._setup["eight_bit"] = self._fit_8_bits(attachment, whole)
+        if job.dataset is not None:
+            with self._trainer.accelerator.autocast():
+                self._setup["documents_apart"] = is_keeping_apart(
+                    model.get_base_model(), self._rows.training.rows, job.config
+                )
+        self._send(protocol.TrainingStarted(**self._setup, steps_done=self._first))
+        with self._observing:
+            if self._first < self._steps:
+                self._enter("measure")
+                self._trainer.train(resume_from_checkpoint=job.resume_from)
+            elif job.resume_from is not None:
+                self._trainer._load_from_checkpoint(job.resume_from)
+                # Training prepares it too: precision is then the same.
+                prepare = self._trainer.accelerator.prepare_model
+                self._trainer.model_wrapped = prepare(self._trainer.model, evaluation_mode=True)
+        return self._end or self._finish()
+
+    def _resume(self, attachment: Attached) -> None:
+        """Take up the steps that a checkpoint holds, or begin with the first."""
         steps = Steps()
-        if job.resume_from is not None:
-            course = Path(job.resume_from) / checkpoints.COURSE
+        if self._job.resume_from is not None:
+            course = Path(self._job.resume_from) / checkpoints.COURSE
             steps = Steps(**json.loads(course.read_text(encoding="utf-8")))
         self._course = RunTracker(self._device, steps, compilation=attachment.compilation)
         self._step = steps.done
         self._first = steps.done
         self._saved = steps.done
-        name_quantizer(model)
-        whole = trained(model, job.config)
-        self._pairs: Preference | None = None
-        if isinstance(whole, Preference):
-            self._pairs = whole
-        if self._rank:
-            # Each drops elements of its own.
-            torch.manual_seed(job.seed + self._rank)
-        keep_from_others(whole)
-        rate = rate_of(job.config, model)
-        optimizer = make_optimizer(job.config, self._trained, rate=rate)
-        self._trainer = trainer = AdapterTrainer(
+
+    def _make_trainer(self, model: PeftModel, whole: Any) -> AdapterTrainer:
+        """Return the trainer of a model's adapters.
+
+        Args:
+            model: whose adapters are trained.
+            whole: the model, or what computes the loss of pairs with it.
+        """
+        config = self._job.config
+        optimizer = make_optimizer(config, self._trained, rate=rate_of(config, model))
+        trainer = AdapterTrainer(
             model=whole,
-            args=arguments(job),
+            args=arguments(self._job),
             data_collator=self._counting,
             train_dataset=self._rows.training,
             optimizers=(optimizer, None),
@@ -350,13 +382,17 @@ class Training(TrainerCallback):
         if self._pairs is not None:
             # A mean over pairs is not one over tokens, which Trainer would divide by.
             trainer.model_accepts_loss_kwargs = False
-            if job.config.reference == "precomputed":
-                self._refer(self._pairs)
+        return trainer
+
+    def _set_up(self) -> dict[str, Any]:
+        """Return what is known before the first step, as fields of `protocol.TrainingStarted`; note
+        how many steps there are."""
+        job = self._job
         held_out = self._rows.held_out
         count = len(self._rows.training.rows)
         self._steps_per_epoch = -(-count // job.config.samples_per_step)
         self._steps = job.max_steps or math.ceil(job.epochs * self._steps_per_epoch)
-        self._setup: dict[str, Any] = {
+        return {
             "device_name": self._device.product(),
             "steps": self._steps,
             "rows": count,
@@ -365,25 +401,6 @@ class Training(TrainerCallback):
             "rows_left_out": self._rows.left_out,
             "trainable_parameters": sum(p.numel() for p in self._trained),
         }
-        if job.config.is_8bit_compute and job.weights == "pretrained":
-            self._setup["eight_bit"] = self._fit_8_bits(attachment, whole)
-        if job.dataset is not None:
-            with trainer.accelerator.autocast():
-                apart = is_keeping_apart(
-                    model.get_base_model(), self._rows.training.rows, job.config
-                )
-            self._setup["documents_apart"] = apart
-        self._send(protocol.TrainingStarted(**self._setup, steps_done=self._first))
-        with self._observing:
-            if self._first < self._steps:
-                self._enter("measure")
-                trainer.train(resume_from_checkpoint=job.resume_from)
-            elif job.resume_from is not None:
-                trainer._load_from_checkpoint(job.resume_from)
-                # Training prepares it too: precision is then the same.
-                prepare = trainer.accelerator.prepare_model
-                trainer.model_wrapped = prepare(trainer.model, evaluation_mode=True)
-        return self._end or self._finish()
 
     def _fit_8_bits(self, attachment: Attached, whole: Any) -> records.EightBitProducts:
         """Fit 8-bit products to the real weights, on the first examples, alike on all ranks.

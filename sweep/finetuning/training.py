@@ -210,7 +210,7 @@ def prepare_training(
         request: what was typed.
         read_study: reads a study by its name.
         read_dataset: prepares a dataset.
-        gpus: reads the GPUs that are here, the first of them those that train.
+        read_gpus: reads the GPUs that are here, the first of them those that train.
         warn: told what a person should know of predictions.
 
     Raises:
@@ -222,7 +222,6 @@ def prepare_training(
         request.name, number=request.trial, model=request.model, read_study=read_study
     )
     model = subject.model
-    study = subject.definition
     measured = subject.config
     typed = with_settings(measured, request.settings)
     changes = canonical(typed).changes_from(canonical(measured))
@@ -236,71 +235,121 @@ def prepare_training(
     resolved = _resolved(subject, next(iter(present), None))
     if not resolved.target.is_on_gpu:
         present = ()
-        if request.devices is not None:
-            raise InputError(f"--devices: {subject.words} is for the CPU")
-    elif config.data_parallel > len(present):
-        raise InputError(
-            f"{subject.words} trains on {config.data_parallel} GPUs together (data_parallel), and "
-            f"this machine has {units.plural(len(present), 'GPU')}: --devices says on how many "
-            "instead"
-        )
+    _refuse_absent_gpus(subject, resolved, len(present), devices=request.devices)
     _refuse_untrainable(subject, resolved.violation(config, model=model, has_dataset=True))
     choice, dataset = _dataset_of(request, subject, read_dataset)
     refuse_other_kind(config.method, dataset)
-    seed = request.seed
-    if seed is None:
-        seed = 0 if study is None else study.space.seed
-    job = TrainingJob(
-        # With the number, which a resumed training has to have again.
-        config=config.changed(learning_rate=subject.learning_rate.value),
-        model=model.to_json(),
+    job = _job(
+        request,
+        subject,
         weights=weights,
-        dataset=str(dataset.directory.absolute()),
+        dataset=dataset,
         eval_fraction=choice.eval_fraction,
-        epochs=request.epochs or 1.0,
-        max_steps=request.max_steps,
-        seed=seed,
-        device=resolved.target.device,
-        gpus=_shown(present, count=config.data_parallel),
-        budget_bytes=resolved.target.budget_bytes,
-        output=str(request.output.absolute()),
-        checkpoint_steps=request.checkpoint_every,
+        target=resolved.target,
+        present=present,
     )
-    is_without_budget = not present and study is None
-    if is_without_budget:
-        job = job.model_copy(update={"budget_bytes": None})
     here = next(iter(present), None)
+    forecaster = _forecaster(
+        subject,
+        resolved,
+        dataset=dataset,
+        shapes=shapes_of_dataset(dataset, choice, seed=job.seed),
+        product=None if here is None else here.product,
+        warn=warn,
+    )
     prepared = PreparedTraining(
         job=job,
         subject=subject,
         dataset=dataset,
         tokenizer=find_tokenizer(choice.tokenizer, model),
-        forecaster=_forecaster(
-            subject,
-            resolved,
-            dataset=dataset,
-            shapes=shapes_of_dataset(dataset, choice, seed=seed),
-            product=None if here is None else here.product,
-            warn=warn,
-        ),
+        forecaster=forecaster,
         gpu=here,
-        notes=_notes(subject, measured, resolved.target, weights, is_without_gpu=is_without_budget),
+        notes=_notes(
+            subject, measured, resolved.target, weights, is_without_gpu=job.budget_bytes is None
+        ),
     )
-    broken = prepared.forecaster.violation(config)
-    if broken is not None:
-        words = f"{dataset.summary.source}: {broken.reason}"
-        if prepared.truncation.is_much:
-            words = f"{words}; {prepared.ways_out()}"
-        raise InputError(words)
+    _refuse_untrainable_dataset(prepared)
     if request.is_resumed:
         output.refuse_another(request.output, prepared.run)
     elif prepared.has_budget and (is_planned or present):
         # What ran in a study on this CPU fits; to predict that takes seconds.
-        refuse_too_large(config, prepared.forecaster)
+        refuse_too_large(config, forecaster)
     if not is_planned:
         return prepared
-    predicted = Prediction.of(config, prepared.forecaster, has_budget=prepared.has_budget)
+    predicted = Prediction.of(config, forecaster, has_budget=prepared.has_budget)
     return replace(prepared, prediction=predicted)
+
+
+def _refuse_absent_gpus(
+    subject: Subject, resolved: ResolvedTarget, present: int, *, devices: int | None
+) -> None:
+    """Raise `InputError` where a subject's GPUs are not here.
+
+    Args:
+        subject: with the configuration that is trained.
+        resolved: what it is trained on.
+        present: how many GPUs this machine has; none where a CPU trains.
+        devices: how many were typed; None for as many as it was measured on.
+    """
+    if not resolved.target.is_on_gpu:
+        if devices is not None:
+            raise InputError(f"--devices: {subject.words} is for the CPU")
+    elif subject.config.data_parallel > present:
+        raise InputError(
+            f"{subject.words} trains on {subject.config.data_parallel} GPUs together "
+            f"(data_parallel), and this machine has {units.plural(present, 'GPU')}: --devices says "
+            "on how many instead"
+        )
+
+
+def _job(
+    request: TrainingRequest,
+    subject: Subject,
+    *,
+    weights: Weights,
+    dataset: PreparedDataset,
+    eval_fraction: float,
+    target: Target,
+    present: Sequence[GpuInfo],
+) -> TrainingJob:
+    """Return a training, whole: on the GPUs that are here, or on the CPU."""
+    config = subject.config
+    study = subject.definition
+    seed = request.seed
+    if seed is None:
+        seed = 0 if study is None else study.space.seed
+    budget_bytes: int | None = target.budget_bytes
+    if not present and study is None:
+        # A CPU without a study.
+        budget_bytes = None
+    return TrainingJob(
+        # With the number, which a resumed training has to have again.
+        config=config.changed(learning_rate=subject.learning_rate.value),
+        model=subject.model.to_json(),
+        weights=weights,
+        dataset=str(dataset.directory.absolute()),
+        eval_fraction=eval_fraction,
+        epochs=request.epochs or 1.0,
+        max_steps=request.max_steps,
+        seed=seed,
+        device=target.device,
+        gpus=_shown(present, count=config.data_parallel),
+        budget_bytes=budget_bytes,
+        output=str(request.output.absolute()),
+        checkpoint_steps=request.checkpoint_every,
+    )
+
+
+def _refuse_untrainable_dataset(prepared: PreparedTraining) -> None:
+    """Raise `InputError` where a configuration cannot train on the dataset, as where no
+    micro-batch is full."""
+    violation = prepared.forecaster.violation(prepared.subject.config)
+    if violation is None:
+        return
+    words = f"{prepared.dataset.summary.source}: {violation.reason}"
+    if prepared.truncation.is_much:
+        words = f"{words}; {prepared.ways_out()}"
+    raise InputError(words)
 
 
 def _notes(
