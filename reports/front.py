@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 from typing import Any
 
@@ -151,50 +151,40 @@ def _cost(axis: str, value: float) -> float:
 
 
 def _figure(document: TrialTable, front: Sequence[int], y: str) -> go.Figure:
-    columns = document.columns
-    unit = document.unit.name
-    budget = document.in_unit(document.view.gpu.budget_bytes)
+    """Return the chart: above what was measured, below a lane for each way to end without."""
     unmeasured: dict[Verdict, list[TrialRecord]] = {}
     for verdict in Verdict:
         of_verdict = [r for r in document.records if r.verdict is verdict and not r.measurement]
         if of_verdict:
             unmeasured[verdict] = of_verdict
-    tall = 10
-    if y in columns:
-        tall = 360
-    below = 40 * len(unmeasured)
-    figure = go.Figure(layout=framed(tall + below + 110))
-    if y in columns:
+    is_measured = y in document.columns
+    height = 10
+    if is_measured:
+        height = 360
+    lanes_height = 40 * len(unmeasured)
+    lanes_share = lanes_height / (lanes_height + height)
+    left, right = _edges(document, unmeasured)
+
+    figure = go.Figure(layout=framed(height + lanes_height + 110))
+    if is_measured:
         figure.add_traces(list(_measured(document, front, y)))
-    sizes = [budget]
-    if MEMORY in columns:
-        sizes += filter(None, columns[MEMORY].values)
-    for records in unmeasured.values():
-        for record in records:
-            size, _ = _need(document, record)
-            if size:
-                sizes.append(size)
-    left = 0.85 * min(sizes)
-    right = 1.08 * max(sizes)
     for lane, (verdict, records) in enumerate(unmeasured.items()):
         figure.add_trace(_lane(document, lane, verdict, records, left))
-    share = below / (below + tall)
-    bottom = share
+
+    bottom = lanes_share
     anchor = "y"
     if unmeasured:
-        bottom = share + 0.04
+        bottom = lanes_share + 0.04
         anchor = "y2"
-    label = {"xanchor": "left", "xshift": 4}
-    if math.log(budget / left) > 0.7 * math.log(right / left):
-        label = {"xanchor": "right", "xshift": -4}
-    up = {}
-    if y in columns:
-        up = {"text": escape(columns[y].label)}
+        figure.update_layout(yaxis2=_lanes_axis(unmeasured, lanes_share))
+    title = {}
+    if is_measured:
+        title = {"text": escape(document.columns[y].label)}
     figure.update_layout(
         # In ratios, so that what is far beyond the budget stays apart.
         xaxis={
             "type": "log",
-            "title": {"text": f"peak allocated memory ({unit})"},
+            "title": {"text": f"peak allocated memory ({document.unit.name})"},
             "range": [math.log10(left), math.log10(right)],
             "tickvals": [n * 10.0**power for power in range(-3, 7) for n in (1, 2, 5)],
             "anchor": anchor,
@@ -203,37 +193,70 @@ def _figure(document: TrialTable, front: Sequence[int], y: str) -> go.Figure:
             "domain": [bottom, 1],
             "rangemode": "tozero",
             "tickformat": ",~r",
-            "title": up,
-            "visible": y in columns,
+            "title": title,
+            "visible": is_measured,
         },
         dragmode="select",
-        shapes=[dashed(budget)],
-        annotations=[
-            {
-                "x": math.log10(budget),
-                # Where speeds are nothing no mark is.
-                "y": bottom,
-                "yref": "paper",
-                "yanchor": "bottom",
-                "text": f"budget {budget:.2f} {unit}",
-                "showarrow": False,
-            }
-            | label
-        ],
+        shapes=[dashed(_budget(document))],
+        annotations=[_budget_label(document, left, right, bottom)],
     )
-    if unmeasured:
-        ticks = [f"{VERDICT_LABELS[v]}: {len(of):,}" for v, of in unmeasured.items()]
-        figure.update_layout(
-            yaxis2={
-                "tickvals": list(range(len(ticks))),
-                "ticktext": ticks,
-                "zeroline": False,
-                "range": [len(ticks) - 0.5, -0.5],
-                "domain": [0, share],
-                "fixedrange": True,
-            }
-        )
     return figure
+
+
+def _budget(document: TrialTable) -> float:
+    return document.in_unit(document.view.gpu.budget_bytes)
+
+
+def _edges(
+    document: TrialTable, unmeasured: Mapping[Verdict, Sequence[TrialRecord]]
+) -> tuple[float, float]:
+    """Return the left and the right edge of the chart, in its unit of memory."""
+    sizes = [_budget(document)]
+    if MEMORY in document.columns:
+        sizes += filter(None, document.columns[MEMORY].values)
+    for records in unmeasured.values():
+        for record in records:
+            size, _ = _need(document, record)
+            if size:
+                sizes.append(size)
+    return 0.85 * min(sizes), 1.08 * max(sizes)
+
+
+def _lanes_axis(
+    unmeasured: Mapping[Verdict, Sequence[TrialRecord]], share: float
+) -> dict[str, Any]:
+    """Return the axis of the lanes, each with its verdict and count; they have a share of the
+    chart's height."""
+    ticks = [f"{VERDICT_LABELS[verdict]}: {len(of):,}" for verdict, of in unmeasured.items()]
+    return {
+        "tickvals": list(range(len(ticks))),
+        "ticktext": ticks,
+        "zeroline": False,
+        "range": [len(ticks) - 0.5, -0.5],
+        "domain": [0, share],
+        "fixedrange": True,
+    }
+
+
+def _budget_label(document: TrialTable, left: float, right: float, bottom: float) -> dict[str, Any]:
+    """Return what stands beside the line of the budget, on the side with more room."""
+    budget = _budget(document)
+    anchor = "left"
+    shift = 4
+    if math.log(budget / left) > 0.7 * math.log(right / left):
+        anchor = "right"
+        shift = -4
+    return {
+        "x": math.log10(budget),
+        # Where speeds are nothing no mark is.
+        "y": bottom,
+        "yref": "paper",
+        "yanchor": "bottom",
+        "text": f"budget {budget:.2f} {document.unit.name}",
+        "showarrow": False,
+        "xanchor": anchor,
+        "xshift": shift,
+    }
 
 
 def _lane(

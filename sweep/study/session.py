@@ -138,11 +138,7 @@ def drive(
     forecaster = _forecaster(prepared, warn=warn)
     start = start or CommandStart.now()
     overhead = _Overhead.of(prepared, start, forecaster)
-    if read_identity(runs_directory() / prepared.name) is None:
-        # Of a study that is there it is not known yet whether a trial is left to be run.
-        spent_seconds = prepared.seconds_since(start) + overhead.closing_seconds
-        run_time = RunTime.of(space, prepared.clock, spent_seconds=spent_seconds)
-        run_time.refuse_too_short(overhead.opening_seconds + overhead.least_seconds, space)
+    overhead.refuse_too_short(prepared, start)
     lanes = Lanes.of(new_runner(prepared))
     sampler = make_sampler(
         space.sampler,
@@ -191,9 +187,9 @@ def drive(
                 spent = study.ledger.trials_spent(since=study.ledger.next_number)
                 if spent < space.trials and not is_anew and driver.reason_to_stop() is None:
                     _get_ready(driver, sampler)
-                memory = forecaster.tracing
-                if memory is not None and memory.other_versions:
-                    warn(f"memory is predicted from profiles of {memory.other_versions}")
+                tracing = forecaster.tracing
+                if tracing is not None and tracing.other_versions:
+                    warn(f"memory is predicted from profiles of {tracing.other_versions}")
                 return tune(driver, is_anew=is_anew)
         except KeyboardInterrupt:
             # Whatever was interrupted, the study can be resumed from what is stored.
@@ -222,6 +218,15 @@ class _Overhead:
             least_seconds=start.least_seconds(prepared.space, forecaster),
             closing_seconds=start.closing_seconds,
         )
+
+    def refuse_too_short(self, prepared: Prepared, start: CommandStart) -> None:
+        """Raise `InputError` where a new study's time budget is too short for a trial. Of a study
+        that is there it is not known yet whether a trial is left to be run."""
+        if read_identity(runs_directory() / prepared.name) is not None:
+            return
+        spent_seconds = prepared.seconds_since(start) + self.closing_seconds
+        run_time = RunTime.of(prepared.space, prepared.clock, spent_seconds=spent_seconds)
+        run_time.refuse_too_short(self.opening_seconds + self.least_seconds, prepared.space)
 
 
 def _get_ready(driver: Driver, sampler: BaseSampler) -> None:
