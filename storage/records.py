@@ -169,7 +169,7 @@ class Faithfulness(_Frozen):
 
     loss_error: Finite
     loss_error_margin: Finite = 0.0
-    """Half its 95 % interval, by how micro-batches differ; 0 of a single one."""
+    """Three standard errors of it, by how micro-batches differ; 0 of a single one."""
     gradient_error: Finite
     """Of the gradients of all adapters together."""
     gradient_cosine: Finite

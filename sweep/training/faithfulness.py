@@ -12,7 +12,6 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from scipy.special import stdtrit
 
 from qlora_sweep.search_spaces.errors import in_percent
 from qlora_sweep.storage.records import EightBitProducts, Faithfulness, ProductErrors
@@ -138,7 +137,7 @@ def unfaithful(found: Faithfulness) -> str | None:
 
 
 def _margin(differences: NDArray[np.float64], shares: NDArray[np.float64]) -> float:
-    """Return half the 95 % interval of a sum of micro-batches' differences, each of which is in
+    """Return three standard errors of a sum of micro-batches' differences, each of which is in
     proportion to the micro-batch's share of the tokens: of a single one nothing, as nothing is
     known of how they spread.
 
@@ -150,8 +149,7 @@ def _margin(differences: NDArray[np.float64], shares: NDArray[np.float64]) -> fl
     if count < 2:
         return 0.0
     residuals = differences - shares * differences.sum()
-    deviation = math.sqrt(count / (count - 1) * float(np.sum(residuals**2)))
-    return float(stdtrit(count - 1, 0.975)) * deviation
+    return 3.0 * math.sqrt(count / (count - 1) * float(np.sum(residuals**2)))
 
 
 def _gradients(

@@ -202,7 +202,7 @@ def test_a_loss_that_few_short_examples_set_off_by_chance_is_no_sign_of_wrong_pr
 
 
 def test_a_margin_is_of_how_micro_batches_differ() -> None:
-    """Of 2,000 sets of micro-batches that are off by chance alone, one in twenty is outside it."""
+    """Of 2,000 sets of micro-batches that are off by chance alone, hardly one is outside it."""
     from qlora_sweep.sweep.training.faithfulness import _margin
 
     numpy_random = np.random.default_rng(0)
@@ -211,5 +211,5 @@ def test_a_margin_is_of_how_micro_batches_differ() -> None:
     for _ in range(2000):
         off = shares * numpy_random.normal(0.0, 1.0 / np.sqrt(shares))
         outside += abs(off.sum()) > _margin(off, shares)
-    assert 0.03 < outside / 2000 < 0.09
+    assert 0.002 < outside / 2000 < 0.05
     assert _margin(np.array([0.3]), np.array([1.0])) == 0.0
