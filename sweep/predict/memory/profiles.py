@@ -21,9 +21,9 @@ Some profiles are made of traced ones. A model part of whose layers are in 4 bit
 out of the profiles of one kind each: both are traced of the same layers, so that the layers of one
 are put behind those of the other, and each layer of the model is told which of them stands for it.
 A base that FSDP2 shards is cut up as `sweep.training.process_group` and accelerate do it: each
-decoder layer is a group, so are the embedding, and the head. What is gathered is received in one tensor and
-copied out of it, so that for a moment it is there twice. Constants of 4-bit weights are no
-parameters, so every GPU holds all of them.
+decoder layer is a group, so are the embedding, and the head. What is gathered is received in one
+tensor and copied out of it, so that for a moment it is there twice. Constants of 4-bit weights are
+no parameters, so every GPU holds all of them.
 """
 
 from __future__ import annotations

@@ -202,8 +202,8 @@ def test_what_was_typed_overrides_what_the_space_says() -> None:
         ({"gpu": "l4"}, "a10-l4"),
         ({"model": "qwen3-8b"}, "a10-qwen3-8b"),
         ({"study": "mine", "trials": 3}, "mine"),
-        ({"held": {"lora_rank": 8}}, "a10-90cac3"),
-        ({"held": {"upcast_fp32": False}}, "a10"),
+        ({"fixed_settings": {"lora_rank": 8}}, "a10-90cac3"),
+        ({"fixed_settings": {"upcast_fp32": False}}, "a10"),
         ({"numerics": "16-bit"}, "a10-86e0a8"),
     ],
 )
@@ -273,7 +273,7 @@ def test_a_preset_takes_the_attention_that_the_model_has(tmp_path: Path) -> None
     what = prepare(request, read_gpu=lambda: a_gpu("h200"))
     assert what.definition.space.values_of("attention") == ("eager",)
     assert any("eager" in note for note in what.notes)
-    typed = RunRequest(**dict(request) | {"held": {"attention": "flash_attention_2"}})
+    typed = RunRequest(**dict(request) | {"fixed_settings": {"attention": "flash_attention_2"}})
     held = prepare(typed, read_gpu=lambda: a_gpu("h200"))
     assert held.definition.space.values_of("attention") == ("flash_attention_2",)
     assert held.notes == ()
