@@ -58,7 +58,9 @@ def half_dtype() -> torch.dtype:
     """Return the type of all that is not multiplied in 8 bits: bf16 where the GPU has units."""
     has_gpu = torch.cuda.is_available()
     is_old = has_gpu and not torch.cuda.is_bf16_supported(including_emulation=False)
-    return torch.float16 if is_old else torch.bfloat16
+    if is_old:
+        return torch.float16
+    return torch.bfloat16
 
 
 def rounded(
@@ -132,10 +134,13 @@ class _EightBitProduct(torch.autograd.Function):
         *parts: torch.Tensor,
     ) -> torch.Tensor:
         ctx.save_for_backward(scales, input_scales, *parts)
-        ctx.kind, ctx.columns = kind, x.shape[-1]
+        ctx.kind = kind
+        ctx.columns = x.shape[-1]
         if kind is None:
             return linear(x, _widened(parts[0], scales, x.dtype, input_scales))
-        times = None if input_scales is None else input_scales.reciprocal()
+        times = None
+        if input_scales is not None:
+            times = input_scales.reciprocal()
         narrow, row_scales = rounded(x, kind, times, input_mean)
         weight = _in_8_bits(
             list(parts), scales, kind, ctx.columns, input_scales, is_transposed=False
@@ -149,20 +154,32 @@ class _EightBitProduct(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         scales, input_scales, *parts = ctx.saved_tensors
         gradient = gradients[0]
-        nothing = (None,) * (5 + len(parts))
         # By other operators than forward, or the compiler keeps what those decoded.
         if ctx.kind is None:
             weight = _widened(parts[0], scales, gradient.dtype, input_scales, is_again=True)
-            return gradient @ weight, *nothing
-        narrow, row_scales = rounded(gradient, ctx.kind, scales)
-        weight = _in_8_bits(parts, scales, ctx.kind, ctx.columns, input_scales, is_transposed=True)
-        if input_scales is None:
-            column_scales = scales.new_ones(ctx.columns)
+            of_input = gradient @ weight
         else:
-            column_scales = input_scales.reciprocal()
-        product = _multiplied(narrow, row_scales, weight, column_scales)
-        of_input = product.to(gradient.dtype).reshape(*gradient.shape[:-1], ctx.columns)
+            of_input = _gradient_in_8_bits(ctx, gradient, scales, input_scales, parts)
+        nothing = (None,) * (5 + len(parts))
         return of_input, *nothing
+
+
+def _gradient_in_8_bits(
+    ctx: Any,
+    gradient: torch.Tensor,
+    scales: torch.Tensor,
+    input_scales: torch.Tensor | None,
+    parts: list[torch.Tensor],
+) -> torch.Tensor:
+    """Return the input's gradient (..., in) of an output's (..., out), by a product in 8 bits."""
+    narrow, row_scales = rounded(gradient, ctx.kind, scales)
+    weight = _in_8_bits(parts, scales, ctx.kind, ctx.columns, input_scales, is_transposed=True)
+    if input_scales is None:
+        column_scales = scales.new_ones(ctx.columns)
+    else:
+        column_scales = input_scales.reciprocal()
+    product = _multiplied(narrow, row_scales, weight, column_scales)
+    return product.to(gradient.dtype).reshape(*gradient.shape[:-1], ctx.columns)
 
 
 def _widened(
@@ -191,9 +208,13 @@ class _Gate(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        kept, shape, dtype = ctx.saved_tensors, gradients[0].shape, gradients[0].dtype
-        gate, up = (kept[i].to(dtype) * kept[i + 1].to(dtype) for i in (0, 2))
-        share, gradient = torch.sigmoid(gate), gradients[0].reshape(gate.shape)
+        narrow_gate, gate_scales, narrow_up, up_scales = ctx.saved_tensors
+        shape = gradients[0].shape
+        dtype = gradients[0].dtype
+        gate = narrow_gate.to(dtype) * gate_scales.to(dtype)
+        up = narrow_up.to(dtype) * up_scales.to(dtype)
+        share = torch.sigmoid(gate)
+        gradient = gradients[0].reshape(gate.shape)
         of_gate = gradient * up * share * (1 + gate * (1 - share))
         return of_gate.reshape(shape), (gradient * gate * share).reshape(shape), None
 
@@ -232,8 +253,10 @@ class EightBitLinear(RoundedInputs, torch.nn.Linear):
 
     def __init__(self, wide: torch.nn.Linear, kind: str) -> None:
         torch.nn.Module.__init__(self)
-        self.in_features, self.out_features = wide.in_features, wide.out_features
-        self.kind, self.compute_dtype = kind, wide.weight.dtype
+        self.in_features = wide.in_features
+        self.out_features = wide.out_features
+        self.kind = kind
+        self.compute_dtype = wide.weight.dtype
         self.products: str | None = None
         # As bytes: nobody takes them for a type that adapters or norms could have.
         held = torch.empty(wide.weight.shape, dtype=torch.int8, device=wide.weight.device)
@@ -307,7 +330,9 @@ def _forward(layer: Any, x: torch.Tensor, parts: Parts) -> torch.Tensor:
             layer.mean_product,
             *parts,
         )
-    return product if layer.bias is None else product + layer.bias.to(product.dtype)
+    if layer.bias is not None:
+        product = product + layer.bias.to(product.dtype)
+    return product
 
 
 def _rounded_to_nf4(weight: torch.Tensor) -> torch.Tensor:
@@ -377,17 +402,19 @@ def _is_gated(module: torch.nn.Module) -> bool:
 def _become_eight_bit(layer: Any, kind: str, name: str) -> None:
     state = layer.weight.quant_state
     parts = [layer.weight.data.reshape(-1), state.absmax, state.code]
+    assert state.blocksize == _BLOCK, "4-bit blocks have bitsandbytes' default size"
     if state.nested:
         parts += [state.state2.code, state.state2.absmax, state.offset]
-    blocks = state.blocksize, state.state2.blocksize if state.nested else _SCALES_BLOCK
-    assert blocks == (_BLOCK, _SCALES_BLOCK), "4-bit blocks have bitsandbytes' default sizes"
+        assert state.state2.blocksize == _SCALES_BLOCK, "so have those of their scales"
     wide = bnb.functional.dequantize_4bit(layer.weight.data, state)
     largest = _largest_of_rows(wide)
     _check_finite(largest, name)
     for index, part in enumerate(parts):
         layer.register_buffer(f"part_{index}", part, persistent=False)
     layer.register_buffer("row_scales", largest / _LARGEST[kind], persistent=False)
-    layer.__class__, layer.products, layer.parts = FourBitLinear, kind, len(parts)
+    layer.__class__ = FourBitLinear
+    layer.products = kind
+    layer.parts = len(parts)
 
 
 def _largest_of_rows(weight: torch.Tensor) -> torch.Tensor:
@@ -422,11 +449,17 @@ def adapt(model: torch.nn.Module, show: Callable[[], object]) -> None:
         count, total, squares = seen[layer]
         # Such as q, k and v: what they round is the same, and the compiler rounds it once.
         is_alike = before is not None and total.equal(seen[before][1])
-        mean = before.input_mean if is_alike else total / count
+        if is_alike:
+            mean = before.input_mean
+        else:
+            mean = total / count
         layer.mean_product = layer.dequantized().float() @ mean
         layer.input_mean = mean
         if layer.products == "int8":
-            scales = before.input_scales if is_alike else _shared_out(squares / count)
+            if is_alike:
+                scales = before.input_scales
+            else:
+                scales = _shared_out(squares / count)
             layer.scale_inputs(scales)
         before = layer
 
@@ -497,10 +530,14 @@ def _in_8_bits(
         if input_scales is not None:
             values = values * input_scales
         values = values / scales[:, None]
-        weight = (values.round() if kind == "int8" else values).to(TYPES[kind])
+        if kind == "int8":
+            values = values.round()
+        weight = values.to(TYPES[kind])
     if weight.is_cuda and is_transposed:
         return _transposed(weight.view(torch.int8)).view(TYPES[kind])
-    return weight.t().contiguous() if is_transposed else weight
+    if is_transposed:
+        return weight.t().contiguous()
+    return weight
 
 
 def _unpacked(parts: Parts) -> torch.Tensor:
@@ -538,7 +575,8 @@ if triton is not None:
             outer = tl.load(outer_scales + at // 32 // 256)
             factor = tl.load(of_scales + factor.to(tl.int32)) * outer + tl.load(mean)
         factor /= tl.load(row_scales + 2 * at // columns)
-        high, low = tl.load(code + (byte >> 4)), tl.load(code + (byte & 15))
+        high = tl.load(code + (byte >> 4))
+        low = tl.load(code + (byte & 15))
         values = tl.interleave(high * factor, low * factor)
         if has_input_scales:
             column = (2 * first + tl.arange(0, 2 * size)) % columns
@@ -597,12 +635,15 @@ if triton is not None:
             # The compiler would take both for one, and keep what the first decoded.
             reader=int(is_transposed),
         )  # fmt: skip
-        return _turned(out) if is_transposed else out
+        if is_transposed:
+            return _turned(out)
+        return out
 
     def _turned(values: torch.Tensor) -> torch.Tensor:
         rows, columns = values.shape
         out = values.new_empty(columns, rows)
-        of_rows, of_columns = math.gcd(rows, 64), math.gcd(columns, 64)
+        of_rows = math.gcd(rows, 64)
+        of_columns = math.gcd(columns, 64)
         torch.library.wrap_triton(_transpose)[(rows // of_rows, columns // of_columns)](
             values, out, rows, columns, of_rows=of_rows, of_columns=of_columns
         )

@@ -8,6 +8,7 @@ import math
 import statistics
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from itertools import chain
 
 import numpy as np
 import torch
@@ -102,7 +103,7 @@ def compared(loop: TrainingLoop) -> Faithfulness:
                 coarse_losses, coarse = _gradients(loop, parts)
     wide_loss = float(wide_losses.sum())
     loss_off = narrow_losses - wide_losses
-    tokens = np.array([loss_tokens(batch) for batch in batches])
+    tokens = np.array(list(map(loss_tokens, batches)))
     length = _dot(wide, wide)
     narrow_off = narrow - wide
     coarse_off = coarse - wide
@@ -157,7 +158,7 @@ def _gradients(
 ) -> tuple[NDArray[np.float64], torch.Tensor]:
     """Return what each micro-batch, which may come in parts, adds to the mean loss of all
     supervised tokens, (micro-batches,), and the gradient of all adapters in one row on the host."""
-    tokens = sum(loss_tokens(part) for parts in micro_batches for part in parts)
+    tokens = sum(map(loss_tokens, chain.from_iterable(micro_batches)))
     loop.optimizer.zero_grad()
     losses = np.zeros(len(micro_batches))
     for micro_batch, parts in enumerate(micro_batches):

@@ -86,15 +86,18 @@ class Fitted:
     """The same with all in 16 bits on the same base."""
 
     @property
+    def _too_far_off(self) -> list[LayerErrors]:
+        return [layer for layer in self.layers if not layer.is_close]
+
+    @property
     def kept_in_16_bits(self) -> tuple[str, ...]:
         """Names of the layers that are too far off in 8 bits."""
-        return tuple(found.name for found in self.layers if not found.is_close)
+        return tuple(layer.name for layer in self._too_far_off)
 
     @property
     def share_in_16_bits(self) -> float:
         """Of the frozen layers' weights."""
-        kept = sum(found.weights for found in self.layers if not found.is_close)
-        return kept / self.weights
+        return sum(layer.weights for layer in self._too_far_off) / self.weights
 
 
 def too_many(found: Kept, compute_dtype: str) -> str | None:
@@ -126,7 +129,7 @@ def first_examples(
     batch = collate([rows[0]])
     while count < len(rows):
         count = min(2 * count, len(rows))
-        larger = collate([rows[index] for index in range(count)])
+        larger = collate(list(map(rows.__getitem__, range(count))))
         if larger["input_ids"].numel() > most:
             break
         batch = larger
@@ -209,8 +212,11 @@ def multiplying_in(model: torch.nn.Module, products: str | None) -> AbstractCont
         model: whose layers; eager, as what is compiled would be compiled again.
         products: None for 16 bits; ``nf4`` for 16 bits with weights rounded to NF4 once more.
     """
-    layers = (m for m in model.modules() if getattr(m, "products", None) is not None)
-    return changed((layer, "products", products) for layer in layers)
+    changes = []
+    for layer in model.modules():
+        if getattr(layer, "products", None) is not None:
+            changes.append((layer, "products", products))
+    return changed(changes)
 
 
 def without_dropout(model: torch.nn.Module) -> AbstractContextManager[None]:
@@ -245,8 +251,11 @@ def all_recomputed(model: Any) -> Iterator[None]:
 
 def _eager(model: torch.nn.Module) -> AbstractContextManager[None]:
     """Run layers as they are without the compiler, which would take seconds for each new shape."""
-    compiled = (m for m in model.modules() if m._compiled_call_impl is not None)
-    return changed((module, "_compiled_call_impl", None) for module in compiled)
+    changes = []
+    for module in model.modules():
+        if module._compiled_call_impl is not None:
+            changes.append((module, "_compiled_call_impl", None))
+    return changed(changes)
 
 
 def _narrow_layers(model: torch.nn.Module) -> dict[str, Any]:
