@@ -338,7 +338,7 @@ def record_of(snapshot: StudySnapshot, *, number: int | None = None) -> Record:
         config=_written_out(trial.config, spec),
         measurement=RecordedMeasurement(**measured.model_dump(exclude=NOT_SHOWN)),
         confirmed=is_confirmed,
-        dataset=recorded_dataset(snapshot, trial.epoch),
+        texts=recorded_dataset(snapshot, trial.epoch),
         provenance=Provenance(
             study=snapshot.name,
             trial=trial.number,
@@ -373,7 +373,7 @@ def predicted_record(
         forecast: what is predicted of the configuration.
         target: the GPU, and what a training may take.
         weights: that it trains on.
-        texts: the dataset; None for random tokens.
+        dataset: the dataset; None for random tokens.
 
     Raises:
         InputError: neither speed nor memory of it is predicted.
@@ -391,7 +391,7 @@ def predicted_record(
         model=_recorded_model(model, fingerprint=model.fingerprint),
         weights=weights,
         gpu=_recorded_gpu(target),
-        dataset=dataset,
+        texts=dataset,
         config=_written_out(config, model),
         measurement=RecordedMeasurement(
             tokens_per_second=rate,
