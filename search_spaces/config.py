@@ -738,7 +738,7 @@ class TrialConfig(BaseModel):
         return samples is None or samples % (size * self.data_parallel) == 0
 
     def base(self) -> TrialConfig:
-        """Return what of this configuration shapes the frozen base; equal ones share one base."""
+        """Return the settings that shape the frozen base; equal ones share one base."""
         resolved = canonical(self)
         shaping = {
             key: getattr(resolved, key) for key, setting in SETTINGS.items() if setting.shapes_base

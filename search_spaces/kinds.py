@@ -171,7 +171,7 @@ COMPUTE_DTYPES: Mapping[ComputeDtype, ComputeKind] = {
 
 @dataclass(frozen=True)
 class MethodKind:
-    """What is trained on, and what of it a step computes."""
+    """What is trained on, and which part of it a step computes."""
 
     words: str
     generates: bool = False

@@ -1,4 +1,4 @@
-"""A search space for a trainer: what of it that trainer can run."""
+"""A search space for a trainer: the part of it that the trainer can run."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def for_trainer(
     is_preset: bool,
     fixed_settings: Mapping[str, Any] = MappingProxyType({}),
 ) -> Offered:
-    """Return what of a space the trainer can run that was typed, or that the space names.
+    """Return the part of a space that its trainer can run: the one typed, or named by the space.
 
     Values that it cannot run are left out of what is searched, and what is not named takes a value
     that it runs. The baseline is what the trainer does in its place.

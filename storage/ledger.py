@@ -23,7 +23,7 @@ def attempts(records: Iterable[TrialRecord], config: TrialConfig, *, since: int 
         records: of one study.
         config: what was tried.
         since: number of the first trial that counts. A crash before it may have had a cause that
-            is gone by now; a trial that its driver did not outlive, of which nobody could say how
+            is gone by now; a trial that its driver did not outlive, of which it is unknown how
             long it had run, counts for ever: it would else bring the machine down every time.
     """
     failed = 0

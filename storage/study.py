@@ -292,7 +292,7 @@ class OpenStudy(AbstractContextManager["OpenStudy"]):
 
         Call it before the first `ask`. A trial that ended but was not told is told from the spool,
         or from what its worker left on disk. One that was running is recorded as lost: the lease
-        says that nobody runs it any more. What was lost, crashed or timed out is returned until it
+        says that it no longer runs. What was lost, crashed or timed out is returned until it
         was tried three times. A result whose trial is another by now is kept in the spool and said.
         """
 

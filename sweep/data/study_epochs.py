@@ -25,7 +25,7 @@ CutAt = Callable[[int], tuple[Lengths, Lengths]]
 
 
 def batch_key(config: TrialConfig) -> Hashable:
-    """Return what of a configuration decides how texts become micro-batches."""
+    """Return the settings that decide how examples become micro-batches."""
     return (
         config.seq_len,
         config.packing,

@@ -103,7 +103,7 @@ def being_written(output: Path, *, step: int) -> Iterator[Path]:
 
 
 def _damage_of(checkpoint: Path) -> str | None:
-    """Return what of a checkpoint is not as it was written; None where all of it is."""
+    """Return which file of a checkpoint is not as it was written; None where all are."""
     try:
         digests = json.loads((checkpoint / DIGESTS).read_text(encoding="utf-8"))
         for name, digest in digests.items():

@@ -405,7 +405,7 @@ def fetch(directory: str, study: str, bytes_max: str) -> None:
     with tarfile.open(fileobj=sys.stdout.buffer, mode="w|", dereference=True) as archive:
         database = runs / "sweep.db"
         if database.exists():
-            # Nothing is copied first: the disk may be full. While it is read nobody writes to it.
+            # Nothing is copied first: the disk may be full. Nothing writes to it while it is read.
             with contextlib.closing(sqlite3.connect(str(database), timeout=60)) as reader:
                 reader.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
                 reader.execute("BEGIN")

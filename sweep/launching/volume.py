@@ -97,7 +97,7 @@ class PaidSeconds:
         return said.get("owner") in (None, self.owner)
 
     def claim(self, *, wait: Callable[[float], bool]) -> bool:
-        """Take the study over once nobody has it; return whether that was done.
+        """Take the study over once it has no driver; return whether that was done.
 
         A machine that ended as it should has said so, and one that is gone says nothing any more:
         whoever comes next waits until that is told from one that is there.
@@ -157,7 +157,7 @@ class Copies:
 
     Args:
         volume: directory of the study there.
-        home: ``SWEEP_HOME`` of the study: new, and nobody else's.
+        home: ``SWEEP_HOME`` of the study alone, and new.
     """
 
     volume: Path

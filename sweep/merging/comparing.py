@@ -31,7 +31,7 @@ _ROOM = 1.25
 
 
 def _available_bytes() -> int:
-    """Return what of the host's memory a new process may take without swapping."""
+    """Return how much of the host's memory a new process may take without swapping."""
     with open("/proc/meminfo", encoding="ascii") as file:
         sizes = dict(line.split(":") for line in file)
     return int(sizes["MemAvailable"].split()[0]) * 1024

@@ -245,7 +245,7 @@ def _decoder(model_type: str) -> str:
 def _written_whole(output: Path) -> Iterator[Path]:
     """Yield a directory beside ``output`` that takes its name once it is whole, or is removed.
 
-    What a merge that was killed has left of one is removed; nobody else writes there meanwhile.
+    What a merge that was killed has left of one is removed; no other merge writes there meanwhile.
     """
     temporary = output.with_name(f".{output.name}.merging")
     with ExitStack() as undo:

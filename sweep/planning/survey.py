@@ -400,7 +400,7 @@ def _left_out(shortlist: Shortlist) -> tuple[Counter[str], Counter[str]]:
 
 
 def _recommended(shortlist: Shortlist, forecaster: Forecaster) -> Forecast | None:
-    """Return what is recommended of what was found; None where nothing may fit."""
+    """Return the recommended one of those found; None where nothing may fit."""
     forecasts = forecasts_of(shortlist.picks(), forecaster)
     model = forecaster.model
     return recommended(

@@ -736,7 +736,7 @@ class Shortlist:
         return found
 
     def _look_at_memory(self, rows: Sequence[_Row]) -> None:
-        """Find what of some rows fits, and how fast that is."""
+        """Find which configurations of some rows fit, and how fast they are."""
         self._fit(rows)
         lasts: list[tuple[_Row, int]] = []
         for row in rows:

@@ -301,7 +301,7 @@ class SupervisedRunner(Runner):
                         return outcome
                     return _without_host_memory(outcome, self._phase)
                 case _:
-                    said = f"it said '{message.kind}' when nobody expected that"
+                    said = f"it said '{message.kind}' out of turn"
                     if isinstance(message, Unusable):
                         said += f": {message.reason}"
                     raise WorkerMisbehaved(said)

@@ -1,4 +1,4 @@
-"""A search space as Optuna's distributions and as candidates, and what of it was not tried."""
+"""A search space as Optuna's distributions and as candidates, and which of them were not tried."""
 
 from __future__ import annotations
 

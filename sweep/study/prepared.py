@@ -144,7 +144,7 @@ def prepare(
         read_dataset: reads and tokenizes texts, or finds what did so before.
         stored: reads the definition of the study of that name; None where there is none. A study
             of texts is resumed with them where none are named.
-        narrowed: returns what of a space can be run where it is to run.
+        narrowed: returns the part of a space that can be run where it is to run.
 
     Raises:
         InputError: something that was typed, written or named is not right.

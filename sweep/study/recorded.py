@@ -83,7 +83,7 @@ def target_of(surface: Surface, target: Target) -> Target:
 
 
 def within(surface: Surface, space: SearchSpace, *, budget_bytes: int) -> Surface:
-    """Return what of a surface says something of a space under a budget.
+    """Return the rows of a surface that say something of a space under a budget.
 
     Raises:
         InputError: nothing does.

@@ -69,7 +69,7 @@ def _outlook(driver: Driver, reason: StopReason) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class _Work:
-    """What a run of a search has begun, and what of it is open."""
+    """What a run of a search has begun, and which trials are open."""
 
     running: set[TrialConfig]
     spent: int
@@ -153,7 +153,7 @@ class Search(TrialSource):
         )
 
     def _work(self) -> _Work:
-        """Return what this run has begun, and what of it is open."""
+        """Return what this run has begun, and which trials are open."""
         ledger = self._study.ledger
         running = {trial.record.config for trial in self._driver.lanes.running.values()}
         failed = ledger.to_retry(since=self._since)

@@ -83,7 +83,7 @@ class LocalGpus:
         return self.gpus[0].info
 
     def narrowed(self, space: SearchSpace) -> SearchSpace:
-        """Return what of a space can be run here."""
+        """Return the part of a space that can be run here."""
         return space
 
     def given_to(self, prepared: Prepared) -> Prepared:

@@ -124,7 +124,7 @@ def _since(moment: str | None) -> str:
 def studies_text(
     studies: Sequence[StudySnapshot | UnreadableStudy], *, width: int | None = None
 ) -> str:
-    """Return a table of studies, within so many columns, and what of them cannot be read."""
+    """Return a table of studies, within so many columns, and which of them cannot be read."""
     header = ("study", "gpu", "model", "trials", "best", "ranked by", "time", "driven by")
     lines = [table(header, map(_study_row, studies), width=width)]
     for study in studies:

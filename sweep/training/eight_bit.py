@@ -258,7 +258,7 @@ class EightBitLinear(RoundedInputs, torch.nn.Linear):
         self.kind = kind
         self.compute_dtype = wide.weight.dtype
         self.products: str | None = None
-        # As bytes: nobody takes them for a type that adapters or norms could have.
+        # As bytes, which is no type that adapters or norms could have.
         held = torch.empty(wide.weight.shape, dtype=torch.int8, device=wide.weight.device)
         self.weight = torch.nn.Parameter(held, requires_grad=False)
         self.register_parameter("bias", wide.bias)

@@ -237,7 +237,7 @@ class TrainingLoop:
         return batch
 
     def add_gradients(self, batch: Batch, *, weight: float) -> float:
-        """Add a micro-batch's gradients, times a weight, to the adapters', and to nobody else's;
+        """Add a micro-batch's gradients, times a weight, to those of the adapters alone;
         return its loss times the weight."""
         with self._accelerator.no_sync(self._model), self._precision():
             loss = self._model(**batch).loss * weight

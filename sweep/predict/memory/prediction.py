@@ -41,7 +41,7 @@ class Uncertainty:
     """
 
     allocated: float
-    """Relative to what of the peak is not known exactly."""
+    """Relative to the part of the peak that is not known exactly."""
     reserved: float
     """Relative to the reserved peak, where nothing caps it."""
 

@@ -195,7 +195,7 @@ def factor_covariance(gpu: GpuSpec) -> Array:
 
 
 def _of_gpu(gpu: GpuSpec) -> Array:
-    """Return what of that covariance is of the GPU as a whole, and of a session on it."""
+    """Return the part of that covariance that a whole GPU, and a session on it, have in common."""
     return _of_all_terms(gpu.speed.gpu**2 + gpu.speed.source**2)
 
 

@@ -233,7 +233,7 @@ def _makes_new(func: Any) -> bool:
 
 
 def _kind(value: Any) -> Any:
-    """Return what of an argument decides how a result is laid out."""
+    """Return the part of an argument that decides how a result is laid out."""
     if isinstance(value, torch.Tensor):
         if not value.is_meta:
             # A result may depend on its values in any way: it is like no other.
