@@ -35,7 +35,7 @@ _SIZES: Mapping[str, Callable[[TrialConfig, ModelSpec], Any]] = {
 
 
 def footprint(config: TrialConfig, *, model: ModelSpec, has_dataset: bool = False) -> Footprint:
-    """Return the settings of ``config`` that matter to memory. The scale of LoRA, for one, does not.
+    """Return the settings of ``config`` that matter to memory, which LoRA's scale does not.
 
     Args:
         config: what would be trained.

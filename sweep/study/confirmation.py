@@ -31,9 +31,9 @@ class Confirmation(TrialSource):
     """Wants a study's winner measured again, soaked and trained with several seeds.
 
     On one lane while nothing runs on the others, so that what is compared is measured on the same
-    GPU, with no other job on it. Nothing is run where the space says so, where nothing fits, or where it
-    was all done before. It takes what is left of the run's time, with fewer rounds, a shorter soak
-    or none.
+    GPU, with no other job on it. Nothing is run where the space says so, where nothing fits, or
+    where it was all done before. It takes what is left of the run's time, with fewer rounds, a
+    shorter soak or none.
 
     Args:
         driver: of this run.

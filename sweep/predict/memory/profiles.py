@@ -1,9 +1,9 @@
 """What is known of a structure's memory: which tensors a training step has, and when.
 
-A structure is those settings of a configuration that decide which tensors exist; batch, length, rank and number
-of steps only scale them. So bytes are polynomials in these. A polynomial maps a monomial to its
-coefficient; a monomial is its symbols' letters in order (``bss`` is batch x length x length, the
-empty one is a constant). The symbols:
+A structure is those settings of a configuration that decide which tensors exist; batch, length,
+rank and number of steps only scale them. So bytes are polynomials in these. A polynomial maps a
+monomial to its coefficient; a monomial is its symbols' letters in order (``bss`` is batch x length
+x length, the empty one is a constant). The symbols:
 
     b   sequences in a micro-batch
     s   tokens in a sequence
