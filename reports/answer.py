@@ -363,7 +363,7 @@ def commands(view: StudyView) -> tuple[str, ...]:
         return ()
     name = shlex.quote(view.study)
     train = f"sweep train {name}"
-    if not view.dataset:
+    if not view.texts:
         train += " --data dataset.jsonl"
     epoch = view.winner.epoch
     if epoch is not None and (epoch.supervised_tokens_cut or 0.0) > CUT_MAX:

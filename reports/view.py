@@ -224,7 +224,8 @@ class StudyView(_ViewPart):
     best: WinnerTrial | None
     """The winner, of several objectives the knee of their front; None where nothing fits."""
     cost: TokenCost | None
-    dataset: Mapping[str, Any] | None
+    texts: Mapping[str, Any] | None
+    """The dataset."""
     epoch: EpochEstimate | None
     target_tokens_per_second: Speed | None
     gain: Gain | None
@@ -245,7 +246,7 @@ class StudyView(_ViewPart):
     def document(self) -> dict[str, Any]:
         """Return what ``sweep best STUDY --json`` prints."""
         excluded: set[str] = set()
-        if not self.dataset:
+        if not self.texts:
             excluded = {"texts", "epoch"}
         return self.model_dump(mode="json", by_alias=True, exclude=excluded)
 
@@ -466,7 +467,7 @@ def view_of(snapshot: StudySnapshot) -> StudyView:
         ended=snapshot.ended,
         best=best,
         cost=cost,
-        dataset=dataset and dataset.model_dump(mode="json"),
+        texts=dataset and dataset.model_dump(mode="json"),
         epoch=epoch,
         target_tokens_per_second=speed,
         gain=_gain(ranking),
