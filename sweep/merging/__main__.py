@@ -13,9 +13,9 @@ from qlora_sweep.sweep.subprocess_jobs import serve_subprocess
 
 
 def _merge(request: Mapping[str, Any], say: Say) -> Mapping[str, Any]:
-    from qlora_sweep.sweep.training.libraries import OPTIONAL, lean_imports
+    from qlora_sweep.sweep.training.libraries import OPTIONAL, compiling_later, lean_imports
 
-    with lean_imports(*OPTIONAL):
+    with lean_imports(*OPTIONAL), compiling_later():
         from qlora_sweep.sweep.merging.child import merge_or_compare
     return merge_or_compare(request, say)
 
