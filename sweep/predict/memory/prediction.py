@@ -463,7 +463,9 @@ def _fits_in_pages(
 ) -> NDArray[np.object_]:
     """Return whether steps run under a budget whose least caps are their reserved peaks, each
     known but for its slack: `MemoryPrediction.fits` of many."""
-    fits = np.full(len(slack), Fit.UNCERTAIN, object)
+    # `np.full` would make texts of them.
+    fits = np.empty(len(slack), object)
+    fits[:] = Fit.UNCERTAIN
     surely = (budget_bytes / (1.0 + slack)).astype(np.int64)
     fits[reserved_bytes <= surely] = Fit.YES
     is_bounded = slack < 1.0
