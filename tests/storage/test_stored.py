@@ -14,6 +14,7 @@ import pytest
 from optuna.exceptions import StorageInternalError, UpdateFinishedTrialError
 from optuna.trial import TrialState
 
+from qlora_sweep.search_spaces.config import TrialConfig
 from qlora_sweep.search_spaces.errors import EnvironmentFault, InputError
 from qlora_sweep.storage.codec import FORMAT_WRITTEN
 from qlora_sweep.storage.definition import StudySnapshot, UnreadableStudy
@@ -80,6 +81,11 @@ def configured(record: dict[str, Any], **changes: Any) -> Any:
     return record | {"config": record["config"] | changes}
 
 
+def measured(record: dict[str, Any], **changes: Any) -> Any:
+    outcome = record["outcome"]
+    return record | {"outcome": outcome | {"measurement": outcome["measurement"] | changes}}
+
+
 UNSOUND: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "an unknown verdict": (
         lambda r: r | {"outcome": {"verdict": "melted"}},
@@ -88,6 +94,7 @@ UNSOUND: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "a newer configuration": (lambda r: configured(r, lora_colour="red"), "unknown key 'lora_col"),
     "the result of another trial": (lambda r: r | {"number": 0}, "is of trial 0"),
     "a rank beyond bounds": (lambda r: configured(r, lora_rank=10**300), "lora_rank"),
+    "a negative peak": (lambda r: measured(r, peak_allocated_bytes=-1), "peak_allocated_bytes"),
 }
 
 
@@ -106,7 +113,9 @@ ROWS: dict[str, tuple[str, str]] = {
 
 
 @pytest.mark.parametrize("what", [*UNSOUND, *ROWS])
-def test_an_unsound_trial_is_left_out_and_the_others_stay(what: str, path: Path) -> None:
+def test_an_unsound_trial_is_left_out_and_run_again_and_the_others_stay(
+    what: str, path: Path
+) -> None:
     if what in ROWS:
         query, words = ROWS[what]
         assert change(path, query + OF_TRIAL, DAMAGED)
@@ -121,6 +130,10 @@ def test_an_unsound_trial_is_left_out_and_the_others_stay(what: str, path: Path)
         assert len(study.records()) == 3
         # What a sampler reads.
         assert len(study.study.get_trials(states=(TrialState.COMPLETE,))) == 3
+        study.recover()
+        assert TrialConfig(micro_batch_size=4) not in study.ledger
+        run_one(study, batch=4)
+    assert [record.number for record in the_study(path).records] == [0, 1, 3, 4, 5]
 
 
 def test_a_malformed_time_is_a_fault_of_the_database(path: Path) -> None:

@@ -3,7 +3,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -24,10 +24,7 @@ from qlora_sweep.storage.records import Measured, Outcome
 from qlora_sweep.storage.study import OpenStudy
 from qlora_sweep.sweep import cli
 from qlora_sweep.sweep.paths import runs_directory
-from qlora_sweep.sweep.predict.memory.prediction import WholeMemory
-from qlora_sweep.sweep.predict.memory.predictor import MemoryPredictor, TracingPredictor
 from qlora_sweep.sweep.predict.memory.profiles import Untraceable
-from qlora_sweep.sweep.predict.speed.predictor import StepTimes
 from qlora_sweep.sweep.request import RunRequest
 from qlora_sweep.sweep.running.device_info import ChosenGpu, GpuInfo
 from qlora_sweep.sweep.running.replay import ReplayRunner
@@ -46,7 +43,7 @@ from qlora_sweep.sweep.study.targets import check_budget, least_weight_bytes, re
 from qlora_sweep.sweep.terminal.driving import LocalGpus
 from qlora_sweep.sweep.terminal.options import settings
 from tests.sweep.imagined_memory import ImaginedPredictor
-from tests.sweep.simulated_device import a_measurement, a_space, at_speed, train
+from tests.sweep.simulated_device import a_measurement, a_space, train
 
 
 @pytest.fixture(autouse=True)
@@ -140,44 +137,6 @@ def test_each_chosen_gpu_has_a_lane_or_as_many_as_a_trial_trains_on_together() -
         where.given_to(both)
     where.gpus = gpus(0, 1)
     assert len(where.given_to(both).gpus) == 2
-
-
-class Shipped(MemoryPredictor):
-    """Predicts by what ships, and traces nothing anew."""
-
-    def __init__(self, *given: Any, **values: Any) -> None:
-        self._known = TracingPredictor(*given, **values)
-
-    def predict_all(self, configs: Sequence[TrialConfig], **values: Any) -> WholeMemory:
-        return self._known.predict_all(configs, **values)
-
-
-def test_a_stand_in_spends_one_trial_on_what_it_cannot_decide(
-    url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What is predicted to be the fastest with 16 bits, and of INT8, which may be faster there, one
-    that is known to fit; nothing for surprises, which say next to nothing of the target."""
-    monkeypatch.setattr(session, "TracingPredictor", Shipped)
-    here = a_gpu("h100-80gb")
-    held = {"lora_rank": 16, "target_modules": "attention"}
-    what = prepare(RunRequest(space="a10", held=held), read_gpu=lambda: here)
-    memory = Shipped(what.model, cache_dir=runs_directory())
-
-    def answer(config: TrialConfig) -> Outcome:
-        times = StepTimes([config], model=what.model, gpu=find_gpu("h100-80gb"))
-        speed = 1.1 * float(times.tokens_per_second[0])
-        peak = memory.predict_all([config]).prediction(0).peak_allocated_bytes
-        return at_speed(config, speed, peak_allocated_bytes=peak)
-
-    run(what, url, new_runner=lambda _: ReplayRunner(otherwise=answer))
-    found = read(url, what.name)
-    searched = [record.config for record in found.records]
-    # The first may be one that fits more surely.
-    assert len(searched) <= 3
-    assert [config.numerics for config in searched[-2:]] == ["16-bit", "int8"]
-    assert all((config.compile, config.compute_dtype) == (True, "bf16") for config in searched[:-1])
-    ran = [r.config.numerics for r in found.confirmations if r.purpose == "confirm"]
-    assert ran == ["16-bit"] * 4
 
 
 # What was typed

@@ -397,28 +397,3 @@ def test_a_lost_gpu_costs_no_attempt(tmp_path: Path, fault: EnvironmentFault, af
         again = [r for r in study.records() if r.verdict is not Verdict.LOST]
     assert sorted(r.config.micro_batch_size for r in again) == [4, 8, 10]
     assert {record.attempt for record in again} == {1}
-
-
-def test_of_a_lost_gpu_the_trial_says_so_and_what_was_measured_stays(tmp_path: Path) -> None:
-    with a_grid(tmp_path, **SPACE) as study:
-        with pytest.raises(GpuLost):
-            drive(study, FullGpu(LOST, after=1))
-        first, last = study.records()
-    assert (first.verdict, last.is_interrupted) == (Verdict.FITS, True)
-    assert "the GPU was lost" in last.outcome.detail
-
-
-def test_a_driver_that_was_killed_is_still_counted(tmp_path: Path) -> None:
-    class Killed(BaseException):
-        pass
-
-    def die(_: TrialConfig) -> Outcome:
-        raise Killed
-
-    for _ in range(MAX_ATTEMPTS):
-        with a_study(tmp_path, **ONE) as study, pytest.raises(Killed):
-            drive(study, die)
-    with a_study(tmp_path, **ONE) as study:
-        study.recover()
-        records = study.records()
-    assert attempts(records, records[0].config) == MAX_ATTEMPTS
