@@ -27,7 +27,6 @@ from qlora_sweep.storage.records import (
     Outcome,
     OutOfMemory,
     PrunedSlow,
-    SoakReport,
 )
 from qlora_sweep.sweep.running.ray_nodes import joined
 from qlora_sweep.sweep.running.ray_runner import RayRunner
@@ -35,6 +34,7 @@ from qlora_sweep.sweep.running.replay import ReplayRunner
 from qlora_sweep.sweep.running.runner import Runner
 from qlora_sweep.sweep.running.supervisor import SupervisedRunner
 from qlora_sweep.sweep.running.wire import Progress, TrialRequest
+from tests.storage.builders import SOAKED
 from tests.sweep.running.ray_cluster import LocalCluster
 from tests.sweep.simulated_device import BUDGET, a_measurement, train
 from tests.sweep.training.tiny import measured
@@ -59,15 +59,7 @@ class Case:
 
 def start_replay(_: Path, budget_bytes: int) -> Runner:
     def soaking(config: TrialConfig) -> Outcome:
-        report = SoakReport(
-            steps=20,
-            seconds=2.0,
-            evaluation_loss=2.0,
-            evaluation_seconds=0.1,
-            checkpoint_bytes=1000,
-            checkpoint_seconds=0.1,
-        )
-        return Measured(measurement=a_measurement(config, soak=report))
+        return Measured(measurement=a_measurement(config, soak=SOAKED))
 
     return ReplayRunner(otherwise=train, budget_bytes=budget_bytes, soaking=soaking)
 

@@ -20,7 +20,6 @@ from qlora_sweep.storage.records import (
     Crashed,
     Diverged,
     DominatedOutOfMemory,
-    EpochRecord,
     Ineffective,
     Invalid,
     Lost,
@@ -35,7 +34,7 @@ from qlora_sweep.storage.records import (
     TimedOut,
     TrialRecord,
 )
-from tests.storage.builders import a_measurement
+from tests.storage.builders import a_measurement, a_quality, an_epoch
 from tests.sweep.prepared_dataset import a_summary
 
 SURFACES = Path(__file__).parents[1] / "data" / "surfaces"
@@ -332,21 +331,6 @@ LONG = TrialConfig(micro_batch_size=8, seq_len=2048)
 TARGET = {"emulated_on": None}
 
 
-def an_epoch(**changes: Any) -> EpochRecord:
-    values = {
-        "rows": 9_400,
-        "rows_cut": 900,
-        "rows_left_out": 100,
-        "tokens": 3_000_000,
-        "tokens_cut": 0.032,
-        "tokens_left_out": 0.011,
-        "padded_tokens": 4_000_000,
-        "loss_tokens": 2_880_000,
-        "steps": 1200,
-    }
-    return EpochRecord.model_validate(values | changes)
-
-
 def of_dataset(*records: TrialRecord, **space: Any) -> StudySnapshot:
     values = {
         "data": "mine.jsonl",
@@ -373,19 +357,10 @@ def learned(
     speed: float = 9_000.0,
     rows: int = 0,
 ) -> TrialRecord:
-    quality: dict[str, Any] = {
-        "eval_loss": loss,
-        "eval_tokens": 4_000,
-        "eval_rows": rows,
-        "eval_seq_len": 512,
-        "train_tokens": 600_000,
-        "train_loss": loss - 0.1,
-        "steps": 100,
-        "seconds": 60.0,
-        "seed": 0,
-    }
+    measured: dict[str, Any] = {"eval_tokens": 4_000, "eval_rows": rows}
     if half is not None:
-        quality |= {"seeds": (0, 1, 2), "eval_loss_ci95": (loss - half, loss + half)}
+        measured |= {"seeds": (0, 1, 2), "eval_loss_ci95": (loss - half, loss + half)}
+    quality = a_quality(loss, train_tokens=600_000, steps=100, **measured)
     config = SHORT.model_copy(update={"lora_rank": rank})
     record = fits(number, speed, config, quality=quality)
     return record.model_copy(update={"epoch": an_epoch(), "is_baseline": number == 0})

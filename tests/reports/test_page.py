@@ -158,10 +158,6 @@ def test_the_answer_comes_first_with_its_warnings() -> None:
     opening = text[: text.index("The configuration")]
     for words in ("study mine", "is running", "sweep confirm a10 <x>", "trial 1", "2.07–2.13x"):
         assert words in opening
-    for words in ("16,800 tokens/s measured on NVIDIA H200", "20.00 GiB of 21.50 GiB (93 %)"):
-        assert words in opening
-    assert '"micro_batch_size": 10' in text
-    assert "sweep best mine --json" in text
 
 
 @pytest.mark.parametrize(

@@ -15,10 +15,12 @@ from qlora_sweep.storage.definition import StudyDefinition, Target
 from qlora_sweep.storage.records import (
     SEARCH,
     Attempt,
+    EpochRecord,
     Measured,
     Measurement,
     Outcome,
     PrunedSlow,
+    QualityReport,
     RunKind,
     SoakReport,
     TrialRecord,
@@ -72,6 +74,35 @@ def a_measurement(
         "measured_seconds": 3.0,
     }
     return Measurement.model_validate(values | changes)
+
+
+def a_quality(eval_loss: float = 2.0, **changes: Any) -> QualityReport:
+    values = {
+        "eval_loss": eval_loss,
+        "eval_tokens": 1000,
+        "eval_seq_len": 512,
+        "train_tokens": 5000,
+        "train_loss": eval_loss - 0.1,
+        "steps": 5,
+        "seconds": 60.0,
+        "seed": 0,
+    }
+    return QualityReport.model_validate(values | changes)
+
+
+def an_epoch(**changes: Any) -> EpochRecord:
+    values = {
+        "rows": 9_400,
+        "rows_cut": 900,
+        "rows_left_out": 100,
+        "tokens": 3_000_000,
+        "tokens_cut": 0.032,
+        "tokens_left_out": 0.011,
+        "padded_tokens": 4_000_000,
+        "loss_tokens": 2_880_000,
+        "steps": 1200,
+    }
+    return EpochRecord.model_validate(values | changes)
 
 
 def fits(speed: float = 1000.0, **changes: Any) -> Measured:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import stat
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -66,28 +66,6 @@ def test_a_planted_link_or_a_second_name_is_not_written_through(tmp_path: Path) 
     path.hardlink_to(victim)
     append(path)
     assert (victim.read_bytes(), path.read_bytes()) == (b"theirs", b"theirsnew")
-
-
-@pytest.mark.timeout(10)
-@pytest.mark.parametrize(
-    ("plant", "words"),
-    [
-        (os.mkfifo, "is no file"),
-        (os.mkdir, "is no file"),
-        (lambda path: os.symlink("/dev/zero", path), "is a symbolic link"),
-    ],
-)
-def test_a_path_that_is_no_file_is_refused_at_once(
-    plant: Callable[[Path], None], words: str, tmp_path: Path
-) -> None:
-    path = tmp_path / "file"
-    plant(path)
-    for use in (append, files.read_bytes):
-        with pytest.raises(OSError, match=words):
-            use(path)
-    if not path.is_symlink():
-        with pytest.raises(OSError, match=words):
-            replace(path)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away")

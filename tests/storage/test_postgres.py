@@ -42,6 +42,7 @@ ALIKE = ("study-3985819", "study-4420602")
 def is_short(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let nobody wait for long."""
     monkeypatch.setattr(database, "_ANSWER_SECONDS", ANSWER_SECONDS)
+    monkeypatch.setattr(database, "_RETRY_SECONDS", (0.2,))
     monkeypatch.setitem(database._CONNECT, "connect_timeout", 2)
 
 
@@ -60,11 +61,6 @@ def proxy(cluster: postgres.Cluster) -> Iterator[Proxy]:
 @pytest.fixture
 def url(direct: str, proxy: Proxy) -> str:
     return proxy.through(direct)
-
-
-@pytest.fixture
-def home(tmp_path: Path) -> Path:
-    return tmp_path / "runs"
 
 
 @contextmanager
@@ -157,28 +153,6 @@ def test_a_server_that_refuses_for_good_is_not_waited_for(
         open_it(url.format(port=cluster.port, password=password), home)
 
 
-@pytest.mark.faults
-def test_a_stopped_driver_that_lost_its_lease_leaves_the_next_ones_trials_alone(
-    cluster: postgres.Cluster, direct: str, home: Path
-) -> None:
-    name = direct.rpartition("/")[2]
-    first = driver.start(direct, home, moment="abandon")
-    first.wait_for("begun 0")
-    first.signal(signal.SIGSTOP)
-    cluster.execute(
-        f"SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE datname = '{name}'"
-    )
-    with open_it(direct, home) as second:
-        second.recover()
-        trial = second.ask(DISTRIBUTIONS)
-        begun(second, trial, a_record(trial.number))
-        first.signal(signal.SIGCONT)
-        (said,), _ = first.end()
-        assert "is driven by" in said
-        (running,) = read_study("study", url=direct, home=home).running
-        assert running.number == trial.number
-
-
 # Who drives what
 
 
@@ -226,27 +200,6 @@ def test_studies_whose_names_have_one_checksum_are_driven_at_a_time(
     with open_it(direct, home, name=name), open_it(direct, home, name=other):
         driven = {s.name for s in list_studies(direct, home) if s.holder is not None}
         assert driven == {name, other}
-
-
-@pytest.mark.faults
-def test_of_many_that_want_one_study_one_drives_and_the_next_takes_over_from_a_killed_one(
-    direct: str, home: Path
-) -> None:
-    wanting = [driver.start(direct, home, trials=1000) for _ in range(3)]
-    driving = wanting
-    while len(driving) > 1:
-        # Whoever may not drive it ends without a word.
-        time.sleep(0.01)
-        driving = [one for one in wanting if one.is_running()]
-    (first,) = driving
-    first.wait_for("told 2")
-    numbers = [int(line.split()[1]) for line in first.kill() if line.startswith("told")]
-    with open_it(direct, home) as study:
-        study.recover()
-        kept = [r.number for r in study.records() if r.measurement]
-    # The last may have been told or not.
-    assert kept == list(range(len(kept)))
-    assert len(kept) - max(numbers, default=2) in (1, 2)
 
 
 # A pooler between a driver and its server works, or is refused with the reason
@@ -362,8 +315,11 @@ def test_the_database_of_another_application_is_refused_and_left(
 
 
 def test_a_role_that_may_only_read_reads_and_is_told_what_it_lacks(
-    cluster: postgres.Cluster, direct: str, home: Path
+    cluster: postgres.Cluster, direct: str, home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # A server that only reads may be one that is about to be promoted.
+    monkeypatch.setattr(database, "_RETRY_SECONDS", ())
+    monkeypatch.setattr(database, "RESTART_SECONDS", ())
     name = direct.rpartition("/")[2]
     cluster.execute("CREATE ROLE reader LOGIN PASSWORD 'guest'")
     reader = f"postgresql://reader:guest@127.0.0.1:{cluster.port}/{name}"

@@ -12,13 +12,8 @@ import threading
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
-from optuna.storages import RDBStorage
-from optuna.trial import TrialState
-from sqlalchemy.engine.default import DefaultDialect
-from sqlalchemy.exc import OperationalError
 
 from qlora_sweep.search_spaces.errors import EnvironmentFault, InputError
 from qlora_sweep.storage import database
@@ -27,16 +22,6 @@ from qlora_sweep.storage.reading import list_studies, read_study
 from tests.storage.builders import DISTRIBUTIONS, a_record, begun, open_it, run_one
 
 NOBODY = 65534
-
-
-@pytest.fixture
-def home(tmp_path: Path) -> Path:
-    return tmp_path / "runs"
-
-
-@pytest.fixture
-def url(home: Path) -> str:
-    return f"sqlite:///{home}/sweep.db"
 
 
 @pytest.mark.parametrize("content", [b"", b"not a database, but long enough to be one" * 30])
@@ -199,42 +184,3 @@ def test_a_file_system_without_locks_is_a_fault_and_no_lease(
     monkeypatch.setattr(fcntl, "flock", refuse)
     with pytest.raises(EnvironmentFault, match="put the database on a local disk"):
         open_it(url, home)
-
-
-def test_a_trial_whose_creation_was_not_answered_is_there_once(
-    home: Path, url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    commit, prepare = DefaultDialect.do_commit, RDBStorage._get_prepared_new_trial
-
-    def lose_the_answer(dialect: DefaultDialect, connection: Any) -> None:
-        commit(dialect, connection)
-        monkeypatch.setattr(DefaultDialect, "do_commit", commit)
-        raise sqlite3.OperationalError("database is locked")
-
-    def create(*args: Any) -> Any:
-        monkeypatch.setattr(RDBStorage, "_get_prepared_new_trial", prepare)
-        monkeypatch.setattr(DefaultDialect, "do_commit", lose_the_answer)
-        return prepare(*args)
-
-    with open_it(url, home) as study:
-        monkeypatch.setattr(RDBStorage, "_get_prepared_new_trial", create)
-        told = [run_one(study).number, run_one(study).number]
-        trials = study.study.get_trials(deepcopy=False)
-        states = {trial.number: trial.state for trial in trials}
-    assert [states.pop(number) for number in told] == [TrialState.COMPLETE] * 2
-    assert list(states.values()) == [TrialState.FAIL]
-
-
-def test_a_choice_whose_write_failed_is_made_anew(
-    home: Path, url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    write = RDBStorage._set_trial_param
-
-    def fail_once(*_: Any) -> None:
-        monkeypatch.setattr(RDBStorage, "_set_trial_param", write)
-        raise OperationalError("", {}, sqlite3.OperationalError("database is locked"))
-
-    with open_it(url, home) as study:
-        monkeypatch.setattr(RDBStorage, "_set_trial_param", fail_once)
-        assert [run_one(study).number, run_one(study).number] == [0, 1]
-        assert RDBStorage._set_trial_param is write

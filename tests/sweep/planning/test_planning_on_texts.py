@@ -12,12 +12,12 @@ import pytest
 
 from qlora_sweep.reports import format as units
 from qlora_sweep.reports.answer import facts
-from qlora_sweep.reports.comparison import compare, comparison_words, of_study
+from qlora_sweep.reports.comparison import of_study
 from qlora_sweep.reports.view import view_of
 from qlora_sweep.search_spaces.config import TrialConfig
 from qlora_sweep.search_spaces.costs import AskedWork
 from qlora_sweep.search_spaces.errors import InputError
-from qlora_sweep.search_spaces.gpus import GIB, find_gpu
+from qlora_sweep.search_spaces.gpus import find_gpu
 from qlora_sweep.search_spaces.models import load_model_spec
 from qlora_sweep.search_spaces.space import SearchSpace
 from qlora_sweep.storage.definition import StudySnapshot, TargetSpeed
@@ -26,7 +26,6 @@ from qlora_sweep.storage.records import TrialRecord
 from qlora_sweep.sweep.data.study_epochs import StudyEpochs
 from qlora_sweep.sweep.planning.documents import gpu_document
 from qlora_sweep.sweep.planning.evidence import (
-    KeptForecasts,
     evidence_from,
     with_memory_forecasts,
     with_target_speeds,
@@ -173,11 +172,9 @@ def test_a_plan_best_and_a_comparison_say_one_interval_of_a_configuration() -> N
     assert of_best == dollars
     both = [of_plan["usd_per_million_tokens"], *of_plan["usd_per_million_tokens_range"]]
     assert both == dollars
-    # Screens and pages draw the same numbers.
+    # Screens draw the same numbers.
     told = dict(facts(view_of(shown)))
     assert f"{units.rate(low)}–{units.rate(high)}" in told["speed"]
-    rows = comparison_words(compare([studied, studied], work=AskedWork())).groups[0].rows
-    assert all(f"{units.rate(low)}–{units.rate(high)}" in row[1] for row in rows)
 
 
 def test_a_gpu_that_ran_itself_has_the_speed_that_was_measured() -> None:
@@ -199,11 +196,6 @@ def test_what_cannot_be_predicted_has_no_speed() -> None:
 # What a configuration would need is handed to a report where it was traced before, else not
 
 
-def _forecaster(predictor: ImaginedPredictor, budget_bytes: int) -> Forecaster:
-    about = {"model": MISTRAL, "budget_bytes": budget_bytes, "violation": lambda _: None}
-    return Forecaster(**about, predictor=predictor, warn=lambda _: None)
-
-
 def _study(**target: str) -> StudySnapshot:
     return snapshot([fits(0, 9_000.0)], definition=definition(**target))
 
@@ -215,20 +207,3 @@ def test_a_structure_that_was_never_traced_is_not_traced_for_a_report(tmp_path: 
     assert not any(tmp_path.iterdir())
     on_cpu = _study(device="cpu")
     assert with_memory_forecasts(on_cpu, cache_dir=tmp_path) is on_cpu
-
-
-def test_each_configuration_is_predicted_once_and_only_when_it_is_asked_for() -> None:
-    predictor = ImaginedPredictor()
-    small = TrialConfig()
-    large = TrialConfig(micro_batch_size=64, seq_len=2048)
-    known = KeptForecasts([small], _forecaster(predictor, 20 * GIB))
-    assert known[large] == known[large]
-    assert predictor.asked == [large]
-    assert (known[large].fits, known[small].fits) == ("no", "yes")
-    assert list(known) == [small]
-    assert sum(known[small].parts.values()) == known[small].peak_allocated_bytes
-    # What cannot be predicted is not in it.
-    fault = ImaginedPredictor(fault=InputError("no"))
-    known = KeptForecasts([TrialConfig()], _forecaster(fault, GIB))
-    assert TrialConfig() not in known
-    assert len(known) == 0

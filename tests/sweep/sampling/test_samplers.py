@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 import random
 import warnings
 from collections.abc import Callable, Sequence
@@ -23,7 +24,6 @@ from qlora_sweep.sweep.planning.survey import survey
 from qlora_sweep.sweep.predict.memory.predictor import one_of_each_kind
 from qlora_sweep.sweep.sampling.encoding import (
     Encoding,
-    Frontier,
     ShortlistedCandidates,
     SpaceCandidates,
     identity,
@@ -85,12 +85,30 @@ BATCHES = {
 """Of which some do not go into each other."""
 
 
-@pytest.mark.parametrize("dimensions", [SMALL, BATCHES], ids=["small", "batches"])
-@pytest.mark.parametrize("name", ["guided", "random", "tpe", "gp", "grid"])
+ALPHAS = {"lora_alpha": {"choices": [None, 8, 32.5]}}
+LISTS = {"target_modules": {"choices": ["qv", ["q_proj", "up_proj"]]}}
+TRUTH_VALUES = {"compile": {"choices": [True, False]}}
+STEPPED_INTEGERS = {"micro_batch_size": {"low": 2, "high": 11, "step": 3}}
+STEPS = {"checkpoint_fraction": {"low": 0.1, "high": 0.95, "step": 0.1}}
+LOG_INTEGERS = {"lora_rank": {"low": 1, "high": 64, "log": True}}
+
+
+@pytest.mark.parametrize(
+    ("name", "dimensions"),
+    [
+        *itertools.product(["guided", "random", "tpe", "gp", "grid"], [SMALL, BATCHES]),
+        # Every value comes back as it was declared.
+        *itertools.product(
+            ["random", "grid"],
+            [ALPHAS | LISTS | TRUTH_VALUES, STEPPED_INTEGERS | STEPS, LOG_INTEGERS],
+        ),
+    ],
+)
 def test_each_valid_configuration_is_asked_for_once(
     name: SamplerName, dimensions: dict[str, Any]
 ) -> None:
-    space = a_space(dimensions=dimensions)
+    fixed = dict.fromkeys({"lora_rank"} - dimensions.keys(), 16)
+    space = a_space(dimensions=dimensions, fixed=fixed)
     every = {identity(space.config(values)) for values in space.combinations()}
     sampler = make_sampler(name, space, seed=1, forecaster=Knowing())
     configs = asked(sampler, space, trials=len(every))
@@ -148,18 +166,6 @@ def test_the_same_seed_asks_the_same_and_nothing_twice() -> None:
 def test_a_grid_that_never_ends_is_bad_input(dimensions: dict[str, Any], message: str) -> None:
     with pytest.raises(InputError, match=message):
         make_sampler("grid", a_space(dimensions=dimensions, fixed={}), seed=0)
-
-
-def test_a_space_is_exhausted_once_every_way_to_train_was_tried() -> None:
-    space = a_space(dimensions=SMALL)
-    tried: set[str] = set()
-    frontier = Frontier(Encoding(space))
-    for values in space.combinations():
-        assert not frontier.is_exhausted(tried) or len(tried) == 10
-        tried.add(identity(space.config(values)))
-    assert frontier.is_exhausted(tried)
-    endless = a_space(dimensions={"checkpoint_fraction": {"low": 0.0, "high": 1.0}})
-    assert not Frontier(Encoding(endless)).is_exhausted(tried)
 
 
 def test_optuna_says_nothing_on_the_terminal(capfd: pytest.CaptureFixture[str]) -> None:
@@ -403,64 +409,6 @@ def test_runs_that_measure_a_winner_again_teach_nothing_but_that_it_ran_out() ->
     slower = train(TrialConfig(micro_batch_size=1))
     assert outlook(slower) == outlook()
     assert outlook(OutOfMemory(stage="forward")) != outlook()
-
-
-DIMENSIONS = [
-    pytest.param("target_modules", {"choices": ["qv", ["q_proj", "up_proj"]]}, id="lists"),
-    pytest.param("lora_alpha", {"choices": [None, 8, 32.5]}, id="null-and-numbers"),
-    pytest.param("compile", {"choices": [True, False]}, id="truth-values"),
-    pytest.param("micro_batch_size", {"low": 2, "high": 11, "step": 3}, id="stepped-integers"),
-    pytest.param("lora_rank", {"low": 1, "high": 64, "log": True}, id="log-integers"),
-    pytest.param("checkpoint_fraction", {"low": 0.1, "high": 0.95, "step": 0.1}, id="steps"),
-]
-
-
-def an_encoding(**dimensions: Any) -> Encoding:
-    fixed = {"lora_rank": 16} if "lora_rank" not in dimensions else {}
-    return Encoding(a_space(dimensions=dimensions, fixed=fixed))
-
-
-@pytest.mark.parametrize(("key", "dimension"), DIMENSIONS)
-def test_every_value_comes_back_as_declared(key: str, dimension: dict[str, Any]) -> None:
-    encoding = an_encoding(**{key: dimension})
-    for value in encoding.space.dimensions[key].values() or ():
-        (param,) = encoding.encode({key: value}).values()
-        distribution = encoding.distributions[key]
-        stored = distribution.to_external_repr(distribution.to_internal_repr(param))
-        assert encoding.decode({key: stored}) == {key: value}
-        assert distribution._contains(distribution.to_internal_repr(param))
-
-
-def test_parameters_are_those_of_the_space() -> None:
-    encoding = an_encoding(checkpoint_fraction={"low": 0.1, "high": 0.95, "step": 0.1})
-    known = encoding.space.dimensions["checkpoint_fraction"].values() or ()
-    assert encoding.decode({"checkpoint_fraction": 0.3 + 1e-9})["checkpoint_fraction"] in known
-    encoding = an_encoding(micro_batch_size={"choices": [4, 6]})
-    assert encoding.params_of(TrialConfig(micro_batch_size=6)) == {"micro_batch_size": 6}
-    assert encoding.params_of(TrialConfig(micro_batch_size=5)) is None
-
-
-GPUS = {
-    "micro_batch_size": {"choices": [4, 8]},
-    "data_parallel": {"choices": [1, 2, 4]},
-    "effective_batch_size": {"choices": [16, 32]},
-}
-
-
-@pytest.mark.parametrize(
-    ("effective", "kept"),
-    [
-        ([16, 32], {"micro_batch_size": 8, "data_parallel": 4, "effective_batch_size": 32}),
-        # What no effective batch goes with changes the GPUs too.
-        ([8, 16], {"micro_batch_size": 8}),
-    ],
-)
-def test_whole_batches_keep_the_micro_batch(effective: list[int], kept: dict[str, int]) -> None:
-    encoding = an_encoding(**GPUS | {"effective_batch_size": {"choices": effective}})
-    drawn = {"micro_batch_size": 8, "data_parallel": 4, "effective_batch_size": 16}
-    whole = encoding.with_whole_batches(drawn, draw=random.Random(0))
-    assert whole.items() >= kept.items()
-    assert encoding.config(whole).accumulation_steps >= 1
 
 
 # What a space leaves out is nowhere: not held, not counted, not drawn, not planned, not traced

@@ -8,12 +8,8 @@ import pytest
 from qlora_sweep.search_spaces.config import TrialConfig
 from qlora_sweep.search_spaces.errors import EnvironmentFault, InputError, SweepError
 from qlora_sweep.search_spaces.gpus import GIB
-from qlora_sweep.search_spaces.rules import Violation
 from qlora_sweep.storage.records import (
-    DominatedOutOfMemory,
-    Invalid,
     Measured,
-    OutOfMemory,
     PredictedOutOfMemory,
     PredictionRecord,
     TrialRecord,
@@ -65,24 +61,6 @@ def measured_at(share: float, *, compile: bool = False) -> TrialRecord:
     return a_record(config, Measured(measurement=measurement), prediction=known)
 
 
-def test_what_a_rule_forbids_is_invalid_and_nothing_is_predicted_of_it() -> None:
-    # To trace a step takes seconds, and this one would never run.
-    predictor, old = TenthOfAGibibyte(), Violation("bf16-needs-ampere", "too old")
-    expected = a_forecaster(predictor=predictor, violation=lambda _: old).expect(batch(1))
-    assert expected.refusal == Invalid(rule="bf16-needs-ampere", detail="too old")
-    assert (expected.record, expected.is_refused) == (None, True)
-    assert predictor.asked == []
-
-
-def test_a_configuration_that_ran_out_of_memory_is_never_launched_again() -> None:
-    forecaster = a_forecaster()
-    ran_out = OutOfMemory(stage="backward")
-    forecaster.learn(a_record(batch(8), ran_out, number=7))
-    assert forecaster.expect(batch(8)).refusal == DominatedOutOfMemory(by=7)
-    assert forecaster.expect(batch(9)).refusal == DominatedOutOfMemory(by=7)
-    assert forecaster.expect(batch(7)).refusal is None
-
-
 def test_what_cannot_fit_is_refused_with_its_prediction_and_how_sure_that_is() -> None:
     refusal = a_forecaster(predictor=TenthOfAGibibyte()).expect(batch(300)).refusal
     assert isinstance(refusal, PredictedOutOfMemory)
@@ -110,16 +88,6 @@ def test_a_trial_off_its_prediction_makes_the_others_less_sure(share: float) -> 
     forecaster.learn_all([measured_at(1.0)] * 5 + [measured_at(share)])
     assert forecaster.expect(batch(280)).refusal is None
     assert forecaster.expect(batch(300)).refusal is not None
-
-
-def test_how_sure_a_prediction_is_does_not_depend_on_when_it_was_asked_for() -> None:
-    forecaster = a_forecaster(predictor=TenthOfAGibibyte())
-    early, late = batch(100), batch(101)
-    for share in (1.05, 1.0599):
-        forecaster.expect(early).refusal  # noqa: B018 - asked for before the next trial is learned
-        forecaster.learn(measured_at(share))
-    sure = [forecaster.expect(config).memory for config in (early, late)]
-    assert sure[0].uncertainty == sure[1].uncertainty > 0.06
 
 
 def test_compiled_and_eager_trials_are_calibrated_apart() -> None:
@@ -153,25 +121,3 @@ def test_what_cannot_be_predicted_is_told_once(kind: type[SweepError]) -> None:
         assert forecaster.expect(batch(size)).refusal is not None
     (warning,) = warnings
     assert "module 'mamba'" in warning
-
-
-class Constant:
-    """Expects as many tokens/s as trials were seen."""
-
-    def __init__(self) -> None:
-        self.seen = 0
-
-    def predict(self, config: TrialConfig) -> float | None:
-        return float(self.seen) if config.kernels == "hf" else None
-
-    def learn(self, record: TrialRecord) -> None:
-        self.seen += 1
-
-
-def test_what_is_expected_is_in_the_record() -> None:
-    forecaster = a_forecaster(predictor=TenthOfAGibibyte(), speed=Constant())
-    forecaster.learn_all([measured_at(1.0)] * 3)
-    known, unknown = (forecaster.expect(batch(30, kernels=k)).record for k in ("hf", "liger"))
-    assert known.peak_allocated_bytes == 3 * GIB
-    assert known.peak_reserved_bytes > known.peak_allocated_bytes
-    assert (known.tokens_per_second, unknown.tokens_per_second) == (3.0, None)

@@ -16,7 +16,7 @@ from qlora_sweep.reports.view import view_of
 from qlora_sweep.search_spaces.config import TrialConfig
 from qlora_sweep.search_spaces.errors import EnvironmentFault, InputError
 from qlora_sweep.search_spaces.gpus import GIB, find_gpu
-from qlora_sweep.storage.ranking import rank, rank_study
+from qlora_sweep.storage.ranking import rank_study
 from qlora_sweep.storage.reading import read_study
 from qlora_sweep.storage.records import (
     Crashed,
@@ -58,6 +58,7 @@ from tests.sweep.simulated_device import (
     a_study,
     at_speed,
     best_speed,
+    peak_bytes,
     tokens_per_second,
     train,
 )
@@ -120,8 +121,7 @@ def test_a_guided_study_ends_when_it_knows_and_says_what_is_left(tmp_path: Path)
     assert json.loads(json.dumps(snapshot.ended)) == snapshot.ended
     promising = snapshot.ended["most_promising"]
     assert promising["gain_if_better"] == pytest.approx(promising["gain"] / promising["chance"])
-    expected = f"is expected to be more than {units.share(promising['gain'])} faster."
-    assert stopped_words(snapshot) == f"Stopped: no untested configuration {expected}"
+    assert units.share(promising["gain"]) in stopped_words(snapshot)
 
 
 TWO_RANKS: dict[str, Any] = {
@@ -419,10 +419,9 @@ BOTH: dict[str, Any] = {
     "fixed": {"lora_rank": 16, "target_modules": "attention", "kernels": "fused-loss"},
     "confirm": {"seconds": 5},
 }
-ALL_THREE = {
-    "micro_batch_size": {"choices": [4, 8]},
-    "compute_dtype": {"choices": ["bf16", "fp8", "int8"]},
-}
+
+
+A10 = SpeedForecast(model=MODEL, gpu=find_gpu("a10"))
 
 
 def slower_in_int8(config: TrialConfig) -> Outcome:
@@ -436,8 +435,8 @@ def slower_in_int8(config: TrialConfig) -> Outcome:
 def study_of(home: Path) -> Any:
     """Drive a guided study for an A10 on an H200 to its end; return it as every reader sees it."""
     definition = a_definition(emulated_on="NVIDIA H200", **BOTH)
-    a10, h200 = (SpeedForecast(model=MODEL, gpu=find_gpu(name)) for name in ("a10", "h200"))
-    forecaster = a_forecaster(predictor=Exact(), speed=h200, target_speed=a10)
+    h200 = SpeedForecast(model=MODEL, gpu=find_gpu("h200"))
+    forecaster = a_forecaster(predictor=Exact(), speed=h200, target_speed=A10)
     sampler = make_sampler("guided", definition.space, seed=0, forecaster=forecaster)
     about = {"definition": definition, "environment": {}, "home": home}
     url = f"sqlite:///{home}/sweep.db"
@@ -467,6 +466,11 @@ def test_int8_that_may_be_faster_on_the_target_is_tried_and_said_second(tmp_path
     assert len(found.records) <= 5
     searched = [record.config.numerics for record in found.records]
     assert searched.count("int8") == 1
+    # Among them is what is predicted to be the fastest there with 16 bits.
+    space = found.definition.space
+    plain = [c for c in map(space.config, space.combinations()) if c.numerics == "16-bit"]
+    fitting = [c for c in plain if 1.01 * peak_bytes(c) <= BUDGET]
+    assert max(fitting, key=A10.predict) in [record.config for record in found.records]
     assert {record.config.numerics for record in found.confirmations} == {"16-bit"}
 
     document = view_of(found).document()
@@ -475,30 +479,3 @@ def test_int8_that_may_be_faster_on_the_target_is_tried_and_said_second(tmp_path
     for text in (last_screen(found), best_text(found)):
         assert f"trial {other.number} is {ratio.value:.2f} times" in text
         assert "on an A10 can measure which is faster." in text
-
-
-def test_each_class_is_tried_twice_at_most_whatever_became_of_the_others() -> None:
-    definition = a_definition(gpu="l4", emulated_on="NVIDIA H200", dimensions=ALL_THREE)
-    wide, fp8, int8 = (TrialConfig(compute_dtype=each) for each in ("bf16", "fp8", "int8"))
-    lost = OutOfMemory(stage="forward")
-    records = [
-        a_record(wide),
-        a_record(fp8, lost, number=1),
-        a_record(fp8.model_copy(update={"micro_batch_size": 8}), lost, number=2),
-    ]
-
-    def owed(*left: TrialConfig) -> TrialConfig | None:
-        found = Stopping(
-            definition.space,
-            # The winner is among what has to be outrun.
-            fastest_of=lambda wanted, measured: next(
-                filter(wanted, () if measured[1:] else left), None
-            ),
-        )
-        return found.still_owed(rank(records, definition))
-
-    assert owed(fp8, int8) == int8
-    assert owed(fp8) is None
-    records.pop()
-    # The first class has nothing left that fits.
-    assert owed(int8) == int8

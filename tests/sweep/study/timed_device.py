@@ -17,7 +17,6 @@ from qlora_sweep.storage.records import (
     Outcome,
     OutOfMemory,
     PrunedSlow,
-    SoakReport,
 )
 from qlora_sweep.sweep.running.runner import Observer, Runner, keep_going
 from qlora_sweep.sweep.running.wire import Progress, TrialRequest
@@ -28,6 +27,7 @@ from qlora_sweep.sweep.training.meter import (
     fastest_median,
     median_interval,
 )
+from tests.storage.builders import SOAKED
 from tests.sweep.simulated_device import a_measurement
 
 ATTACH_SECONDS = 1.0
@@ -122,14 +122,8 @@ class TimedRunner(Runner):
         if is_cut and len(meter.measured) < request.steps.measured_min:
             return OUT_OF_TIME
         median = meter.median_seconds
-        soak = SoakReport(
-            steps=len(meter.measured),
-            seconds=self.seconds - begun,
-            evaluation_loss=2.0,
-            evaluation_seconds=0.5,
-            checkpoint_bytes=1000,
-            checkpoint_seconds=0.5,
-        )
+        spent = {"steps": len(meter.measured), "seconds": self.seconds - begun}
+        soak = SOAKED.model_copy(update=spent)
         measurement = a_measurement(
             config,
             tokens_per_second=config.tokens_per_step / median,

@@ -14,9 +14,7 @@ from qlora_sweep.reports.view import view_of
 from qlora_sweep.search_spaces.config import TrialConfig
 from qlora_sweep.search_spaces.errors import NothingFits
 from qlora_sweep.storage.definition import (
-    StudyDefinition,
     StudySnapshot,
-    Target,
 )
 from qlora_sweep.storage.reading import read_study
 from qlora_sweep.storage.records import Crashed, Invalid, Lost, OutOfMemory, TrialRecord
@@ -29,7 +27,7 @@ from qlora_sweep.sweep.terminal.summary import (
     why_invalid,
 )
 from tests.reports import synthetic
-from tests.sweep.simulated_device import BUDGET, MODEL, a_record, a_space
+from tests.sweep.simulated_device import a_definition, a_record, a_space
 from tests.sweep.terminal.screen import Screen
 
 
@@ -45,13 +43,9 @@ def trials() -> tuple[TrialRecord, ...]:
 
 
 def a_snapshot(*records: TrialRecord, emulated_on: str | None = "NVIDIA H200") -> StudySnapshot:
-    target = Target(gpu="a10", device="cuda", budget_bytes=BUDGET, emulated_on=emulated_on)
-    definition = StudyDefinition(
-        space=a_space(), model=MODEL.to_json(), model_fingerprint="f00d", target=target
-    )
     return StudySnapshot(
         name="night",
-        definition=definition,
+        definition=a_definition(emulated_on=emulated_on),
         environment={},
         records=records,
         wall_seconds=260.0,
