@@ -14,6 +14,7 @@ from qlora_sweep.search_spaces.errors import InputError
 from qlora_sweep.search_spaces.prices import Offer
 from qlora_sweep.storage.definition import StudySnapshot
 from tests.reports.synthetic import definition, fits, snapshot
+from tests.storage.builders import changed
 
 SMALL = TrialConfig(micro_batch_size=8)
 LONG = TrialConfig(micro_batch_size=8, seq_len=1024)
@@ -45,7 +46,7 @@ def _study(
     return snapshot(
         [trial],
         name=name,
-        definition=about.model_copy(update={"model_fingerprint": fingerprint}),
+        definition=changed(about, model_fingerprint=fingerprint),
         offer=None if usd is None else _offer(usd, **offer),
     )
 
@@ -63,7 +64,6 @@ def test_the_cheapest_and_the_fastest_are_told_where_the_speeds_are_surely_apart
     (group,) = comparison.groups
     assert [entry.candidate.label for entry in group.entries] == ["slow", "fast"]
     tokens = group.entries[0].bill
-    assert tokens is not None
     assert tokens.usd_per_million_tokens == pytest.approx(0.5 / 3600 / 4_000 * 1e6, rel=1e-3)
     cheapest, fastest = _verdicts(comparison)
     assert cheapest.startswith("Cheapest: slow $0.347 ($0.344 to $0.351); fast takes 2.0x ")

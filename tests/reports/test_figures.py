@@ -46,6 +46,7 @@ from tests.reports.synthetic import (
     record,
     snapshot,
 )
+from tests.storage.builders import changed
 
 HAVE_SPEED = {Verdict.FITS, Verdict.PRUNED_SLOW}
 FAST = TrialConfig(micro_batch_size=10, checkpoint_fraction=0.0)
@@ -62,9 +63,7 @@ def of(study: StudySnapshot, key: str) -> tuple[tuple[Any, str], ...]:
 
 
 def section_of(make: Callable[[TrialTable], Section | None], study: StudySnapshot) -> Section:
-    section = make(document_of(view_of(study)))
-    assert section is not None
-    return section
+    return make(document_of(view_of(study)))
 
 
 def test_every_trial_is_there_once_with_what_it_needs() -> None:
@@ -77,7 +76,7 @@ def test_every_trial_is_there_once_with_what_it_needs() -> None:
 def test_a_class_has_one_name_and_trials_of_another_study_are_marked() -> None:
     spelled = TrialConfig(target_modules=("q_proj", "k_proj", "v_proj", "o_proj"))
     mark = Carried(study="narrow", identity="i", number=7)
-    other = fits(1, 9_000.0, spelled).model_copy(update={"carried": mark})
+    other = changed(fits(1, 9_000.0, spelled), carried=mark)
     study = snapshot([fits(0, 8_000.0), other])
     first, second = of(study, "class")
     assert first == second
@@ -142,8 +141,7 @@ def test_a_view_is_the_front_of_its_two_columns_within_its_class() -> None:
         fits(1, 9_000.0, FAST, trainable_parameters=10),
         fits(2, 5_000.0, TrialConfig(micro_batch_size=8, lora_rank=64), trainable_parameters=40),
     ]
-    searched = {"lora_rank": (16, 64), "micro_batch_size": (8, 10), "checkpoint_fraction": (0, 1)}
-    dimensions = {key: {"choices": values} for key, values in searched.items()}
+    dimensions = {"lora_rank": (16, 64), "micro_batch_size": (8, 10), "checkpoint_fraction": (0, 1)}
     about = definition(space={"fixed": {}, "dimensions": dimensions})
     views = section_of(front_of, snapshot(trials, definition=about)).views
     assert set(views["tokens_per_second|trainable_parameters|"]) == {1, 2}
@@ -199,10 +197,10 @@ def test_a_cell_never_takes_a_bound_for_a_need(
 
 def test_a_cell_without_a_trial_has_its_prediction() -> None:
     # At each micro-batch and length one was tried, and nothing else as the fastest.
-    long = LEAN.model_copy(update={"micro_batch_size": 4, "seq_len": 1024})
+    long = changed(LEAN, micro_batch_size=4, seq_len=1024)
     untried = {
-        LEAN.model_copy(update={"micro_batch_size": 4}): MemoryForecast(12 * GIB, {}, "yes"),
-        LEAN.model_copy(update={"seq_len": 1024}): MemoryForecast(12 * GIB, {}, "no"),
+        changed(LEAN, micro_batch_size=4): MemoryForecast(12 * GIB, {}, "yes"),
+        changed(LEAN, seq_len=1024): MemoryForecast(12 * GIB, {}, "no"),
     }
     study = snapshot([fits(0, 9_000.0, LEAN), fits(1, 8_000.0, long)], memory_forecasts=untried)
     expected = [(text, kind == "expected") for kind, text, *_ in _cells(study)]
@@ -243,10 +241,7 @@ def test_errors_of_predictions_have_their_median_and_their_worst() -> None:
 
 def test_a_pause_is_cut_out_and_a_start_that_is_no_time_breaks_nothing() -> None:
     starts = ("2025-03-01T09:30:00+00:00", "yesterday", None, "2025-03-03T09:30:00+00:00")
-    records = [
-        fits(n, 8_000.0 + n).model_copy(update={"started_at": start})
-        for n, start in enumerate(starts)
-    ]
+    records = [changed(fits(n, 8_000.0 + n), started_at=start) for n, start in enumerate(starts)]
     (pause,) = section_of(trust_of, snapshot(records)).figures[-1].figure.layout.xaxis.rangebreaks
     assert [end[:16] for end in pause.bounds] == ["2025-03-01T09:30", "2025-03-03T09:30"]
 

@@ -21,6 +21,7 @@ from qlora_sweep.sweep.export.record import record_of
 from qlora_sweep.sweep.planning.evidence import with_target_speeds
 from qlora_sweep.sweep.predict.speed.predictor import StepTimes
 from tests.reports.synthetic import definition, measurement, snapshot
+from tests.storage.builders import changed
 
 MODEL = load_model_spec("mistral-7b-v0.3")
 VALUES = {
@@ -48,8 +49,7 @@ def a_trial(number: int, config: TrialConfig, host: float, gib: float) -> TrialR
 
 
 def a_study(*records: TrialRecord, emulated_on: str | None = "NVIDIA H200") -> StudySnapshot:
-    dimensions = {key: {"choices": list(values)} for key, values in VALUES.items()}
-    about = definition(space={"dimensions": dimensions, "fixed": {}}, emulated_on=emulated_on)
+    about = definition(space={"dimensions": VALUES, "fixed": {}}, emulated_on=emulated_on)
     model = {"model": MODEL.to_json(), "model_fingerprint": MODEL.fingerprint}
     found = snapshot(records, definition=about.model_copy(update=model))
     return with_target_speeds(found)
@@ -61,7 +61,6 @@ def is_told_alike(study: StudySnapshot) -> None:
     document = document_of(view)
     winner = view.winner
     columns = document.columns
-    assert winner is not None
     told = json.loads(json.dumps(view.document()))
     speed = told["target_tokens_per_second"]
     assert told["best"]["number"] == winner.number == record_of(study).number
@@ -75,7 +74,6 @@ def is_told_alike(study: StudySnapshot) -> None:
     assert order[row] == min(place for place in order if place is not None) == 1
 
     front = front_of(document)
-    assert front is not None
     assert (front.x, front.y) == (MEMORY, document.speed_key)
     on_front = front.views[f"{front.y}|{front.x}|{front.chosen}"]
     assert winner.number in on_front
@@ -104,5 +102,5 @@ def test_every_place_tells_the_same_winner(seed: int, emulated_on: str | None) -
     lost = [n for n in range(1, 14) if chance.random() < 0.2]
     for number in lost:
         ran_out = OutOfMemory(stage="forward")
-        records[number] = records[number].model_copy(update={"outcome": ran_out})
+        records[number] = changed(records[number], outcome=ran_out)
     is_told_alike(replace(a_study(*records, emulated_on=emulated_on), name=f"seed-{seed}"))

@@ -14,7 +14,7 @@ from qlora_sweep.search_spaces.gpus import GIB
 from qlora_sweep.search_spaces.prices import Offer, load_prices
 from qlora_sweep.storage.definition import StudySnapshot, TargetSpeed
 from qlora_sweep.storage.records import OutOfMemory, PredictedOutOfMemory, TrialRecord, Verdict
-from tests.storage.builders import a_definition, a_record, confirmed, fits
+from tests.storage.builders import a_definition, a_record, changed, confirmed, fits
 
 OOM = OutOfMemory(stage="backward")
 
@@ -78,7 +78,7 @@ def test_an_unknown_value_is_null() -> None:
     assert found["target_tokens_per_second"] == unsure
 
 
-CLASSES = {"dimensions": {"lora_rank": {"choices": [16, 64]}, "seq_len": {"choices": [64, 512]}}}
+CLASSES = {"dimensions": {"lora_rank": [16, 64], "seq_len": [64, 512]}}
 
 
 def test_a_winner_of_another_class_has_no_gain_and_the_fastest_of_the_baselines_has() -> None:
@@ -87,7 +87,7 @@ def test_a_winner_of_another_class_has_no_gain_and_the_fastest_of_the_baselines_
         return TrialRecord(number=number, config=config, outcome=fits(speed))
 
     found = document(
-        of_rank(0, 64, 100.0).model_copy(update={"is_baseline": True}),
+        changed(of_rank(0, 64, 100.0), is_baseline=True),
         of_rank(1, 16, 400.0, seq_len=64),
         of_rank(2, 64, 150.0, seq_len=64),
         is_confirmed=True,
@@ -103,8 +103,8 @@ def test_a_winner_of_another_class_has_no_gain_and_the_fastest_of_the_baselines_
 
 def test_the_speed_on_the_target_is_predicted_where_another_gpu_stood_in() -> None:
     about = a_definition()
-    target = about.target.model_copy(update={"emulated_on": "NVIDIA H200"})
-    about = about.model_copy(update={"target": target})
+    target = changed(about.target, emulated_on="NVIDIA H200")
+    about = changed(about, target=target)
     offer = load_prices()["a10"][0]
     bare = StudySnapshot("study", about, {}, (a_record(0, fits(100.0)),), offer=offer)
     found = view_of(bare).document()

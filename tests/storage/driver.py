@@ -47,7 +47,6 @@ class Started:
 
     @property
     def pid(self) -> int:
-        assert self._process.pid is not None
         return self._process.pid
 
     def is_running(self) -> bool:

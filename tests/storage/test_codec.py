@@ -35,7 +35,7 @@ from qlora_sweep.storage.records import (
     RunKind,
     TimedOut,
 )
-from tests.storage.builders import BUDGET, a_definition, a_measurement, a_record, fits
+from tests.storage.builders import BUDGET, a_definition, a_measurement, a_record, changed, fits
 
 ALL: tuple[Objective, ...] = ("tokens_per_second", "peak_memory", "trainable_parameters")
 SPEED = ALL[:1]
@@ -131,7 +131,7 @@ INTERRUPTED: Outcome = Lost(detail="somebody asked", is_interrupted=True)
 def test_a_ledger_counts_a_late_or_repeated_record_once() -> None:
     late = a_record(0, fits(), batch=1)
     again = a_record(2, batch=1, purpose="confirm", series=1)
-    ledger = TrialLedger([late.model_copy(update={"outcome": CRASH}), a_record(1, CRASH, batch=2)])
+    ledger = TrialLedger([changed(late, outcome=CRASH), a_record(1, CRASH, batch=2)])
     assert len(ledger.to_retry()) == 2
     for record in (late, again, again):
         ledger.add(record)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import stat
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -98,15 +97,6 @@ def test_the_users_own_output_follows_links_and_the_umask(
     files.write_output(path, b"second")
     assert (mode(target), target.read_bytes()) == (0o640, b"second")
     assert sorted(os.listdir(tmp_path)) == ["link", "target"]
-    # A pipe that the user named is written to and stays a pipe.
-    target.unlink()
-    os.mkfifo(target)
-    read = list[bytes]()
-    reader = threading.Thread(target=lambda: read.append(target.read_bytes()), daemon=True)
-    reader.start()
-    files.write_output(path, b"text")
-    reader.join(timeout=10)
-    assert (read, target.is_fifo()) == ([b"text"], True)
 
 
 def test_files_that_killed_writers_left_are_deleted_and_no_others(tmp_path: Path) -> None:

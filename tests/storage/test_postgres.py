@@ -20,7 +20,7 @@ from qlora_sweep.search_spaces.errors import EnvironmentFault
 from qlora_sweep.storage import database
 from qlora_sweep.storage.definition import StudySnapshot
 from qlora_sweep.storage.lease import this_driver
-from qlora_sweep.storage.reading import list_studies, read_study
+from qlora_sweep.storage.reading import list_studies
 from qlora_sweep.storage.study import OpenStudy
 from tests.storage import driver, postgres
 from tests.storage.builders import (
@@ -28,6 +28,7 @@ from tests.storage.builders import (
     a_record,
     begun,
     open_it,
+    read_it,
     run_one,
 )
 from tests.storage.pgbouncer import running_pooler
@@ -128,7 +129,7 @@ def test_ctrl_c_ends_each_wait_at_once(
     with open_it(url, home) as study:
         for wait in (
             lambda: run_one(study),
-            lambda: read_study("study", url=url, home=home),
+            lambda: read_it(url, home),
         ):
             with proxy.silent(), within(1.5):
                 soon(0.3, ctrl_c)
@@ -219,8 +220,8 @@ def test_a_study_is_driven_through_a_pooler_in_session_mode_by_one_driver(
         url = cluster.through(port, direct)
         with open_it(url, home) as study:
             told = run_one(study)
-            holder = read_study("study", url=url, home=home).holder
-            assert holder == read_study("study", url=direct, home=home).holder is not None
+            holder = read_it(url, home).holder
+            assert holder == read_it(direct, home).holder is not None
             for way in (url, direct):
                 with pytest.raises(EnvironmentFault, match="is driven by"):
                     open_it(way, home)
@@ -250,7 +251,7 @@ def test_an_unfit_pooler_is_refused_before_anything_is_created(
             # A study can be read through it.
             with open_it(direct, home) as study:
                 told = run_one(study)
-                snapshot = read_study("study", url=url, home=home)
+                snapshot = read_it(url, home)
             assert snapshot.records == (told,)
             assert snapshot.holder is not None
 
@@ -326,7 +327,7 @@ def test_a_role_that_may_only_read_reads_and_is_told_what_it_lacks(
     with open_it(direct, home) as study:
         told = run_one(study)
         execute(direct, "GRANT SELECT ON ALL TABLES IN SCHEMA public TO reader")
-        snapshot = read_study("study", url=reader, home=home)
+        snapshot = read_it(reader, home)
         assert snapshot.records == (told,)
         # The driver is another role's, of which little is shown but its name.
         assert snapshot.holder is not None
@@ -337,7 +338,7 @@ def test_a_role_that_may_only_read_reads_and_is_told_what_it_lacks(
             open_it(reader, home, name=study_name)
     # So is a server that only reads.
     cluster.execute(f"ALTER DATABASE {name} SET default_transaction_read_only = on")
-    assert read_study("study", url=direct, home=home).records == (told,)
+    assert read_it(direct, home).records == (told,)
     with pytest.raises(EnvironmentFault, match=r"read-only.*primary"):
         open_it(direct, home, name="other")
     assert [line.name for line in list_studies(direct, home)] == ["study"]

@@ -48,6 +48,7 @@ from tests.storage.builders import (
     a_definition,
     a_measurement,
     a_record,
+    changed,
     confirmed,
     fits,
 )
@@ -61,7 +62,7 @@ FEW = {"step_seconds_ci95": None}
 
 def ranked(*records: TrialRecord, **space: Any) -> Ranking:
     """Rank by micro-batch sizes of 1 to 8, unless the space says otherwise."""
-    values = {"dimensions": {"micro_batch_size": {"choices": list(range(1, 9))}}} | space
+    values = {"dimensions": {"micro_batch_size": list(range(1, 9))}} | space
     return rank(records, a_definition(**values))
 
 
@@ -172,15 +173,15 @@ def test_ties_are_in_what_is_ranked_by(
 # The baseline, and classes of capacity
 
 CLASSES = {
-    "lora_rank": {"choices": [8, 16, 64, 128]},
-    "micro_batch_size": {"choices": [4, 8]},
-    "seq_len": {"choices": [512, 1024]},
-    "target_modules": {"choices": ["qv", "attention", ["q_proj", "v_proj"]]},
+    "lora_rank": [8, 16, 64, 128],
+    "micro_batch_size": [4, 8],
+    "seq_len": [512, 1024],
+    "target_modules": ["qv", "attention", ["q_proj", "v_proj"]],
 }
 
 
 def as_baseline(record: TrialRecord) -> TrialRecord:
-    return record.model_copy(update={"is_baseline": True})
+    return changed(record, is_baseline=True)
 
 
 def test_every_class_of_capacity_has_its_fastest_trial() -> None:
@@ -213,9 +214,9 @@ def test_every_class_of_capacity_has_its_fastest_trial() -> None:
 # Classes of numerics, where another GPU may stand in for the target
 
 NUMERICS = {
-    "micro_batch_size": {"choices": [4, 8]},
-    "compute_dtype": {"choices": ["bf16", "fp16", "fp8", "int8"]},
-    "quantization": {"choices": ["nf4"]},
+    "micro_batch_size": [4, 8],
+    "compute_dtype": ["bf16", "fp16", "fp8", "int8"],
+    "quantization": ["nf4"],
 }
 FOUR = (
     classed(0, at(100, 10, spread=0.01)),
@@ -242,8 +243,8 @@ def for_a_target(
     **space: Any,
 ) -> Ranking:
     definition = a_definition(**({"dimensions": NUMERICS} | space))
-    target = definition.target.model_copy(update={"emulated_on": emulated_on})
-    definition = definition.model_copy(update={"target": target})
+    target = changed(definition.target, emulated_on=emulated_on)
+    definition = changed(definition, target=target)
     return rank(records, definition, runs, target_speeds=speeds)
 
 
@@ -270,8 +271,6 @@ def test_a_gain_on_the_target_stands_beside_that_on_the_gpu_that_ran() -> None:
     assert gain.reason == "not_shown", "1.1 times, give or take 0.12"
     surer = {0: predicted(500.0, 0.3, own=0.01), 1: predicted(550.0, 0.3, own=0.01)}
     gain = for_a_target(*trials, speeds=surer).gain
-    assert gain.ratio is not None
-    assert gain.measured is not None
     assert gain.ratio.value == pytest.approx(1.1)
     # The error that both predictions have in common cancels.
     assert gain.ratio.high == pytest.approx(1.1 * math.exp(1.645 * math.hypot(0.01, 0.01)))
@@ -295,9 +294,7 @@ def test_8_bits_have_to_be_sure_to_gain_on_the_target(int8: TargetSpeed, is_chos
 def test_8_bits_have_to_be_sure_to_gain_where_the_gpu_itself_runs(speed: float, first: int) -> None:
     int8 = classed(3, at(speed, 10, spread=0.03), compute_dtype="int8")
     ranking = for_a_target(FOUR[1], int8, emulated_on=None)
-    assert ranking.winner is not None
     assert ranking.winner.number == first
-    assert ranking.other_numerics is not None
     # Runs in turns may tell.
     assert numbers(ranking.close) == ([3] if first == 1 else [])
 
@@ -305,7 +302,6 @@ def test_8_bits_have_to_be_sure_to_gain_where_the_gpu_itself_runs(speed: float, 
 def test_of_a_tie_the_plainer_is_recommended() -> None:
     def best(*records: TrialRecord) -> int:
         ranking = for_a_target(*records, emulated_on=None)
-        assert ranking.winner is not None
         return ranking.winner.number
 
     fp16 = classed(0, at(203, 10), compute_dtype="fp16", micro_batch_size=8)
@@ -313,10 +309,10 @@ def test_of_a_tie_the_plainer_is_recommended() -> None:
     less = classed(2, at(199.5, 8), micro_batch_size=4)
     assert best(fp16, bf16) == 1
     assert best(fp16, bf16, less) == 2
-    faster = fp16.model_copy(update={"outcome": at(206, 10)})
+    faster = changed(fp16, outcome=at(206, 10))
     assert best(faster, bf16) == 0, "more than a tie"
     # Beaten in memory by more than a tie, and no faster: it lies under the front.
-    assert best(fp16.model_copy(update={"outcome": at(203, 8)}), bf16) == 0
+    assert best(changed(fp16, outcome=at(203, 8)), bf16) == 0
     gave_back = classed(1, at(200, 8, allocator_retries=3), micro_batch_size=8)
     assert best(fp16, gave_back) == 0
 
@@ -338,15 +334,10 @@ def test_the_recommendation_is_of_the_class_nearest_to_the_standard_recipes() ->
 
 
 def ends(measured: Measurement | None) -> tuple[float, float]:
-    assert measured is not None
-    assert measured.step_seconds_ci95 is not None
     return measured.step_seconds_ci95
 
 
 def ends_of(ratio: Ratio | None) -> tuple[float, float]:
-    assert ratio is not None
-    assert ratio.low is not None
-    assert ratio.high is not None
     return ratio.low, ratio.high
 
 
@@ -433,7 +424,7 @@ def held_up_run(
     steps = np.sort(np.exp(luck + delays))
     measured = scaled(measured_of(run), run.measurement.step_seconds / float(np.median(steps)))
     interval = (float(steps[0]), float(steps[-1]))
-    measured = measured.model_copy(update={"step_seconds_ci95": interval})
+    measured = changed(measured, step_seconds_ci95=interval)
     outcome = Measured.model_construct(measurement=measured)
     changes = {"number": number, "config": CONFIGS[which], "outcome": outcome}
     return run.model_copy(update=changes)
@@ -478,7 +469,6 @@ def test_a_run_that_joins_later_is_paired_with_the_runs_beside_it() -> None:
         runs.add(SLOW, fits(speed), number=number + 500)
     known = Confirmations(tuple(sorted(runs.records, key=lambda r: r.number)))
     beside, before = known.ratio(FAST.config, SLOW.config), known.ratio(BASE.config, SLOW.config)
-    assert beside is not None
     assert beside.value == pytest.approx(100.5 / 80.5, rel=1e-3)
     assert before is None
     # They never ran in one round: all that drifted is in the interval of their speeds.
@@ -488,7 +478,7 @@ def test_a_run_that_joins_later_is_paired_with_the_runs_beside_it() -> None:
 
 def test_on_a_machine_that_got_slower_all_speeds_are_those_of_the_confirmation() -> None:
     third = trial(3, 205.0, spread=0.01)
-    stopped = trial(4, 413.0).model_copy(update={"outcome": pruned(413.0)})
+    stopped = changed(trial(4, 413.0), outcome=pruned(413.0))
     runs = Runs().runs(FAST, 104.0, 106.0, 105.0).runs(SLOW, 99.0, 100.0, 99.5)
     ranking = measured_again(*THREE, third, stopped, runs=runs)
     assert numbers(ranking.ranked) == [2, 1, 3, 0]
@@ -509,7 +499,6 @@ def test_speeds_are_those_of_the_newest_series_in_which_anything_ran_twice() -> 
     known = Confirmations(tuple(runs.runs(FAST, 152.0, series=2).records))
     assert known.series == known.newest == 2
     pooled = known.pooled(FAST.config)
-    assert pooled is not None
     assert pooled.tokens_per_second == pytest.approx(math.sqrt(150.0 * 152.0))
     # Running out in an earlier series still counts.
     lost = Runs().soak(FAST, OOM).runs(SLOW, 1.0, 1.0, series=2)
@@ -520,18 +509,18 @@ def test_speeds_are_those_of_the_newest_series_in_which_anything_ran_twice() -> 
 
 SPACE: dict[str, Any] = {
     "dimensions": {
-        "lora_rank": {"choices": [16, 64]},
-        "micro_batch_size": {"choices": [1, 2, 4]},
+        "lora_rank": [16, 64],
+        "micro_batch_size": [1, 2, 4],
     }
 }
 LARGER: dict[str, Any] = {
-    "dimensions": SPACE["dimensions"] | {"lora_rank": {"choices": [64, 128]}},
+    "dimensions": SPACE["dimensions"] | {"lora_rank": [64, 128]},
     "baseline": {"lora_rank": 16},
 }
 """The baseline is of a class that the space does not hold."""
 TWO = {"micro_batch_size": 2}
 BY_NAME = ["q_proj", "k_proj", "v_proj", "o_proj"]
-MODULES = {"dimensions": {"target_modules": {"choices": ["qv", BY_NAME]}}}
+MODULES = {"dimensions": {"target_modules": ["qv", BY_NAME]}}
 
 
 def searched(*found: tuple[Outcome, dict[str, Any]]) -> list[TrialRecord]:
@@ -569,7 +558,6 @@ def test_a_gain_is_over_the_baseline_within_an_interval(
     ends: tuple[float, float],
 ) -> None:
     ratio = gain_of((baseline, {}), (winner, config), space=space).ratio
-    assert ratio is not None
     assert ratio.value == pytest.approx(2.5)
     low, high = ends_of(ratio)
     assert ends[0] < low <= 2.5 <= high < ends[1]
@@ -600,7 +588,6 @@ def test_unless_both_were_measured_again_a_gain_is_that_of_the_search() -> None:
     bare = gain_of((fits(100.0), {}), (fits(250.0, **FEW), TWO), space=SPACE, again=())
     assert bare.ratio == Ratio(2.5, None, None)
     alone = gain_of((fits(100.0, spread=0.02), {}), space=SPACE, again=())
-    assert alone.ratio is not None
     assert alone.ratio.value == 1.0
     assert ends_of(alone.ratio) == (1.0, 1.0)
 

@@ -17,7 +17,7 @@ from qlora_sweep.search_spaces.models import load_model_spec
 from qlora_sweep.storage.definition import StudySnapshot
 from qlora_sweep.storage.directory import SPOOL
 from qlora_sweep.storage.ranking import rank_study
-from qlora_sweep.storage.reading import read_spooled_study, read_study
+from qlora_sweep.storage.reading import read_spooled_study
 from qlora_sweep.storage.records import Measured, Outcome, Verdict
 from qlora_sweep.storage.soundness import Soundness
 from qlora_sweep.sweep.running.wire import (
@@ -29,12 +29,14 @@ from qlora_sweep.sweep.running.wire import (
 from qlora_sweep.sweep.study.carrying import take_over
 from tests.storage.builders import (
     a_definition,
+    changed,
     open_it,
+    read_it,
 )
 from tests.storage.mutants import SPEED, mutants, sound
 
 MISTRAL = load_model_spec("mistral-7b-v0.3")
-DEFINITION = a_definition().model_copy(update={"model": MISTRAL.to_json()})
+DEFINITION = changed(a_definition(), model=MISTRAL.to_json())
 SOUNDNESS = Soundness.of(DEFINITION)
 NEIGHBOURS = (sound(0, 4), sound(1, 8))
 MUTANTS = mutants(sound(2, 1))
@@ -95,7 +97,6 @@ def test_an_outcome_that_was_never_validated_is_a_failure() -> None:
     for told in (None, [], {"verdict": "fits"}):
         assert SOUNDNESS.counted(TrialConfig(), told).verdict is Verdict.CRASHED
     record = sound(0, 4)
-    assert record.measurement is not None
     for key in ("tokens_per_second", "step_seconds", "peak_allocated_bytes", "final_loss"):
         for wrong in (float("nan"), float("inf"), -1, "many", None):
             measured = record.measurement.model_copy(update={key: wrong})
@@ -131,7 +132,7 @@ def test_the_sound_trials_of_a_spool_are_taken_over_and_the_others_are_named(
         with open_it(url, home, definition=DEFINITION) as study:
             take_over(study, source, is_valid=lambda _: True, warn=said.append)
             study.recover()
-    stored = read_study("study", url=url, home=home)
+    stored = read_it(url, home)
     assert stored.running == ()
     batches = [record.config.micro_batch_size for record in stored.records]
     assert {4, 8} <= set(batches)

@@ -18,8 +18,8 @@ import pytest
 from qlora_sweep.search_spaces.errors import EnvironmentFault, InputError
 from qlora_sweep.storage import database
 from qlora_sweep.storage.lease import FileLease, this_driver
-from qlora_sweep.storage.reading import list_studies, read_study
-from tests.storage.builders import DISTRIBUTIONS, a_record, begun, open_it, run_one
+from qlora_sweep.storage.reading import list_studies
+from tests.storage.builders import DISTRIBUTIONS, a_record, begun, open_it, read_it, run_one
 
 NOBODY = 65534
 
@@ -31,7 +31,7 @@ def test_reading_a_file_that_is_no_database_never_changes_it(
     home.mkdir()
     (home / "sweep.db").write_bytes(content)
     with pytest.raises((EnvironmentFault, InputError)):
-        read_study("study", url=url, home=home)
+        read_it(url, home)
     assert (home / "sweep.db").read_bytes() == content
     assert os.listdir(home) == ["sweep.db"]
 
@@ -67,7 +67,7 @@ def test_a_database_may_have_any_path(tmp_path: Path) -> None:
     home = tmp_path / "with space" / "per%20cent br{ace}s" / "hash# ünï"
     with open_it(f"sqlite:///{home}/sweep.db", home) as study:
         run_one(study)
-    assert len(read_study("study", url=f"sqlite:///{home}/sweep.db", home=home).records) == 1
+    assert len(read_it(f"sqlite:///{home}/sweep.db", home).records) == 1
     assert (home / "sweep.db").exists()
 
 
@@ -103,13 +103,13 @@ def test_a_study_in_a_read_only_directory_can_be_read_and_not_driven(public: Pat
         # Its owner lets others read what was made for the owner alone.
         path.chmod(0o755 if path.is_dir() else 0o644)
     with unwritable(public):
-        assert len(read_study("study", url=url, home=public).records) == 1
+        assert len(read_it(url, public).records) == 1
         with pytest.raises(EnvironmentFault, match=str(public)):
             open_it(url, public)
     # A lock that cannot be looked at is not taken for nobody's.
     (public / "sweep.db.study.lock").chmod(0o600)
     with unwritable(public):
-        holder = read_study("study", url=url, home=public).holder
+        holder = read_it(url, public).holder
     if os.geteuid() == 0:
         assert "Permission denied" in str(holder)
 

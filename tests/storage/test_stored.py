@@ -205,17 +205,6 @@ def test_studies_of_other_tools_are_not_listed(path: Path) -> None:
         the_study(path, "theirs")
 
 
-@pytest.mark.parametrize("name", ["../../x", "\x1b[31mred", "nul\x00", "x" * 400, ""])
-def test_a_study_whose_name_is_no_file_name_is_read_and_touches_no_file(
-    name: str, path: Path
-) -> None:
-    change(path, "UPDATE studies SET study_name = ? WHERE study_name = 'mine'", name)
-    first, _ = list_studies(f"sqlite:///{path}", path.parent)
-    assert isinstance(first, StudySnapshot)
-    assert (first.name, len(first.records), first.holder) == (name, 4, None)
-    assert sorted(p.name for p in path.parent.iterdir()) == ["sweep.db"]
-
-
 # Going on
 
 

@@ -31,9 +31,7 @@ DRAWS = 150
 
 @pytest.fixture(scope="module")
 def found() -> Lessons:
-    answer = lessons(survey(load_space("a10"), a_forecaster()), offers=[an_offer()])
-    assert answer is not None
-    return answer
+    return lessons(survey(load_space("a10"), a_forecaster()), offers=[an_offer()])
 
 
 def test_what_is_typed_measures_these_trials_and_no_others(found: Lessons) -> None:

@@ -80,7 +80,7 @@ def test_nobody_typed_the_effective_batch_so_it_is_one_that_all_gpus_can_make(gp
     typed = job({"data_parallel": gpus, "micro_batch_size": 5})
     assert typed["effective_batch_size"] % (5 * gpus) == 0
     # What a space searches of GPUs goes into it too.
-    either = a_space(dimensions={"data_parallel": {"choices": [1, gpus]}})
+    either = a_space(dimensions={"data_parallel": [1, gpus]})
     assert job({}, spaces=[either])["effective_batch_size"] % gpus == 0
 
 
@@ -161,10 +161,10 @@ def test_a_gpu_of_which_nothing_can_be_traced_says_why_and_is_not_too_small() ->
 
 SPACE = a_space(
     dimensions={
-        "micro_batch_size": {"choices": [1, 2, 3, 8, 16]},
-        "seq_len": {"choices": [512]},
-        "checkpoint_fraction": {"choices": [0.0, 0.3, 1.0]},
-        "lora_rank": {"choices": [8, 16, 64]},
+        "micro_batch_size": [1, 2, 3, 8, 16],
+        "seq_len": [512],
+        "checkpoint_fraction": [0.0, 0.3, 1.0],
+        "lora_rank": [8, 16, 64],
     }
 )
 SHORT = replace(MISTRAL, config={**MISTRAL.config, "max_position_embeddings": 4096})

@@ -39,6 +39,7 @@ from qlora_sweep.sweep.planning.survey import survey
 from qlora_sweep.sweep.predict.forecast import Evidence, Forecast, Forecaster
 from qlora_sweep.sweep.predict.memory.predictor import Fit
 from qlora_sweep.sweep.predict.memory.profiles import Untraceable
+from tests.storage.builders import changed
 from tests.sweep.imagined_memory import ImaginedMemory, ImaginedPredictor
 from tests.sweep.imagined_study import (
     MISTRAL,
@@ -54,7 +55,7 @@ A10 = find_gpu("a10")
 
 
 def choices(**dimensions: Any) -> dict[str, Any]:
-    return {"dimensions": {key: {"choices": list(values)} for key, values in dimensions.items()}}
+    return {"dimensions": dimensions}
 
 
 def planned(space: SearchSpace, forecaster: Forecaster) -> GpuPlan:
@@ -204,7 +205,7 @@ class UnsureOfCompiled(ImaginedPredictor):
     """Compiled layers keep half as much, and their peak is known within 10 % only."""
 
     def predict(self, config: TrialConfig) -> Any:
-        memory = super().predict(config.model_copy(update={"compile": False}))
+        memory = super().predict(changed(config, compile=False))
         if not config.compile:
             return memory
         self.asked.append(config)
@@ -498,7 +499,7 @@ def test_a_plan_is_no_surer_than_the_studys_trials_allow(share: float, fit: Fit)
     measured = a_record(0, TrialConfig(micro_batch_size=4))
     peak = int(measured.measurement.peak_allocated_bytes / share)
     predicted = PredictionRecord(peak_allocated_bytes=peak, peak_reserved_bytes=peak)
-    evidence = shown_by(measured.model_copy(update={"prediction": predicted}))
+    evidence = shown_by(changed(measured, prediction=predicted))
     assert a_forecaster(evidence=evidence).expect(TrialConfig(micro_batch_size=34)).fit is fit
 
 

@@ -37,6 +37,7 @@ from qlora_sweep.sweep.predict.memory.prediction import Fit
 from qlora_sweep.sweep.predict.on_dataset import ShapesOnDataset
 from tests.reports import synthetic
 from tests.reports.synthetic import definition, fits, snapshot
+from tests.storage.builders import changed
 from tests.sweep.imagined_memory import ImaginedPredictor
 from tests.sweep.imagined_study import MISTRAL, a_snapshot
 from tests.sweep.planning.imagined import an_offer
@@ -64,14 +65,13 @@ def a_forecaster(rows: Any = ROWS, **changes: Any) -> Forecaster:
 
 def test_a_cell_is_the_fastest_of_its_size_though_larger_batches_may_be_slower() -> None:
     """They pad more, so that no structure is done with for what it is at its largest."""
-    values = {
+    dimensions = {
         "micro_batch_size": (1, 2, 4, 8, 16, 32),
         "seq_len": (128, 512),
         "packing": ["none", "grouped", "packed"],
         "kernels": ["hf", "liger"],
         "checkpoint_fraction": [0.0, 1.0],
     }
-    dimensions = {key: {"choices": known} for key, known in values.items()}
     space = SearchSpace.model_validate({"name": "mine", "dimensions": dimensions})
     rows = np.random.default_rng(0).lognormal(np.log(200), 0.8, 100).astype(np.int64) + 2
     forecaster = a_forecaster(rows)
@@ -134,7 +134,7 @@ def summary(fingerprint: str | None) -> Any:
 
 def study_of(fingerprint: str | None) -> StudySnapshot:
     known = a_snapshot()
-    about = known.definition.model_copy(update={"texts": summary(fingerprint)})
+    about = changed(known.definition, texts=summary(fingerprint))
     return replace(known, definition=about)
 
 
@@ -144,7 +144,7 @@ MODEL = load_model_spec("mistral-7b-v0.3")
 
 
 def study(*records: TrialRecord, **target: object) -> StudySnapshot:
-    definition = synthetic.definition(**target).model_copy(update={"model": MODEL.to_json()})
+    definition = changed(synthetic.definition(**target), model=MODEL.to_json())
     return with_target_speeds(synthetic.snapshot(records, definition=definition))
 
 

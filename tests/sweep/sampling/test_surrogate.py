@@ -14,13 +14,8 @@ from qlora_sweep.sweep.sampling.surrogate import (
     SpeedSurrogate,
     chance_to_fit,
     expected_improvement,
-    most_telling,
 )
 from tests.sweep.simulated_device import OneFactor
-
-
-def speeds(count: int) -> Array:
-    return np.random.default_rng(0).random(count)
 
 
 def test_the_expected_gain_is_that_of_draws_from_the_distribution() -> None:
@@ -29,20 +24,6 @@ def test_the_expected_gain_is_that_of_draws_from_the_distribution() -> None:
     gains, chances = expected_improvement(speed, np.array([0.5, 1.0, 0.9]))
     assert gains[0] == pytest.approx(np.maximum(draws - 1, 0).mean(), rel=0.01)
     assert chances[0] == pytest.approx((draws > 1).mean(), rel=0.01)
-
-
-@pytest.mark.parametrize("count", [0, 1, 64, 65, 1000])
-def test_the_best_and_the_newest_trials_are_learned_from(count: int) -> None:
-    trials = speeds(count)
-    kept = most_telling(trials, most=64)
-    assert kept == sorted(set(kept))
-    assert len(kept) == min(count, 64)
-    assert {*range(max(0, count - 16), count)} <= {*kept}
-    if count:
-        assert int(trials.argmax()) in kept
-    # One trial more changes little, and trials that reached nothing teach as well.
-    assert len({*kept} & {*most_telling(trials[:-1], most=64)}) >= min(count, 64) - 4
-    assert len(most_telling(np.full(count, -np.inf), most=64)) == min(count, 64)
 
 
 # Speed

@@ -18,13 +18,13 @@ from qlora_sweep.storage.study import OpenStudy, open_study
 from qlora_sweep.sweep.running.replay import ReplayRunner
 from qlora_sweep.sweep.sampling.samplers import make_sampler
 from qlora_sweep.sweep.study.carrying import carry_over, holding, refuse_incomparable
-from tests.storage.builders import confirmed
+from tests.storage.builders import changed, confirmed
 from tests.sweep.simulated_device import BUDGET, a_definition, a_record, a_space, train
 from tests.sweep.study.driven import a_forecaster, drive
 from tests.sweep.terminal.test_summary import a_snapshot
 
 WIDER = {
-    "dimensions": {**a_space().model_dump()["dimensions"], "lora_rank": {"choices": [8, 16]}},
+    "dimensions": {**a_space().model_dump()["dimensions"], "lora_rank": [8, 16]},
     "fixed": {"target_modules": "attention"},
 }
 
@@ -157,8 +157,8 @@ def test_of_a_configuration_that_ran_twice_the_last_trial_holds() -> None:
 
 def test_what_did_not_hold_when_measured_again_is_left_behind() -> None:
     fit = a_record(TrialConfig(micro_batch_size=8), number=0)
-    soaked = confirmed(fit)[-1].model_copy(update={"outcome": RAN_OUT})
-    other = FITS.model_copy(update={"number": 1})
+    soaked = changed(confirmed(fit)[-1], outcome=RAN_OUT)
+    other = changed(FITS, number=1)
     source = replace(a_snapshot(fit, other), confirmations=(soaked,))
     assert [r.number for r in holding(source, a_space())] == [1]
 

@@ -25,28 +25,26 @@ from qlora_sweep.storage.records import (
 from qlora_sweep.storage.study import OpenStudy
 from qlora_sweep.sweep.running.replay import ReplayRunner
 from qlora_sweep.sweep.study.events import ConfirmationStarted, Event, StopReason, TrialFinished
-from tests.storage.builders import SOAKED
+from tests.storage.builders import SOAKED, changed
 from tests.sweep.simulated_device import a_measurement, a_study, at_speed, train
 from tests.sweep.study.driven import a_forecaster, a_grid, drive
 
 CONFIRM = {"seconds": 60.0, "repeats": 4, "soak_seconds": 15.0}
 SPACE: dict[str, Any] = {
-    "dimensions": {"micro_batch_size": {"choices": [4, 8, 10]}},
+    "dimensions": {"micro_batch_size": [4, 8, 10]},
     "fixed": {"kernels": "liger", "lora_rank": 16, "target_modules": "attention"},
     "trials": 10,
     "confirm": CONFIRM,
 }
 RANKS: dict[str, Any] = SPACE | {
-    "dimensions": {"lora_rank": {"choices": [8, 16]}, "micro_batch_size": {"choices": [4, 8]}},
+    "dimensions": {"lora_rank": [8, 16], "micro_batch_size": [4, 8]},
     "fixed": {"kernels": "liger", "target_modules": "attention"},
     "baseline": {"lora_rank": 16, "micro_batch_size": 4},
 }
-LARGER = RANKS | {
-    "dimensions": {"lora_rank": {"choices": [8]}, "micro_batch_size": {"choices": [10]}}
-}
+LARGER = RANKS | {"dimensions": {"lora_rank": [8], "micro_batch_size": [10]}}
 """A space that has nothing of its baseline's class."""
 OF_64 = RANKS | {
-    "dimensions": {"lora_rank": {"choices": [8, 64]}, "micro_batch_size": {"choices": [4, 8]}},
+    "dimensions": {"lora_rank": [8, 64], "micro_batch_size": [4, 8]},
     "baseline": {"lora_rank": 64, "micro_batch_size": 4},
 }
 """Its baseline is of another class than is recommended from."""
@@ -148,11 +146,12 @@ class Killed(BaseException):
     """The driver is gone from one moment to the next."""
 
 
-@pytest.mark.parametrize("moment", range(1, 6))
 @pytest.mark.parametrize(
-    ("space", "device", "searched", "runs"),
-    [(SPACE, train, 3, [10, 8, 8, 10]), (LARGER, by_size, 2, [10, 4, 4, 10])],
-    ids=["baseline", "recipe"],
+    ("space", "device", "searched", "runs", "moment"),
+    [
+        *((SPACE, train, 3, [10, 8, 8, 10], moment) for moment in range(1, 6)),
+        (LARGER, by_size, 2, [10, 4, 4, 10], 3),
+    ],
 )
 def test_killed_in_any_run_it_goes_on_and_repeats_nothing(
     tmp_path: Path, space: Any, device: Answer, searched: int, runs: list[int], moment: int
@@ -211,7 +210,7 @@ def test_what_is_a_tie_even_at_its_best_is_not_measured_again(
         return at_speed(config, 10_001.0 if is_best else 10_000.0, spread=0.1 * is_best or spread)
 
     changes = {"repeats": 2, "soak_seconds": 0.0}
-    baseline, choices = {"micro_batch_size": 4, "kernels": "hf"}, {"choices": [8, 10]}
+    baseline, choices = {"micro_batch_size": 4, "kernels": "hf"}, [8, 10]
     dimensions = {"micro_batch_size": choices}
     _, order, _ = confirmed(
         tmp_path, gpu, baseline=baseline, dimensions=dimensions, confirm=CONFIRM | changes
@@ -233,7 +232,7 @@ def test_what_was_begun_before_the_budget_was_spent_runs_twice(tmp_path: Path) -
     gpu = by_batch(speeds | {2: itertools.repeat(100.0)}, spread=0.021)
     run_seconds = 1.0 + 12 * 4 * 512 / 10_000.0
     space = {
-        "dimensions": {"micro_batch_size": {"choices": [4, 6, 8]}},
+        "dimensions": {"micro_batch_size": [4, 6, 8]},
         "baseline": {"micro_batch_size": 2},
         "confirm": CONFIRM | {"seconds": 1.1 * run_seconds, "soak_seconds": 0.0},
     }
@@ -274,7 +273,7 @@ def test_what_runs_out_in_its_soak_loses_and_what_is_larger_is_not_tried(tmp_pat
         is_large = config.micro_batch_size == 10
         return OutOfMemory(stage="backward") if is_large else soaking(config)
 
-    runner, larger = a_runner(soak=tight), RECIPE.model_copy(update={"micro_batch_size": 12})
+    runner, larger = a_runner(soak=tight), changed(RECIPE, micro_batch_size=12)
     # Known to a study that is resumed, too.
     for forecaster in (a_forecaster(), a_forecaster()):
         with a_grid(tmp_path, **(SPACE | {"fixed": LARGER["fixed"] | {"lora_rank": 8}})) as study:
@@ -349,7 +348,7 @@ def test_a_baseline_that_outruns_the_winner_becomes_a_trial_and_wins(tmp_path: P
         return at_speed(config, 9_000.0 if config.micro_batch_size == 4 else 5_000.0)
 
     space = LARGER | {
-        "dimensions": {"lora_rank": {"choices": [8]}, "micro_batch_size": {"choices": [4, 8, 10]}},
+        "dimensions": {"lora_rank": [8], "micro_batch_size": [4, 8, 10]},
         "trials": 2,
     }
     with a_grid(tmp_path, **space) as study:
@@ -396,7 +395,7 @@ def test_a_slower_machine_measures_few_again(tmp_path: Path, objectives: list[st
         speed = 1_000.0 * config.micro_batch_size + 5_000.0 - config.lora_rank
         return at_speed(config, speed * (1.0 if ran[config] == 1 else 0.5))
 
-    space = {"micro_batch_size": {"choices": list(range(1, 13))}}
+    space = {"micro_batch_size": list(range(1, 13))}
     both = ["tokens_per_second", *objectives]
     confirmed(tmp_path, slowing, dimensions=space, objectives=both, trials=12)
     again = Counter({config: runs - 1 for config, runs in ran.items() if runs > 1})

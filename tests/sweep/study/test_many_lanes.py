@@ -40,6 +40,7 @@ from qlora_sweep.sweep.study.events import (
 )
 from qlora_sweep.sweep.study.prepared import prepare, prepare_again
 from qlora_sweep.sweep.study.stopping import FAILURES_IN_A_ROW, Stopping
+from tests.storage.builders import changed
 from tests.sweep.imagined_memory import ImaginedPredictor
 from tests.sweep.simulated_device import at_speed, train
 from tests.sweep.study.driven import (
@@ -56,8 +57,8 @@ from tests.sweep.study.test_session import a_gpu, run, small_a10
 
 EIGHT = {
     "dimensions": {
-        "micro_batch_size": {"choices": [1, 2, 4, 8]},
-        "checkpoint_fraction": {"choices": [0.5, 1.0]},
+        "micro_batch_size": [1, 2, 4, 8],
+        "checkpoint_fraction": [0.5, 1.0],
     },
     "fixed": {},
     "confirm": None,
@@ -209,7 +210,7 @@ def test_what_ends_beside_a_trial_is_what_it_has_to_beat_from_then_on(tmp_path: 
 
     quick = ReplayRunner(otherwise=by_batch)
     slow = ReplayRunner(otherwise=by_batch, pause=lambda: baseline_ended.wait(WAIT_SECONDS))
-    dimensions = {"micro_batch_size": {"choices": [1, 8]}}
+    dimensions = {"micro_batch_size": [1, 8]}
     with eight(tmp_path, dimensions=dimensions, trials=2) as study:
         where = Lanes([Lane(quick, name="GPU 0"), Lane(slow, name="GPU 1")])
         drive(study, where, on_event=on_event)
@@ -251,7 +252,7 @@ def test_a_gpu_that_a_neighbour_had_for_a_moment_is_not_lost(tmp_path: Path, cou
         outcome = by_batch(config)
         if runs[0] > 1 or not isinstance(outcome, Measured):
             return outcome
-        flagged = outcome.measurement.model_copy(update={"flags": (NEIGHBOUR,)})
+        flagged = changed(outcome.measurement, flags=(NEIGHBOUR,))
         return Measured(measurement=flagged)
 
     events: list[Event] = []
@@ -312,8 +313,8 @@ DOLLARS = 1000.0
 def driven(
     study: OpenStudy, runner: Any, clock: StandingClock, *, is_anew: bool = False
 ) -> StopReason:
-    space = study.definition.space.model_copy(update={"max_dollars": DOLLARS})
-    study.definition = study.definition.model_copy(update={"space": space})
+    space = changed(study.definition.space, max_dollars=DOLLARS)
+    study.definition = changed(study.definition, space=space)
     stopping = Stopping(space, usd_per_hour=A_DOLLAR_A_SECOND)
     return drive(study, runner, is_anew=is_anew, stopping=stopping, clock=clock)
 

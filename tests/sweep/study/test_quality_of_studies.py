@@ -17,13 +17,13 @@ from qlora_sweep.sweep.running.replay import ReplayRunner
 from qlora_sweep.sweep.running.runner import Observer, keep_going
 from qlora_sweep.sweep.running.wire import QualityCommand, TrialRequest
 from qlora_sweep.sweep.study.driver import default_tokens
-from tests.storage.builders import a_quality, an_epoch
+from tests.storage.builders import a_quality, an_epoch, changed
 from tests.sweep.simulated_device import a_measurement, a_record, at_speed
 from tests.sweep.study.driven import a_grid, drive
 
 CONFIRM = {"seconds": 60.0, "repeats": 2, "soak_seconds": 0.0}
 SPACE: dict[str, Any] = {
-    "dimensions": {"lora_rank": {"choices": [8, 16, 32, 64]}},
+    "dimensions": {"lora_rank": [8, 16, 32, 64]},
     "fixed": {"kernels": "liger", "target_modules": "attention", "micro_batch_size": 8},
     "objectives": ["tokens_per_second", "eval_loss"],
     "weights": "pretrained",
@@ -146,9 +146,9 @@ def test_a_loss_that_the_held_out_examples_do_not_tell_from_the_lowest_counts_as
         quality = record.measurement.quality
         spread = noise[0] + 0.35 * noise[record.config.lora_rank]
         losses = quality.eval_loss + spread - spread.mean()
-        changed = QualityReport.model_validate(quality.model_dump() | blocks(losses))
-        measured = record.measurement.model_copy(update={"quality": changed})
-        return record.model_copy(update={"outcome": Measured(measurement=measured)})
+        learned_now = QualityReport.model_validate(quality.model_dump() | blocks(losses))
+        measured = changed(record.measurement, quality=learned_now)
+        return changed(record, outcome=Measured(measurement=measured))
 
     _, ranking = searched
     records = [learned(r) if r.measurement else r for r in ranking.records]

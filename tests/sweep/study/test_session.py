@@ -42,6 +42,7 @@ from qlora_sweep.sweep.study.session import drive, supervised_runner
 from qlora_sweep.sweep.study.targets import check_budget, least_weight_bytes, resolve_target
 from qlora_sweep.sweep.terminal.driving import LocalGpus
 from qlora_sweep.sweep.terminal.options import settings
+from tests.storage.builders import changed
 from tests.sweep.imagined_memory import ImaginedPredictor
 from tests.sweep.simulated_device import a_measurement, a_space, train
 
@@ -172,7 +173,7 @@ def test_a_study_is_named_after_what_it_is_of(changes: dict[str, Any], name: str
 
 @pytest.mark.parametrize(("effective", "micro"), [(16, 4), (6, 3), (1, 1)])
 def test_the_baseline_goes_into_a_typed_effective_batch(effective: int, micro: int) -> None:
-    space = load_space("a10").model_copy(update={"baseline": {"micro_batch_size": 4}})
+    space = changed(load_space("a10"), baseline={"micro_batch_size": 4})
     baseline = with_fixed(space, {"effective_batch_size": effective}).baseline_config()  # type: ignore[union-attr]
     assert (baseline.micro_batch_size, baseline.effective_batch_size) == (micro, effective)
 
@@ -198,7 +199,7 @@ def test_how_the_winner_is_confirmed_can_be_typed() -> None:
     declared = prepared("a10").space.confirm
     longer = prepared("a10", confirm={"soak_seconds": 600.0})
     assert prepared("a10", confirm=False).space.confirm is None
-    assert longer.space.confirm == declared.model_copy(update={"soak_seconds": 600.0})
+    assert longer.space.confirm == changed(declared, soak_seconds=600.0)
     assert longer.name == "a10"
 
 
@@ -352,8 +353,8 @@ def test_the_worker_starts_while_the_space_is_traced_and_only_if_something_is_to
 def test_measuring_again_alone_traces_nothing_however_many_trials_are_left(url: str) -> None:
     run(prepared(trials=3, confirm=False), url, new_runner=small)
     stored, runner = read(url), NotingRunner()
-    more = stored.definition.space.model_copy(update={"trials": 9})
-    definition = stored.definition.model_copy(update={"space": more})
+    more = changed(stored.definition.space, trials=9)
+    definition = changed(stored.definition, space=more)
     what = again(replace(stored, definition=definition))
     run(what, url, is_anew=True, new_runner=lambda _: runner)
     assert runner.calls == ["close"]
@@ -491,8 +492,8 @@ def test_a_budget_smaller_than_the_model_is_refused_before_anything_is_loaded(
     small = Target(gpu="a10", device="cuda", budget_bytes=4 * GIB)
     with pytest.raises(InputError, match=rf"'llama-2-13b' needs at least {least}\d GiB.*4\.00"):
         check_budget(space, model, small)
-    either = a_space(dimensions={"quantization": {"choices": ["none", "nf4"]}}, fixed={})
-    check_budget(either, model, small.model_copy(update={"budget_bytes": 7 * GIB}))
+    either = a_space(dimensions={"quantization": ["none", "nf4"]}, fixed={})
+    check_budget(either, model, changed(small, budget_bytes=7 * GIB))
 
 
 def test_experts_that_are_one_tensor_take_two_bytes_a_weight() -> None:

@@ -17,7 +17,6 @@ from qlora_sweep.search_spaces.config import TrialConfig
 from qlora_sweep.search_spaces.errors import EnvironmentFault, InputError
 from qlora_sweep.search_spaces.gpus import GIB, find_gpu
 from qlora_sweep.storage.ranking import rank_study
-from qlora_sweep.storage.reading import read_study
 from qlora_sweep.storage.records import (
     Crashed,
     Lost,
@@ -45,6 +44,7 @@ from qlora_sweep.sweep.study.stopping import (
     price_of,
 )
 from qlora_sweep.sweep.terminal.summary import best_text, last_screen
+from tests.storage.builders import changed, read_it
 from tests.sweep.simulated_device import (
     BUDGET,
     MODEL,
@@ -115,7 +115,7 @@ def test_a_guided_study_ends_when_it_knows_and_says_what_is_left(tmp_path: Path)
     assert len(records) < 30
     found = max(r.measurement.tokens_per_second for r in records if r.measurement)
     assert found > 0.98 * best_speed(a_space())
-    snapshot = read_study("study", url=f"sqlite:///{tmp_path}/sweep.db", home=tmp_path)
+    snapshot = read_it(f"sqlite:///{tmp_path}/sweep.db", tmp_path)
     assert snapshot.ended["reason"] == "gain_spent"
     assert 0 <= snapshot.ended["most_promising"]["gain"] < 0.02
     assert json.loads(json.dumps(snapshot.ended)) == snapshot.ended
@@ -125,7 +125,7 @@ def test_a_guided_study_ends_when_it_knows_and_says_what_is_left(tmp_path: Path)
 
 
 TWO_RANKS: dict[str, Any] = {
-    "dimensions": SPACE["dimensions"] | {"lora_rank": {"choices": [8, 16]}},
+    "dimensions": SPACE["dimensions"] | {"lora_rank": [8, 16]},
     "fixed": {"target_modules": "attention"},
 }
 
@@ -149,7 +149,7 @@ def test_the_class_that_is_asked_for_is_searched_and_of_others_the_fastest_is_pr
     reason, study = run(tmp_path, two_ranks, SmallerIsFaster(), **TWO_RANKS)
     assert reason is StopReason.GAIN_SPENT
     assert not of_rank(study, 8)
-    found = read_study("study", url=f"sqlite:///{tmp_path}/sweep.db", home=tmp_path)
+    found = read_it(f"sqlite:///{tmp_path}/sweep.db", tmp_path)
     winner = rank_study(found).winner
     assert winner.config.lora_rank == 16
     assert tokens_per_second(winner.config) > 0.98 * best_speed(a_space())
@@ -165,10 +165,10 @@ def test_where_the_class_that_is_asked_for_does_not_fit_the_nearest_is_searched(
     tmp_path: Path,
 ) -> None:
     few = SPACE["dimensions"] | {
-        "micro_batch_size": {"choices": [4]},
-        "checkpoint_fraction": {"choices": [1.0]},
-        "seq_len": {"choices": [512]},
-        "lora_rank": {"choices": [8, 16]},
+        "micro_batch_size": [4],
+        "checkpoint_fraction": [1.0],
+        "seq_len": [512],
+        "lora_rank": [8, 16],
     }
 
     def never(config: TrialConfig) -> Outcome:
@@ -194,7 +194,7 @@ def test_nothing_more_is_owed_where_speed_is_not_asked_for(tmp_path: Path) -> No
 
 
 def test_a_space_of_one_point_is_tried_once(tmp_path: Path) -> None:
-    one = {"dimensions": {"micro_batch_size": {"choices": [4]}}, "fixed": {}}
+    one = {"dimensions": {"micro_batch_size": [4]}, "fixed": {}}
     reason, study = run(tmp_path, **one)
     assert reason is StopReason.EXHAUSTED
     # What is foreseen to be the fastest goes before the baseline.
@@ -207,7 +207,7 @@ def test_the_baseline_of_a_guided_search_is_measured_beside_the_winner_alone(
     _, study = run(tmp_path, confirm={"soak_seconds": 0})
     assert not any(record.is_baseline for record in study.records())
     assert sum(record.is_baseline for record in study.confirmations()) >= 2
-    found = read_study("study", url=f"sqlite:///{tmp_path}/sweep.db", home=tmp_path)
+    found = read_it(f"sqlite:///{tmp_path}/sweep.db", tmp_path)
     document, ranking = view_of(found).document(), rank_study(found)
     assert document["gain"]["over"]["baseline"]
     best, over = ranking.winner.config, ranking.baseline.config
@@ -230,7 +230,7 @@ def test_where_nothing_can_fit_a_verdict_says_so_and_the_search_ends(
 ) -> None:
     huge = {
         "confirm": confirm,
-        "dimensions": {"micro_batch_size": {"choices": [200, 400, 800]}},
+        "dimensions": {"micro_batch_size": [200, 400, 800]},
         "fixed": {"seq_len": 4096},
         "baseline": {"micro_batch_size": 300},
     }
@@ -329,9 +329,9 @@ OTHER = TrialConfig(micro_batch_size=8)
 RIVAL = Rival(config=CONFIG, tokens_per_second=1000.0, peak_allocated_bytes=10 * GIB)
 WARMING_UP = Progress(phase="warmup", step=6, tokens_per_second_high=1.0)
 SPREAD = {
-    "micro_batch_size": {"choices": [4, 8]},
-    "lora_rank": {"choices": [16, 64]},
-    "kernels": {"choices": ["hf", "liger"]},
+    "micro_batch_size": [4, 8],
+    "lora_rank": [16, 64],
+    "kernels": ["hf", "liger"],
 }
 
 
@@ -388,7 +388,7 @@ def test_rivals_are_the_trials_that_ran_to_the_end_within_the_budget() -> None:
 def test_another_class_stops_on_the_target_alone(emulated_on: str | None, count: int) -> None:
     fast = TrialConfig(kernels="fused-loss")
     rivals = Rivals(a_definition(emulated_on=emulated_on), [a_record(fast)])
-    assert len(rivals.of(fast.model_copy(update={"compute_dtype": "int8"}))) == count
+    assert len(rivals.of(changed(fast, compute_dtype="int8"))) == count
     assert len(rivals.of(fast)) == 1
 
 
@@ -400,9 +400,9 @@ def test_a_trial_that_later_ran_out_or_was_slower_when_measured_again_stops_no_m
         return is_hopeless(measuring(2_000.0), config=CONFIG, rivals=rivals.of(CONFIG))
 
     assert is_stopped()
-    rivals.learn([slow.model_copy(update={"number": 1})])
+    rivals.learn([changed(slow, number=1)])
     assert not is_stopped()
-    rivals.learn([fast.model_copy(update={"number": 2})])
+    rivals.learn([changed(fast, number=2)])
     assert is_stopped()
     rivals.learn([a_record(CONFIG, OutOfMemory(stage="forward"), number=3)])
     assert not is_stopped()
@@ -412,9 +412,9 @@ def test_a_trial_that_later_ran_out_or_was_slower_when_measured_again_stops_no_m
 
 BOTH: dict[str, Any] = {
     "dimensions": {
-        "micro_batch_size": {"choices": [1, 2, 4, 8, 10]},
-        "compute_dtype": {"choices": ["bf16", "int8"]},
-        "checkpoint_fraction": {"choices": [0.0, 0.5, 1.0]},
+        "micro_batch_size": [1, 2, 4, 8, 10],
+        "compute_dtype": ["bf16", "int8"],
+        "checkpoint_fraction": [0.0, 0.5, 1.0],
     },
     "fixed": {"lora_rank": 16, "target_modules": "attention", "kernels": "fused-loss"},
     "confirm": {"seconds": 5},
@@ -447,7 +447,7 @@ def study_of(home: Path) -> Any:
             fastest_of=partial(sampler.fastest_of, study.study),
         )
         drive(study, slower_in_int8, forecaster=forecaster, stopping=stopping)
-    return with_target_speeds(read_study("study", url=url, home=home))
+    return with_target_speeds(read_it(url, home))
 
 
 def test_int8_that_may_be_faster_on_the_target_is_tried_and_said_second(tmp_path: Path) -> None:

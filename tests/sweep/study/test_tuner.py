@@ -32,6 +32,7 @@ from qlora_sweep.sweep.study.events import (
     TrialProgress,
     TrialStarted,
 )
+from tests.storage.builders import changed
 from tests.sweep.simulated_device import (
     BUDGET,
     Exact,
@@ -45,7 +46,7 @@ from tests.sweep.study.driven import a_forecaster, a_grid, drive
 from tests.sweep.study.test_confirmation import SPACE, soaking
 
 BASELINE = a_space().baseline_config()
-TWO = {"dimensions": {"micro_batch_size": {"choices": [4, 8]}}, "fixed": {}}
+TWO = {"dimensions": {"micro_batch_size": [4, 8]}, "fixed": {}}
 
 
 def crashing(*configs: TrialConfig, times: int = 1000) -> Callable[[TrialConfig], Outcome]:
@@ -127,7 +128,7 @@ def test_a_guided_search_ends_where_rules_forbid_the_rest_and_repeats_nothing(
 ) -> None:
     forbidden = Violation("no-twos", "here")
     forecaster = a_forecaster(violation=lambda c: forbidden if c.micro_batch_size == 2 else None)
-    sizes = {"micro_batch_size": {"choices": [2, 4, 8]}}
+    sizes = {"micro_batch_size": [2, 4, 8]}
     with a_study(tmp_path, trials=6, stop_below_gain=0, dimensions=sizes, fixed={}) as study:
         space = study.definition.space
         study.study.sampler = make_sampler("guided", space, seed=0, forecaster=forecaster)
@@ -153,7 +154,7 @@ def test_a_study_that_goes_on_knows_what_ran_out_of_memory_before(tmp_path: Path
         ran_out = study.records()[0]
         drive(study, forecaster=forecaster)
     assert ran_out.verdict is Verdict.OOM
-    larger = ran_out.config.model_copy(update={"lora_rank": 64})
+    larger = changed(ran_out.config, lora_rank=64)
     assert forecaster.expect(larger).refusal is not None
 
 

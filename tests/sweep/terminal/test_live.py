@@ -28,7 +28,7 @@ from qlora_sweep.sweep.study.events import (
 from qlora_sweep.sweep.terminal.board import Board
 from qlora_sweep.sweep.terminal.drawing import rendered
 from qlora_sweep.sweep.terminal.live import STOPPING, PlainLines, panel, time_line, watching
-from tests.storage.builders import confirmed
+from tests.storage.builders import changed, confirmed
 from tests.sweep.simulated_device import a_definition, a_measurement, a_record
 from tests.sweep.terminal.screen import Screen
 
@@ -58,7 +58,7 @@ def finished(
     number: int, batch: int = 4, seconds: float | None = None, **changes: Any
 ) -> TrialFinished:
     record = a_record(TrialConfig(micro_batch_size=batch), number=number, **changes)
-    return TrialFinished(record=record.model_copy(update={"wall_seconds": seconds or 0.0}))
+    return TrialFinished(record=changed(record, wall_seconds=seconds or 0.0))
 
 
 def drawn(board: Board) -> str:
@@ -222,11 +222,11 @@ LONG_SPACE: dict[str, Any] = {
     "trials": 40,
     "fixed": {"target_modules": "all-linear"},
     "dimensions": {
-        "lora_rank": {"choices": [8, 64]},
-        "micro_batch_size": {"choices": [8, 10]},
-        "checkpoint_fraction": {"choices": [0.0, 1.0]},
-        "upcast_fp32": {"choices": [True, False]},
-        "kernels": {"choices": ["hf", "liger"]},
+        "lora_rank": [8, 64],
+        "micro_batch_size": [8, 10],
+        "checkpoint_fraction": [0.0, 1.0],
+        "upcast_fp32": [True, False],
+        "kernels": ["hf", "liger"],
     },
 }
 
