@@ -438,24 +438,11 @@ NEEDS_THE_ENGINE = pytest.mark.skipif(
 )
 
 
-def study_of_a_long_name() -> StudySnapshot:
-    study = recorded_study(str(SURFACES / "mistral-7b-v0.3_h200.jsonl"))
-    return replace(study, name="a10-lora_rank-16-attention-" * 9)
-
-
 @NEEDS_THE_ENGINE
-@pytest.mark.parametrize(
-    ("study", "figure"),
-    [
-        pytest.param(plausible_study, "slice", marks=pytest.mark.integration, id="usual"),
-        pytest.param(study_of_a_long_name, "front", id="long"),
-    ],
-)
-def test_no_text_of_a_picture_is_cut_or_overlaps_another(
-    study: Callable[[], StudySnapshot], figure: str, browser: Any, tmp_path: Path
-) -> None:
+def test_no_text_of_a_picture_is_cut_or_overlaps_another(browser: Any, tmp_path: Path) -> None:
     path = tmp_path / "picture.svg"
-    write_image(study(), path, figure=figure)
+    study = recorded_study(str(SURFACES / "mistral-7b-v0.3_h200.jsonl"))
+    write_image(replace(study, name="a10-lora_rank-16-attention-" * 9), path, figure="front")
     page = browser.new_page(viewport={"width": 1100, "height": 2000})
     page.goto(path.as_uri())
     found = page.locator("text").evaluate_all(BOXES)

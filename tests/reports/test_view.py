@@ -55,11 +55,8 @@ def test_the_document_has_its_promised_keys_and_numbers() -> None:
     assert best["number"] == 1
     assert best["config"]["micro_batch_size"] == 2
     assert best["measurement"]["tokens_per_second"] == pytest.approx(210.0)
-    assert best["tokens_per_second_ci95"] == pytest.approx([208.5, 211.5], abs=0.5)
     assert found["confirmed"] is True
     assert found["tied"] == [2]
-    assert found["confirmation"]["runs"] == 2
-    assert found["confirmation"]["seconds"] == 15.0
     gain = found["gain"]
     assert gain["ratio"] == pytest.approx(2.1)
     assert gain["low"] < gain["ratio"] < gain["high"]

@@ -43,7 +43,7 @@ ALIKE = ("study-3985819", "study-4420602")
 def is_short(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let nobody wait for long."""
     monkeypatch.setattr(database, "_ANSWER_SECONDS", ANSWER_SECONDS)
-    monkeypatch.setattr(database, "_RETRY_SECONDS", (0.2,))
+    monkeypatch.setattr(database, "_RETRY_SECONDS", ())
     monkeypatch.setitem(database._CONNECT, "connect_timeout", 2)
 
 
@@ -207,10 +207,8 @@ def test_studies_whose_names_have_one_checksum_are_driven_at_a_time(
 
 
 def tables(url: str) -> set[str]:
-    engine = sqlalchemy.create_engine(url.replace("postgresql", "postgresql+psycopg", 1))
-    names = set(sqlalchemy.inspect(engine).get_table_names())
-    engine.dispose()
-    return names
+    with postgres.connected(url) as connection:
+        return set(sqlalchemy.inspect(connection).get_table_names())
 
 
 def test_a_study_is_driven_through_a_pooler_in_session_mode_by_one_driver(
@@ -260,11 +258,9 @@ def test_an_unfit_pooler_is_refused_before_anything_is_created(
 
 
 def execute(url: str, *statements: str) -> None:
-    engine = sqlalchemy.create_engine(url.replace("postgresql", "postgresql+psycopg", 1))
-    with engine.begin() as connection:
+    with postgres.connected(url) as connection:
         for statement in statements:
             connection.exec_driver_sql(statement)
-    engine.dispose()
 
 
 def refused(url: str, home: Path, words: str) -> None:

@@ -599,20 +599,17 @@ def test_in_another_class_a_gain_is_over_the_recipe_in_that_class() -> None:
     assert searched_too.over.record.number == 2
     assert searched_too.ratio.value == pytest.approx(2.0)
 
-    def of_runs(rank_of_recipe: int, *outcomes: Outcome) -> RankedGain:
+    def of_runs(*speeds: float) -> RankedGain:
         records = searched(*trials)
-        config = {"lora_rank": rank_of_recipe}
-        run = {"config": config, "purpose": "confirm", "series": 1, "confirms": None}
-        runs = [
-            TrialRecord.model_validate({"number": 2000 + n, "outcome": outcome} | run)
-            for n, outcome in enumerate(outcomes)
-        ]
-        return rank(records, a_definition(**LARGER), (*confirmed(records[1]), *runs)).gain
+        recipe = Runs()
+        for speed in speeds:
+            values = {"number": 2000 + len(recipe.records), "confirms": None}
+            recipe.add(classed(2, fits(speed), lora_rank=64), fits(speed), **values)
+        runs = (*confirmed(records[1]), *recipe.records)
+        return rank(records, a_definition(**LARGER), runs).gain
 
-    assert of_runs(64, fits(150.0)).reason == "not_measured", "one run confirms nothing"
-    assert of_runs(32, fits(150.0), fits(150.0)).reason == "not_measured", "of a third class"
-    assert of_runs(64, OOM).reason == "did_not_fit"
-    gain = of_runs(64, fits(148.0), fits(152.0))
+    assert of_runs(150.0).reason == "not_measured", "one run confirms nothing"
+    gain = of_runs(148.0, 152.0)
     assert gain.over.config == TrialConfig(lora_rank=64)
     # Only one of its runs was beside the winner's.
     assert gain.ratio.value == pytest.approx(300 / 148, rel=0.001)

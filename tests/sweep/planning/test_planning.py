@@ -40,7 +40,7 @@ from qlora_sweep.sweep.predict.forecast import Evidence, Forecast, Forecaster
 from qlora_sweep.sweep.predict.memory.predictor import Fit
 from qlora_sweep.sweep.predict.memory.profiles import Untraceable
 from tests.storage.builders import changed
-from tests.sweep.imagined_memory import ImaginedMemory, ImaginedPredictor
+from tests.sweep.imagined_memory import ImaginedPredictor
 from tests.sweep.imagined_study import (
     MISTRAL,
     TRIALS,
@@ -48,7 +48,7 @@ from tests.sweep.imagined_study import (
     a_snapshot,
     a_space,
 )
-from tests.sweep.planning.imagined import a_forecaster, an_offer
+from tests.sweep.planning.imagined import Picky, a_forecaster, an_offer
 
 UNKNOWN = ModelSpec("mine", "directory", {**MISTRAL.config, "model_type": "mine"})
 A10 = find_gpu("a10")
@@ -123,21 +123,6 @@ def test_a_length_that_cannot_be_traced_leaves_the_others_in_the_table() -> None
     assert table.largest[2048].possible == 0
 
 
-class Picky(ImaginedPredictor):
-    """Cannot predict what has these kernels, nor rows of 2048 tokens and more if so told."""
-
-    def __init__(self, *, length: int = 10**9, **refused: InputError) -> None:
-        super().__init__()
-        self._length, self._refused = length, refused
-
-    def predict(self, config: TrialConfig) -> ImaginedMemory:
-        if config.seq_len >= self._length:
-            raise Untraceable("the mask decides")
-        if config.kernels in self._refused:
-            raise self._refused[config.kernels]
-        return super().predict(config)
-
-
 # A space
 
 
@@ -177,12 +162,6 @@ def test_a_survey_finds_what_asking_about_each_configuration_finds(budget_gib: f
         if cell.fit is not Fit.NO:
             best = max(f.tokens_per_second for f in alike if f.fit is cell.fit)
             assert cell.tokens_per_second == pytest.approx(best)
-    for length, largest in found.table.largest.items():
-        by_batch = {batch: found.table.cells[batch, length].fit for batch in (1, 4, 8, 16)}
-        sure = [batch for batch, fit in by_batch.items() if fit is Fit.YES]
-        possible = [batch for batch, fit in by_batch.items() if fit is not Fit.NO]
-        assert largest.sure == max(sure, default=0)
-        assert largest.possible == max(possible, default=0)
 
 
 def test_a_search_misses_no_length_that_something_fits_at() -> None:

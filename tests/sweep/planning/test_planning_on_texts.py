@@ -38,10 +38,9 @@ from qlora_sweep.sweep.predict.on_dataset import ShapesOnDataset
 from tests.reports import synthetic
 from tests.reports.synthetic import definition, fits, snapshot
 from tests.storage.builders import changed
-from tests.sweep.imagined_memory import ImaginedPredictor
 from tests.sweep.imagined_study import MISTRAL, a_snapshot
+from tests.sweep.planning import imagined
 from tests.sweep.planning.imagined import an_offer
-from tests.sweep.predict.forecasters import forecaster_on
 from tests.sweep.prepared_dataset import a_summary
 
 A10 = find_gpu("a10")
@@ -55,12 +54,7 @@ def shapes(rows: Any = ROWS) -> ShapesOnDataset:
 
 
 def a_forecaster(rows: Any = ROWS, **changes: Any) -> Forecaster:
-    values: dict[str, Any] = {
-        "model": MISTRAL,
-        "predictor": ImaginedPredictor(),
-        "shapes": shapes(rows),
-    }
-    return forecaster_on("a10", **(values | changes))
+    return imagined.a_forecaster(**({"shapes": shapes(rows)} | changes))
 
 
 def test_a_cell_is_the_fastest_of_its_size_though_larger_batches_may_be_slower() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,8 +13,7 @@ from qlora_sweep.search_spaces.models import load_model_spec
 from qlora_sweep.sweep.predict.forecast import Forecaster
 from qlora_sweep.sweep.predict.memory.prediction import Fit
 from qlora_sweep.sweep.predict.memory.profile_store import TracingChildren
-from qlora_sweep.sweep.predict.on_dataset import ShapesOnDataset
-from tests.sweep.imagined_memory import ImaginedPredictor
+from tests.sweep.planning.imagined import a_forecaster
 from tests.sweep.planning.questions import (
     QUESTIONS,
     WITHIN,
@@ -22,21 +22,12 @@ from tests.sweep.planning.questions import (
     forecaster_of,
 )
 from tests.sweep.planning.test_planning_on_texts import shapes
-from tests.sweep.predict.forecasters import forecaster_on
 
 LEAN = {"upcast_fp32": False, "kernels": "fused-loss", "expandable_segments": True}
 
 
-def imagining(
-    asked: Asked, *, budget_gib: float, on_dataset: ShapesOnDataset | None = None
-) -> Forecaster:
-    return forecaster_on(
-        asked.gpu,
-        load_model_spec(asked.model),
-        budget_bytes=int(budget_gib * 2**30),
-        predictor=ImaginedPredictor(),
-        shapes=on_dataset,
-    )
+def imagining(asked: Asked, **changes: Any) -> Forecaster:
+    return a_forecaster(gpu=asked.gpu, model=load_model_spec(asked.model), **changes)
 
 
 def is_right(asked: Asked, forecaster: Forecaster) -> None:
@@ -91,5 +82,5 @@ def test_of_a_dataset(seed: int) -> None:
     packing = {"packing": str(draw.choice(["none", "grouped", "packed"]))}
     is_right(
         Asked(asked.gpu, asked.model, asked.seq_len, packing),
-        imagining(asked, budget_gib=9, on_dataset=shapes(np.minimum(rows, asked.seq_len))),
+        imagining(asked, budget_gib=9, shapes=shapes(np.minimum(rows, asked.seq_len))),
     )

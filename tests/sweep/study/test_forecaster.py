@@ -23,6 +23,7 @@ from qlora_sweep.sweep.predict.memory.predictor import (
 )
 from qlora_sweep.sweep.predict.memory.profiles import Untraceable
 from tests.sweep.imagined_memory import imagined, one_by_one
+from tests.sweep.planning.imagined import Picky
 from tests.sweep.simulated_device import a_measurement, a_record
 from tests.sweep.study import driven
 
@@ -97,23 +98,10 @@ def test_compiled_and_eager_trials_are_calibrated_apart() -> None:
     assert forecaster.expect(batch(320, compile=True)).refusal is None
 
 
-class Faulty(TenthOfAGibibyte):
-    """Fails for some kernels."""
-
-    def __init__(self, **faults: Exception) -> None:
-        super().__init__()
-        self._faults = faults
-
-    def predict(self, config: TrialConfig) -> MemoryPrediction:
-        if config.kernels in self._faults:
-            raise self._faults[config.kernels]
-        return super().predict(config)
-
-
 @pytest.mark.parametrize("kind", [InputError, Untraceable, EnvironmentFault])
 def test_what_cannot_be_predicted_is_told_once(kind: type[SweepError]) -> None:
     warnings: list[str] = []
-    predictor = Faulty(liger=kind("module 'mamba'"))
+    predictor = Picky(liger=kind("module 'mamba'"))
     forecaster = a_forecaster(predictor=predictor, warn=warnings.append)
     for size in (300, 400):
         expected = forecaster.expect(batch(size, kernels="liger"))

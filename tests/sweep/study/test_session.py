@@ -16,7 +16,6 @@ from qlora_sweep.search_spaces.config import TrialConfig
 from qlora_sweep.search_spaces.errors import EnvironmentFault, InputError
 from qlora_sweep.search_spaces.gpus import GIB, find_gpu
 from qlora_sweep.search_spaces.kinds import EIGHT_BIT
-from qlora_sweep.search_spaces.loading import load_space, with_fixed
 from qlora_sweep.search_spaces.models import ModelSpec, load_model_spec
 from qlora_sweep.storage.definition import StudySnapshot, Target
 from qlora_sweep.storage.reading import list_studies, read_spooled_study, read_study
@@ -171,13 +170,6 @@ def test_a_study_is_named_after_what_it_is_of(changes: dict[str, Any], name: str
     assert prepared("a10", **changes).name == name
 
 
-@pytest.mark.parametrize(("effective", "micro"), [(16, 4), (6, 3), (1, 1)])
-def test_the_baseline_goes_into_a_typed_effective_batch(effective: int, micro: int) -> None:
-    space = changed(load_space("a10"), baseline={"micro_batch_size": 4})
-    baseline = with_fixed(space, {"effective_batch_size": effective}).baseline_config()  # type: ignore[union-attr]
-    assert (baseline.micro_batch_size, baseline.effective_batch_size) == (micro, effective)
-
-
 def test_where_all_settings_are_fixed_a_command_that_answers_is_named() -> None:
     """It is typed here, and asks about the configuration that was left."""
     held = {key: d.first for key, d in prepared("a10").space.dimensions.items()}
@@ -217,10 +209,6 @@ def test_a_preset_takes_the_attention_that_the_model_has(tmp_path: Path) -> None
     what = prepare(request, read_gpu=lambda: a_gpu("h200"))
     assert what.definition.space.values_of("attention") == ("eager",)
     assert any("eager" in note for note in what.notes)
-    typed = RunRequest(**dict(request) | {"held": {"attention": "flash_attention_2"}})
-    held = prepare(typed, read_gpu=lambda: a_gpu("h200"))
-    assert held.definition.space.values_of("attention") == ("flash_attention_2",)
-    assert held.notes == ()
 
 
 @pytest.mark.parametrize(

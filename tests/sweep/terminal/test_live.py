@@ -212,23 +212,12 @@ def test_what_runs_may_change_while_it_is_shown() -> None:
 
 LONG = TrialConfig(
     micro_batch_size=10,
-    lora_rank=64,
+    seq_len=1024,
     checkpoint_fraction=0.0,
     upcast_fp32=False,
     kernels="liger",
-    target_modules="all-linear",
+    optimizer="paged_adamw_8bit",
 )
-LONG_SPACE: dict[str, Any] = {
-    "trials": 40,
-    "fixed": {"target_modules": "all-linear"},
-    "dimensions": {
-        "lora_rank": [8, 64],
-        "micro_batch_size": [8, 10],
-        "checkpoint_fraction": [0.0, 1.0],
-        "upcast_fp32": [True, False],
-        "kernels": ["hf", "liger"],
-    },
-}
 
 
 @pytest.mark.parametrize("width", [80, 200])
@@ -238,7 +227,7 @@ def test_the_panel_redraws_itself_in_place_within_the_terminals_width(
     monkeypatch.setenv("COLUMNS", str(width))
     monkeypatch.setenv("TERM", "xterm-256color")
     screen, measured = Screen(width), Measured(measurement=a_measurement(LONG))
-    board = a_board(**LONG_SPACE)
+    board = a_board(trials=40)
     with watching(board, is_stopping=lambda: False, stream=screen) as listener:
         listener(started(0, config=LONG))
         first = screen.seen

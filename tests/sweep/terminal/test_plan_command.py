@@ -539,15 +539,15 @@ DECIDES_NOTHING = (
 
 
 def test_the_command_answers_with_json_alone_and_never_imports_torch() -> None:
-    typed = "plan --gpu a10 --model demo --exact --micro-batch-size 2 --seq-len 64 --rank 8"
-    command = [sys.executable, "-c", PROGRAM, *typed.split(), "--set", "upcast_fp32=false"]
-    done = subprocess.run([*command, "--json"], capture_output=True, text=True, check=True)
+    typed = "plan --gpu a10 --exact --model demo --micro-batch-size 2 --seq-len 64 --rank 8 --json"
+    command = [sys.executable, "-c", PROGRAM, *typed.split()]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
     # Nothing but how far it is, and that it goes on.
     progress = re.compile(r"\d+ of \d+ structures traced.*|predicting \(\d+ s\)")
     assert all(progress.fullmatch(line) for line in done.stderr.splitlines())
     document, (code, heavy, _) = map(json.loads, done.stdout.splitlines())
     assert (code, heavy) == (0, [])
-    asked = {"micro_batch_size": 2, "seq_len": 64, "lora_rank": 8, "upcast_fp32": False}
+    asked = {"micro_batch_size": 2, "seq_len": 64, "lora_rank": 8}
     assert asked.items() <= document["config"].items()
     assert sum(document["breakdown"].values()) == document["peak_allocated_bytes"]
 
