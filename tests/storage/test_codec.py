@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import platform
 from importlib import metadata
 from typing import Any
 
@@ -115,9 +114,6 @@ def test_a_fingerprint_is_plain_json_with_a_version_for_every_package() -> None:
     assert json.loads(json.dumps(found)) == found
     assert set(found["versions"]) == set(PACKAGES)
     assert found["versions"]["optuna"] == metadata.version("optuna")
-    assert found["python"] == platform.python_version()
-    assert found["cores"] >= 1
-    assert found["cpu"]
     assert (found["gpu"], found["driver"], found["cuda_driver"]) == ("NVIDIA GB10", "580.1", None)
 
 

@@ -196,15 +196,6 @@ def assert_only_mine_is_unreadable(path: Path, words: str) -> None:
         the_study(path)
 
 
-def test_studies_of_other_tools_are_not_listed(path: Path) -> None:
-    change(path, "INSERT INTO studies VALUES (77, 'theirs')")
-    change(path, "INSERT INTO study_directions VALUES (77, 'MAXIMIZE', 77, 0)")
-    change(path, "INSERT INTO study_user_attributes VALUES (77, 77, 'colour', '1')")
-    assert [s.name for s in list_studies(f"sqlite:///{path}", path.parent)] == ["mine", "other"]
-    with pytest.raises(InputError, match="no study 'theirs'"):
-        the_study(path, "theirs")
-
-
 # Going on
 
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from qlora_sweep.search_spaces.config import TrialConfig
@@ -49,6 +50,7 @@ from tests.sweep.imagined_study import (
     a_space,
 )
 from tests.sweep.planning.imagined import Picky, a_forecaster, an_offer
+from tests.sweep.planning.test_planning_on_texts import shapes
 
 UNKNOWN = ModelSpec("mine", "directory", {**MISTRAL.config, "model_type": "mine"})
 A10 = find_gpu("a10")
@@ -137,16 +139,38 @@ SPACE = a_space(
 )
 
 
-@pytest.mark.parametrize("budget_gib", [1, 7.05, 9.1, 13.25, 60])
-def test_a_survey_finds_what_asking_about_each_configuration_finds(budget_gib: float) -> None:
+ON_DATASET = a_space(
+    **choices(
+        micro_batch_size=[1, 2, 4, 8, 16, 32],
+        seq_len=[128, 512],
+        packing=["none", "grouped", "packed"],
+        kernels=["hf", "liger"],
+        checkpoint_fraction=[0.0, 1.0],
+    )
+)
+"""Where larger batches pad more, and may be slower."""
+ROWS = np.random.default_rng(0).lognormal(np.log(200), 0.8, 100).astype(np.int64) + 2
+
+
+@pytest.mark.parametrize(
+    ("space", "known"),
+    [
+        *((SPACE, {"budget_gib": gib}) for gib in (1, 7.05, 9.1, 13.25, 60)),
+        (ON_DATASET, {"shapes": shapes(ROWS)}),
+    ],
+)
+def test_a_survey_finds_what_asking_about_each_configuration_finds(
+    space: SearchSpace, known: dict[str, Any]
+) -> None:
     """The counts, the fastest that surely fits, and the best of each size."""
-    forecaster = a_forecaster(budget_gib=budget_gib)
-    asked = [forecaster.expect(SPACE.config(params)) for params in SPACE.combinations()]
-    found = survey(SPACE, forecaster)
+    forecaster = a_forecaster(**known)
+    asked = [forecaster.expect(space.config(params)) for params in space.combinations()]
+    found = survey(space, forecaster)
     fits = [forecast.fit for forecast in asked]
-    counts = (found.found.fit, found.found.uncertain, found.found.too_large)
+    none = found.found.too_large + sum(found.found.invalid.values())
+    counts = (found.found.fit, found.found.uncertain, none)
     assert counts == tuple(fits.count(fit) for fit in (Fit.YES, Fit.UNCERTAIN, Fit.NO))
-    assert found.found.looked_at == len(asked) == 64
+    assert found.found.looked_at == len(asked)
     fitting = [forecast for forecast in asked if forecast.fit is Fit.YES]
     if fitting:
         assert found.recommended in fitting

@@ -19,7 +19,6 @@ from qlora_sweep.search_spaces.costs import AskedWork
 from qlora_sweep.search_spaces.errors import InputError
 from qlora_sweep.search_spaces.gpus import find_gpu
 from qlora_sweep.search_spaces.models import load_model_spec
-from qlora_sweep.search_spaces.space import SearchSpace
 from qlora_sweep.storage.definition import StudySnapshot, TargetSpeed
 from qlora_sweep.storage.ranking import rank_study
 from qlora_sweep.storage.records import TrialRecord
@@ -31,9 +30,7 @@ from qlora_sweep.sweep.planning.evidence import (
     with_target_speeds,
 )
 from qlora_sweep.sweep.planning.plan import plan_gpu, workload_of
-from qlora_sweep.sweep.planning.survey import survey
 from qlora_sweep.sweep.predict.forecast import Forecaster
-from qlora_sweep.sweep.predict.memory.prediction import Fit
 from qlora_sweep.sweep.predict.on_dataset import ShapesOnDataset
 from tests.reports import synthetic
 from tests.reports.synthetic import definition, fits, snapshot
@@ -55,27 +52,6 @@ def shapes(rows: Any = ROWS) -> ShapesOnDataset:
 
 def a_forecaster(rows: Any = ROWS, **changes: Any) -> Forecaster:
     return imagined.a_forecaster(**({"shapes": shapes(rows)} | changes))
-
-
-def test_a_cell_is_the_fastest_of_its_size_though_larger_batches_may_be_slower() -> None:
-    """They pad more, so that no structure is done with for what it is at its largest."""
-    dimensions = {
-        "micro_batch_size": (1, 2, 4, 8, 16, 32),
-        "seq_len": (128, 512),
-        "packing": ["none", "grouped", "packed"],
-        "kernels": ["hf", "liger"],
-        "checkpoint_fraction": [0.0, 1.0],
-    }
-    space = SearchSpace.model_validate({"name": "mine", "dimensions": dimensions})
-    rows = np.random.default_rng(0).lognormal(np.log(200), 0.8, 100).astype(np.int64) + 2
-    forecaster = a_forecaster(rows)
-    speeds: dict[Any, list[float]] = {}
-    for forecast in (forecaster.expect(space.config(params)) for params in space.combinations()):
-        size = forecast.config.micro_batch_size, forecast.config.seq_len, forecast.fit
-        speeds.setdefault(size, []).append(forecast.tokens_per_second or 0.0)
-    for size, cell in survey(space, forecaster).table.cells.items():
-        if cell.fit is not Fit.NO:
-            assert cell.tokens_per_second == pytest.approx(max(speeds[*size, cell.fit]))
 
 
 def test_a_plan_prices_an_epoch_and_says_what_it_takes() -> None:

@@ -359,22 +359,6 @@ def test_a_continuous_range_is_searched_to_its_best() -> None:
     assert max(speeds(records)) > 0.98 * best
 
 
-def test_the_outlook_says_what_is_left_and_falls_as_trials_tell() -> None:
-    space = a_space()
-    study = a_study(space, Foresight())
-    sampler = study.sampler
-    assert sampler.outlook(study).gain == float("inf")
-    first = step(study, space)
-    after_one = sampler.outlook(study)
-    assert after_one.config != first.config
-    assert after_one.gain < 0.15
-    for _ in range(6):
-        step(study, space)
-    assert sampler.outlook(study).gain < after_one.gain
-    assert sampler.outlook(study, besides=6).looked_at == sampler.outlook(study).looked_at + 1
-    assert all(trial.state is TrialState.COMPLETE for trial in study.get_trials())
-
-
 def test_runs_that_measure_a_winner_again_teach_nothing_but_that_it_ran_out() -> None:
     space = a_space()
     before = a_study(space, Foresight())

@@ -151,8 +151,6 @@ def test_of_a_configuration_that_ran_twice_the_last_trial_holds() -> None:
     later = a_record(TrialConfig(), RAN_OUT, number=3)
     lost = a_record(TrialConfig(), {"verdict": "crashed", "phase": "attach"}, number=4)
     assert list(holding(a_snapshot(FITS, later, lost), a_space())) == [later]
-    never = a_record(TrialConfig(), {"verdict": "ineffective", "setting": "kernels"}, number=5)
-    assert list(holding(a_snapshot(FITS, later, never), a_space())) == []
 
 
 def test_what_did_not_hold_when_measured_again_is_left_behind() -> None:

@@ -1,8 +1,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -256,31 +255,6 @@ def test_memory_that_a_neighbour_held_all_the_time_is_no_verdict(tmp_path: Path)
         with pytest.raises(EnvironmentFault, match="another process held memory"):
             drive(study, lambda _: ROBBED)
         assert {record.verdict for record in study.records()} == {Verdict.CRASHED}
-
-
-def test_a_request_between_the_check_and_the_launch_launches_nothing(tmp_path: Path) -> None:
-    runner = ReplayRunner(otherwise=train)
-    checked: list[TrialConfig] = []
-
-    def violation(config: TrialConfig) -> Violation | None:
-        checked.append(config)
-        return None
-
-    class Late(Interruption):
-        @contextmanager
-        def interruptible(self) -> Iterator[None]:
-            yield
-            if checked and not self.is_requested():
-                self.request()
-
-    with a_study(tmp_path) as study:
-        forecaster = a_forecaster(violation=violation)
-        interruption = Late(cancel=runner.cancel)
-        reason = drive(study, runner, forecaster=forecaster, interruption=interruption)
-        (record,) = study.records()
-    assert reason is StopReason.INTERRUPTED
-    assert record.verdict is Verdict.LOST
-    assert runner.ran == []
 
 
 # What ends a trial from outside is no attempt of its configuration, however often that happens

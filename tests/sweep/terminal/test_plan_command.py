@@ -579,6 +579,13 @@ def test_a_speed_that_is_not_known_says_so_in_the_first_line(ask: Asked) -> None
     assert ask.shown(**typed).startswith("speed unknown")
 
 
+def test_a_tower_that_is_left_out_is_said(ask: Asked) -> None:
+    config = load_model_spec("gemma-3-1b").config
+    whole = {"model_type": "gemma3", "text_config": config, "vision_config": {}}
+    (ask.home / "config.json").write_text(json.dumps(whole))
+    assert "vision tower" in ask.words(gpus=("a10",), model=str(ask.home), is_exact=True)
+
+
 def test_a_model_without_sdpa_takes_eager_attention_by_itself(ask: Asked) -> None:
     asked: dict[str, Any] = {"gpus": ("h200",), "model": "gpt-oss-20b"}
     held = {"configuration": {"quantization": "none"}}
