@@ -211,6 +211,11 @@ def test_every_class_of_capacity_has_its_fastest_trial() -> None:
     ]
 
 
+def test_the_baseline_is_as_it_was_last_measured() -> None:
+    again = [as_baseline(a_record(n, outcome)) for n, outcome in enumerate((fits(), fits(), OOM))]
+    assert ranked(*again).baseline.record == again[1]
+
+
 # Classes of numerics, where another GPU may stand in for the target
 
 NUMERICS = {
@@ -339,6 +344,14 @@ def ends(measured: Measurement | None) -> tuple[float, float]:
 
 def ends_of(ratio: Ratio | None) -> tuple[float, float]:
     return ratio.low, ratio.high
+
+
+def test_each_configuration_keeps_its_own_spread() -> None:
+    steady = [a_measurement(1000.0), a_measurement(1001.0)]
+    wild = [a_measurement(900.0), a_measurement(1100.0)]
+    spread = Spread.of_runs([steady, steady, steady, wild])
+    widths = [high / low for low, high in (ends(pool(g, spread=spread)) for g in (steady, wild))]
+    assert widths[1] > widths[0] ** 1.5
 
 
 def trial(number: int, speed: float, **changes: Any) -> TrialRecord:

@@ -378,6 +378,14 @@ def test_runs_that_measure_a_winner_again_teach_nothing_but_that_it_ran_out() ->
     assert outlook(OutOfMemory(stage="forward")) != outlook()
 
 
+def test_the_micro_batch_and_the_gpus_stay_where_an_effective_batch_goes_with_both() -> None:
+    batches = {"micro_batch_size": [4, 8], "data_parallel": [1, 4]}
+    space = a_space(dimensions=batches | {"effective_batch_size": [16, 32]})
+    drawn = {"micro_batch_size": 8, "data_parallel": 4, "effective_batch_size": 16}
+    whole = Encoding(space).with_whole_batches(drawn, draw=random.Random(0))
+    assert whole == drawn | {"effective_batch_size": 32}
+
+
 # What a space leaves out is nowhere: not held, not counted, not drawn, not planned, not traced
 
 TEXT = """

@@ -14,6 +14,7 @@ from qlora_sweep.sweep.sampling.surrogate import (
     SpeedSurrogate,
     chance_to_fit,
     expected_improvement,
+    most_telling,
 )
 from tests.sweep.simulated_device import OneFactor
 
@@ -24,6 +25,16 @@ def test_the_expected_gain_is_that_of_draws_from_the_distribution() -> None:
     gains, chances = expected_improvement(speed, np.array([0.5, 1.0, 0.9]))
     assert gains[0] == pytest.approx(np.maximum(draws - 1, 0).mean(), rel=0.01)
     assert chances[0] == pytest.approx((draws > 1).mean(), rel=0.01)
+
+
+@pytest.mark.parametrize("count", [65, 1000])
+def test_the_best_and_the_newest_trials_are_learned_from(count: int) -> None:
+    trials = np.random.default_rng(0).random(count)
+    kept = set(most_telling(trials, most=64))
+    assert len(kept) == 64
+    assert kept >= set(range(count - 16, count)) | set(np.argsort(trials)[-16:].tolist())
+    # One trial more changes little.
+    assert len(kept & set(most_telling(trials[:-1], most=64))) >= 60
 
 
 # Speed

@@ -16,7 +16,7 @@ from qlora_sweep.reports.view import view_of
 from qlora_sweep.search_spaces.config import TrialConfig
 from qlora_sweep.search_spaces.errors import EnvironmentFault, InputError
 from qlora_sweep.search_spaces.gpus import GIB, find_gpu
-from qlora_sweep.storage.ranking import rank_study
+from qlora_sweep.storage.ranking import rank, rank_study
 from qlora_sweep.storage.records import (
     Crashed,
     Lost,
@@ -478,3 +478,19 @@ def test_int8_that_may_be_faster_on_the_target_is_tried_and_said_second(tmp_path
     for text in (last_screen(found), best_text(found)):
         assert f"trial {other.number} is {ratio.value:.2f} times" in text
         assert "on an A10 can measure which is faster." in text
+
+
+def test_a_class_that_may_be_faster_on_the_target_is_tried_twice_at_most() -> None:
+    numerics = {"compute_dtype": ["bf16", "fp8", "int8"]}
+    definition = a_definition(gpu="l4", emulated_on="NVIDIA H200", dimensions=numerics)
+    wide, fp8, int8 = (TrialConfig(compute_dtype=each) for each in ("bf16", "fp8", "int8"))
+
+    def owed(lost: int) -> TrialConfig | None:
+        failed = [a_record(fp8, OutOfMemory(stage="forward"), number=n) for n in range(1, 1 + lost)]
+        found = Stopping(
+            definition.space,
+            fastest_of=lambda wanted, _: next(filter(wanted, (fp8, int8)), None),
+        )
+        return found.still_owed(rank([a_record(wide), *failed], definition))
+
+    assert (owed(1), owed(2)) == (fp8, int8)
