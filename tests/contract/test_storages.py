@@ -17,23 +17,15 @@ from optuna.trial import TrialState
 
 from qlora_sweep.search_spaces.config import TrialConfig
 from qlora_sweep.search_spaces.errors import EnvironmentFault, InputError
-from qlora_sweep.search_spaces.gpus import GIB
 from qlora_sweep.search_spaces.space import SearchSpace
 from qlora_sweep.storage.database import close, faults, open_for_reading, open_for_writing
 from qlora_sweep.storage.definition import StudySnapshot
 from qlora_sweep.storage.reading import list_studies, read_spooled_study, read_study
 from qlora_sweep.storage.records import (
     Crashed,
-    Diverged,
-    DominatedOutOfMemory,
-    Ineffective,
-    Invalid,
     Outcome,
     OutOfMemory,
-    PredictedOutOfMemory,
-    PrunedSlow,
     RunKind,
-    TimedOut,
     TrialRecord,
     Verdict,
 )
@@ -41,6 +33,7 @@ from qlora_sweep.storage.study import OpenStudy
 from qlora_sweep.storage.urls import parse_url
 from qlora_sweep.sweep.sampling.encoding import Encoding
 from qlora_sweep.sweep.study.carrying import carry_over
+from tests.reports.synthetic import one_of_each
 from tests.storage import driver, long_studies, postgres
 from tests.storage.builders import (
     DISTRIBUTIONS,
@@ -48,7 +41,6 @@ from tests.storage.builders import (
     SOAKED,
     STARTED_AT,
     a_definition,
-    a_measurement,
     a_record,
     agreeing,
     begun,
@@ -79,23 +71,9 @@ def home(tmp_path: Path) -> Path:
     return tmp_path / "runs"
 
 
-OUTCOMES = (
-    fits(),
-    OutOfMemory(stage="backward", requested_bytes=GIB),
-    PredictedOutOfMemory(predicted_bytes=30 * GIB),
-    DominatedOutOfMemory(by=1),
-    PrunedSlow(measurement=a_measurement(500.0)),
-    Diverged(step=3),
-    Invalid(rule="flash attention needs 16 bit"),
-    Ineffective(setting="compile"),
-    TimedOut(phase="measure"),
-    Crashed(phase="attach"),
-)
-
-
 def test_a_study_gives_back_every_kind_of_record_exactly_as_told(url: str, home: Path) -> None:
     with open_it(url, home) as study:
-        told = tuple(run_one(study, outcome) for outcome in OUTCOMES)
+        told = tuple(run_one(study, record.outcome) for record in one_of_each())
         assert study.records() == told
         assert not study.was_resumed
         constraints = [trial.constraints["fit"] for trial in study.study.trials]
