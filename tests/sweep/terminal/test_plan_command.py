@@ -36,7 +36,7 @@ from tests.sweep.terminal.screen import Screen
 pytestmark = pytest.mark.usefixtures("home")
 HELD = {"compute_dtype": "bf16", "kernels": "hf", "target_modules": "attention"}
 NARROW = {"quantization": "nf4", "checkpoint_fraction": 1.0, "optimizer": "adamw_8bit"}
-TWO: dict[str, Any] = {"gpus": ("a10", "l4"), "configuration": HELD}
+TWO: dict[str, Any] = {"gpus": ("a10", "l4"), "configuration": HELD | NARROW}
 SMALL = "gpu: a10\ndimensions:\n  micro_batch_size: [1, 8, 64]\n  lora_rank: [8, 16]\n"
 BATCH_8: dict[str, Any] = {"configuration": {"micro_batch_size": 8}}
 FORBIDDEN = "seq-len-beyond-positions"
