@@ -64,7 +64,7 @@ def prepared(
     space: str = "cpu-demo", *, study: Any = None, held: Any = None, **typed: Any
 ) -> Prepared:
     gpu = a_gpu("h200")
-    request = RunRequest(space=space, overrides=typed, held=held or {}, study=study)
+    request = RunRequest(space=space, overrides=typed, fixed_settings=held or {}, study=study)
     return prepare(request, read_gpu=lambda: gpu)
 
 
@@ -124,7 +124,7 @@ def gpus(*indices: int) -> tuple[ChosenGpu, ...]:
 
 def test_each_chosen_gpu_has_a_lane_or_as_many_as_a_trial_trains_on_together() -> None:
     alone = replace(prepared("a10"), gpus=gpus(0, 2))
-    both = replace(prepared("a10", held={"data_parallel": 2}), gpus=gpus(0, 1, 2, 3, 4))
+    both = replace(prepared("a10", fixed_settings={"data_parallel": 2}), gpus=gpus(0, 1, 2, 3, 4))
     assert (alone.gpus_per_trial, both.gpus_per_trial) == (1, 2)
     lanes = [
         [lane.name for lane in supervised_runner(what).all]
@@ -161,8 +161,8 @@ def test_what_was_typed_overrides_what_the_space_says() -> None:
         ({"gpu": "l4"}, "a10-l4"),
         ({"model": "qwen3-8b"}, "a10-qwen3-8b"),
         ({"study": "mine", "trials": 3}, "mine"),
-        ({"held": {"lora_rank": 8}}, "a10-90cac3"),
-        ({"held": {"upcast_fp32": False}}, "a10"),
+        ({"fixed_settings": {"lora_rank": 8}}, "a10-90cac3"),
+        ({"fixed_settings": {"upcast_fp32": False}}, "a10"),
         ({"numerics": "16-bit"}, "a10-86e0a8"),
     ],
 )
@@ -175,7 +175,7 @@ def test_where_all_settings_are_fixed_a_command_that_answers_is_named() -> None:
     held = {key: d.first for key, d in prepared("a10").space.dimensions.items()}
     held |= {"target_modules": ("v_proj", "q_proj"), "double_quant": False}
     with pytest.raises(InputError, match="nothing is left to search") as refusal:
-        prepared("a10", held=held, model="demo")
+        prepared("a10", fixed_settings=held, model="demo")
     command, *words = shlex.split(str(refusal.value).partition(" with sweep ")[2])
     typed = get_command(cli.app).commands[command].make_context("plan", words).params  # type: ignore[attr-defined]
     # With it goes the budget.
