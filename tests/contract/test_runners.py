@@ -27,7 +27,6 @@ from qlora_sweep.storage.records import (
     Outcome,
     OutOfMemory,
     PrunedSlow,
-    SoakReport,
 )
 from qlora_sweep.sweep.running.ray_nodes import joined
 from qlora_sweep.sweep.running.ray_runner import RayRunner
@@ -35,6 +34,7 @@ from qlora_sweep.sweep.running.replay import ReplayRunner
 from qlora_sweep.sweep.running.runner import Runner
 from qlora_sweep.sweep.running.supervisor import SupervisedRunner
 from qlora_sweep.sweep.running.wire import Progress, TrialRequest
+from tests.storage.builders import SOAKED, changed
 from tests.sweep.running.ray_cluster import LocalCluster
 from tests.sweep.simulated_device import BUDGET, a_measurement, train
 from tests.sweep.training.tiny import measured
@@ -59,15 +59,7 @@ class Case:
 
 def start_replay(_: Path, budget_bytes: int) -> Runner:
     def soaking(config: TrialConfig) -> Outcome:
-        report = SoakReport(
-            steps=20,
-            seconds=2.0,
-            evaluation_loss=2.0,
-            evaluation_seconds=0.1,
-            checkpoint_bytes=1000,
-            checkpoint_seconds=0.1,
-        )
-        return Measured(measurement=a_measurement(config, soak=report))
+        return Measured(measurement=a_measurement(config, soak=SOAKED))
 
     return ReplayRunner(otherwise=train, budget_bytes=budget_bytes, soaking=soaking)
 
@@ -114,16 +106,12 @@ class OnRay:
 
 ON_RAY = OnRay()
 CASES = {
-    "replay": Case(
-        start_replay, BUDGET, SMALL, SMALL.model_copy(update={"micro_batch_size": 4096})
-    ),
+    "replay": Case(start_replay, BUDGET, SMALL, changed(SMALL, micro_batch_size=4096)),
     "worker-on-cpu": Case(
         start_worker_on_cpu,
         GIB // 8,
         SMALL,
-        SMALL.model_copy(
-            update={"micro_batch_size": 16, "seq_len": 256, "checkpoint_fraction": 0.0}
-        ),
+        changed(SMALL, micro_batch_size=16, seq_len=256, checkpoint_fraction=0.0),
     ),
 }
 CASES["worker-on-ray"] = replace(CASES["worker-on-cpu"], start=ON_RAY, end=ON_RAY.close)
@@ -261,9 +249,8 @@ def test_a_trial_whose_time_ends_keeps_its_measurement(case: Case, runner: Runne
 
 
 def test_a_soak_evaluates_and_saves(case: Case, runner: Runner) -> None:
-    steps = STEPS.model_copy(update={"measured_max": 20, "seconds_max": 2.0})
+    steps = changed(STEPS, measured_max=20, seconds_max=2.0)
     soaked = measured(runner.run(TrialRequest(config=case.fits, steps=steps, is_soak=True))).soak
-    assert soaked is not None
     assert soaked.steps >= 20 or soaked.seconds >= 2.0
     assert soaked.evaluation_seconds > 0
     assert soaked.checkpoint_bytes > 0

@@ -20,7 +20,6 @@ from qlora_sweep.storage.records import (
     Crashed,
     Diverged,
     DominatedOutOfMemory,
-    EpochRecord,
     Ineffective,
     Invalid,
     Lost,
@@ -35,7 +34,7 @@ from qlora_sweep.storage.records import (
     TimedOut,
     TrialRecord,
 )
-from tests.storage.builders import a_measurement
+from tests.storage.builders import a_measurement, a_quality, an_epoch, changed
 from tests.sweep.prepared_dataset import a_summary
 
 SURFACES = Path(__file__).parents[1] / "data" / "surfaces"
@@ -66,7 +65,7 @@ def definition(*, space: Mapping[str, Any] | None = None, **target: Any) -> Stud
             {
                 "name": "a10",
                 "gpu": "a10",
-                "dimensions": {name: {"choices": values} for name, values in DIMENSIONS.items()},
+                "dimensions": DIMENSIONS,
                 "fixed": {"lora_rank": 16, "target_modules": "attention"},
                 "baseline": {"micro_batch_size": 8},
             }
@@ -156,9 +155,7 @@ def one_of_each() -> tuple[TrialRecord, ...]:
         Crashed(phase="build", detail="exit status 1"),
         Lost(),
     )
-    configs = [
-        BASELINE.model_copy(update={"micro_batch_size": 8 + n}) for n in range(len(outcomes))
-    ]
+    configs = [changed(BASELINE, micro_batch_size=8 + n) for n in range(len(outcomes))]
     return tuple(
         record(n, outcome, config, is_baseline=n == 0)
         for n, (outcome, config) in enumerate(zip(outcomes, configs, strict=True))
@@ -173,9 +170,7 @@ def hostile_study() -> StudySnapshot:
     dimensions = about.space.dimensions | {
         "target_modules": Choices(choices=("attention", (HOSTILE, "q_proj")))
     }
-    space = about.space.model_copy(
-        update={"name": HOSTILE, "dimensions": dimensions, "fixed": {"lora_rank": 16}}
-    )
+    space = changed(about.space, name=HOSTILE, dimensions=dimensions, fixed={"lora_rank": 16})
     model = {**about.model, "name": HOSTILE}
     return snapshot(
         [
@@ -185,7 +180,7 @@ def hostile_study() -> StudySnapshot:
             record(3, Invalid(rule=HOSTILE, detail=HOSTILE), modules),
         ],
         name=HOSTILE,
-        definition=about.model_copy(update={"space": space, "model": model}),
+        definition=changed(about, space=space, model=model),
         environment={"gpu": HOSTILE, HOSTILE: {HOSTILE: [HOSTILE]}},
         warnings=(HOSTILE,),
     )
@@ -332,37 +327,22 @@ LONG = TrialConfig(micro_batch_size=8, seq_len=2048)
 TARGET = {"emulated_on": None}
 
 
-def an_epoch(**changes: Any) -> EpochRecord:
-    values = {
-        "rows": 9_400,
-        "rows_cut": 900,
-        "rows_left_out": 100,
-        "tokens": 3_000_000,
-        "tokens_cut": 0.032,
-        "tokens_left_out": 0.011,
-        "padded_tokens": 4_000_000,
-        "loss_tokens": 2_880_000,
-        "steps": 1200,
-    }
-    return EpochRecord.model_validate(values | changes)
-
-
 def of_dataset(*records: TrialRecord, **space: Any) -> StudySnapshot:
     values = {
         "data": "mine.jsonl",
         "dimensions": {
-            "lora_rank": {"choices": [8, 16, 64]},
-            "seq_len": {"choices": [512, 2048]},
+            "lora_rank": [8, 16, 64],
+            "seq_len": [512, 2048],
         },
         "fixed": {"micro_batch_size": 8},
     }
     about = definition(space=values | space, **TARGET)
-    known = about.model_copy(update={"texts": a_summary(source="mine.jsonl")})
+    known = changed(about, texts=a_summary(source="mine.jsonl"))
     return snapshot(records, definition=known)
 
 
 def trained(number: int, speed: float, config: TrialConfig, **epoch: Any) -> TrialRecord:
-    return fits(number, speed, config).model_copy(update={"epoch": an_epoch(**epoch)})
+    return changed(fits(number, speed, config), epoch=an_epoch(**epoch))
 
 
 def learned(
@@ -373,22 +353,13 @@ def learned(
     speed: float = 9_000.0,
     rows: int = 0,
 ) -> TrialRecord:
-    quality: dict[str, Any] = {
-        "eval_loss": loss,
-        "eval_tokens": 4_000,
-        "eval_rows": rows,
-        "eval_seq_len": 512,
-        "train_tokens": 600_000,
-        "train_loss": loss - 0.1,
-        "steps": 100,
-        "seconds": 60.0,
-        "seed": 0,
-    }
+    measured: dict[str, Any] = {"eval_tokens": 4_000, "eval_rows": rows}
     if half is not None:
-        quality |= {"seeds": (0, 1, 2), "eval_loss_ci95": (loss - half, loss + half)}
-    config = SHORT.model_copy(update={"lora_rank": rank})
+        measured |= {"seeds": (0, 1, 2), "eval_loss_ci95": (loss - half, loss + half)}
+    quality = a_quality(loss, train_tokens=600_000, steps=100, **measured)
+    config = changed(SHORT, lora_rank=rank)
     record = fits(number, speed, config, quality=quality)
-    return record.model_copy(update={"epoch": an_epoch(), "is_baseline": number == 0})
+    return changed(record, epoch=an_epoch(), is_baseline=number == 0)
 
 
 def about_loss(*records: TrialRecord) -> StudySnapshot:

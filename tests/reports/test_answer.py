@@ -50,7 +50,7 @@ from tests.reports.synthetic import (
     snapshot,
     trained,
 )
-from tests.storage.builders import confirmed
+from tests.storage.builders import changed, confirmed
 from tests.sweep.prepared_dataset import a_summary
 
 FAST = TrialConfig(micro_batch_size=10, checkpoint_fraction=0.0)
@@ -63,8 +63,8 @@ OFFER = Offer(
 )
 RANKS: dict[str, Any] = {
     "dimensions": {
-        "lora_rank": {"choices": [8, 16, 64]},
-        "micro_batch_size": {"choices": [2, 4, 8, 10]},
+        "lora_rank": [8, 16, 64],
+        "micro_batch_size": [2, 4, 8, 10],
     },
     "fixed": {},
     "baseline": {"micro_batch_size": 8},
@@ -85,9 +85,7 @@ def again(*records: TrialRecord, **values: Any) -> StudySnapshot:
 
 def with_soak(study: StudySnapshot, outcome: Outcome) -> StudySnapshot:
     runs = tuple(
-        run.model_copy(update={"outcome": outcome})
-        if run.purpose == "soak" and run.confirms == 1
-        else run
+        changed(run, outcome=outcome) if run.purpose == "soak" and run.confirms == 1 else run
         for run in study.confirmations
     )
     return replace(study, confirmations=runs)
@@ -134,9 +132,7 @@ def study(
 
 
 def the_choice(known: StudySnapshot, **work: float) -> Choice:
-    choice = decision_of(view_of(known), AskedWork(**work)).choice  # type: ignore[arg-type]
-    assert choice is not None
-    return choice
+    return decision_of(view_of(known), AskedWork(**work)).choice  # type: ignore[arg-type]
 
 
 def instead(known: StudySnapshot) -> dict[str, str]:
@@ -173,7 +169,7 @@ def test_without_a_better_trial_in_any_way_there_is_no_alternative() -> None:
 
 
 def test_the_fastest_of_the_baselines_class_is_an_alternative() -> None:
-    space = {"dimensions": RANKS["dimensions"] | {"lora_rank": {"choices": [8]}}}
+    space = {"dimensions": RANKS["dimensions"] | {"lora_rank": [8]}}
     title = "Fastest at rank 16 on q,k,v,o, as the baseline"
     assert instead(study(BASE, SMALL, space=space))[title] == "trial 0"
     lost = record(0, OutOfMemory(stage="load"), BASE.config, is_baseline=True)
@@ -206,7 +202,7 @@ def test_memory_is_not_bought_with_a_class_of_numerics_that_is_slower_on_the_tar
     rounded = TrialConfig(micro_batch_size=8, compute_dtype="int8")
     fast = fits(1, 12_000.0, rounded, peak_allocated_bytes=19 * GIB)
     lean = fits(2, 16_000.0, TrialConfig(micro_batch_size=4), peak_allocated_bytes=5 * GIB)
-    dimensions = RANKS["dimensions"] | {"compute_dtype": {"choices": ["bf16", "int8"]}}
+    dimensions = RANKS["dimensions"] | {"compute_dtype": ["bf16", "int8"]}
     speeds = {0: 800.0, 1: 1_600.0, 2: 1_000.0}
     known = on_another_gpu(BASE, fast, lean, speeds=speeds, space={"dimensions": dimensions})
     assert MEMORY not in instead(known)
@@ -323,7 +319,7 @@ def test_a_greater_length_is_advised_only_where_examples_are_cut_or_left_out(
     known = of_dataset(trained(0, 8_000.0, LONG, **lost))
     if longest is not None:
         limited = known.definition.model | {"config": {"max_position_embeddings": longest}}
-        about = known.definition.model_copy(update={"model": limited})
+        about = changed(known.definition, model=limited)
         known = replace(known, definition=about)
     text = "\n".join(how_to_go_faster(view_of(known)))
     assert ("seq_len" in text) is is_advised
@@ -339,13 +335,13 @@ def test_an_epoch_is_its_loss_tokens_over_the_speed_and_costs_what_the_gpus_do()
     assert epoch["seconds_low"] < 360.0 < epoch["seconds_high"]
     assert (epoch["loss_tokens"], epoch["tokens_cut"]) == (2_880_000, 0.032)
     assert said(known)["epoch"].startswith("6 min 0 s (5 min 56 s–6 min 4 s), $0.360, 2,880,000 ")
-    two = trained(0, 8_000.0, SHORT.model_copy(update={"data_parallel": 2}))
+    two = trained(0, 8_000.0, changed(SHORT, data_parallel=2))
     on_two = of_dataset(two, fixed={"micro_batch_size": 8, "data_parallel": 2})
     dollars = view_of(replace(on_two, offer=OFFER)).document()["epoch"]["dollars"]
     assert dollars == pytest.approx(0.72)
     # On a GPU that another stood in for it takes the predicted speed, and there is none.
-    target = known.definition.target.model_copy(update={"emulated_on": "H200"})
-    other = replace(known, definition=known.definition.model_copy(update={"target": target}))
+    target = changed(known.definition.target, emulated_on="H200")
+    other = replace(known, definition=changed(known.definition, target=target))
     assert view_of(other).document()["epoch"]["seconds"] is None
 
 
@@ -358,23 +354,22 @@ def test_a_study_without_a_dataset_has_no_epoch() -> None:
 def test_the_fastest_of_each_length_is_shown_with_what_it_leaves_out() -> None:
     known = of_dataset(
         trained(0, 5_000.0, LONG, tokens_cut=0.0, tokens_left_out=0.0, loss_tokens=3_000_000),
-        trained(1, 8_000.0, SHORT.model_copy(update={"lora_rank": 8})),
-        trained(2, 7_000.0, SHORT.model_copy(update={"lora_rank": 64})),
+        trained(1, 8_000.0, changed(SHORT, lora_rank=8)),
+        trained(2, 7_000.0, changed(SHORT, lora_rank=64)),
     )
     section = texts_of(view_of(known))
-    assert section is not None
     assert section.cuts == [
         ("512", "1", "8,000", "4.3 %", "6 min 0 s"),
         ("2,048", "0", "5,000", "0 %", "10 min 0 s"),
     ]
-    about = known.definition.model_copy(update={"texts": a_summary(source=HOSTILE)})
+    about = changed(known.definition, texts=a_summary(source=HOSTILE))
     assert HOSTILE not in render(replace(known, definition=about))
 
 
 def test_a_faster_baseline_that_the_space_does_not_hold_is_no_answer() -> None:
     """Its length is fast at leaving examples out, so the space does not offer it."""
     about: dict[str, Any] = {
-        "dimensions": {"seq_len": {"choices": [1024, 2048]}},
+        "dimensions": {"seq_len": [1024, 2048]},
         "fixed": {"micro_batch_size": 8, "lora_rank": 16},
         "baseline": {"micro_batch_size": 8, "seq_len": 512},
     }

@@ -19,7 +19,6 @@ def test_a_long_training_is_drawn_in_as_many_points_as_can_be_seen() -> None:
     )
     assert "<b>" not in page
     found = re.search(r'type="application/json">(.*?)</script>', page)
-    assert found is not None
     data = json.loads(found[1])["figures"]["loss"]["data"]
     assert [len(trace["x"]) for trace in data] == [POINTS_MAX, 1, 1, POINTS_MAX]
     assert data[0]["x"][-1] == count

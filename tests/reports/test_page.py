@@ -36,7 +36,7 @@ from tests.reports.synthetic import (
     record,
     snapshot,
 )
-from tests.storage.builders import confirmed
+from tests.storage.builders import changed, confirmed
 
 FAST = TrialConfig(micro_batch_size=10, checkpoint_fraction=0.0)
 LOADING = {"src", "href", "srcset", "data", "action", "formaction", "poster", "background"}
@@ -130,10 +130,7 @@ def test_a_study_of_mebibytes_has_no_size_in_gibibytes_on_its_page() -> None:
 def test_a_baseline_that_the_confirmation_alone_measured_is_drawn_beside_the_trials() -> None:
     base = fits(2, 8_000.0)
     won = fits(1, 16_800.0, FAST)
-    runs = [
-        run.model_copy(update={"confirms": 1 if run.confirms == 1 else None})
-        for run in confirmed(won, base)
-    ]
+    runs = [changed(run, confirms=1 if run.confirms == 1 else None) for run in confirmed(won, base)]
     study = snapshot([won], confirmations=tuple(runs))
     page = Page(render(study))
     assert "2.1x" in page.visible
@@ -158,10 +155,6 @@ def test_the_answer_comes_first_with_its_warnings() -> None:
     opening = text[: text.index("The configuration")]
     for words in ("study mine", "is running", "sweep confirm a10 <x>", "trial 1", "2.07–2.13x"):
         assert words in opening
-    for words in ("16,800 tokens/s measured on NVIDIA H200", "20.00 GiB of 21.50 GiB (93 %)"):
-        assert words in opening
-    assert '"micro_batch_size": 10' in text
-    assert "sweep best mine --json" in text
 
 
 @pytest.mark.parametrize(

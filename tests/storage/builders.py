@@ -11,14 +11,17 @@ from optuna.distributions import BaseDistribution, CategoricalDistribution
 from qlora_sweep.search_spaces.config import TrialConfig
 from qlora_sweep.search_spaces.gpus import GIB
 from qlora_sweep.search_spaces.space import SearchSpace
-from qlora_sweep.storage.definition import StudyDefinition, Target
+from qlora_sweep.storage.definition import StudyDefinition, StudySnapshot, Target
+from qlora_sweep.storage.reading import read_study
 from qlora_sweep.storage.records import (
     SEARCH,
     Attempt,
+    EpochRecord,
     Measured,
     Measurement,
     Outcome,
     PrunedSlow,
+    QualityReport,
     RunKind,
     SoakReport,
     TrialRecord,
@@ -41,7 +44,7 @@ ENVIRONMENT = {"gpu": "NVIDIA A10", "driver": "1.0", "versions": {"torch": "2.13
 
 
 def a_space(**changes: Any) -> SearchSpace:
-    values = {"name": "small", "dimensions": {"micro_batch_size": {"choices": list(BATCHES)}}}
+    values = {"name": "small", "dimensions": {"micro_batch_size": list(BATCHES)}}
     return SearchSpace.model_validate(values | changes)
 
 
@@ -74,6 +77,35 @@ def a_measurement(
     return Measurement.model_validate(values | changes)
 
 
+def a_quality(eval_loss: float = 2.0, **changes: Any) -> QualityReport:
+    values = {
+        "eval_loss": eval_loss,
+        "eval_tokens": 1000,
+        "eval_seq_len": 512,
+        "train_tokens": 5000,
+        "train_loss": eval_loss - 0.1,
+        "steps": 5,
+        "seconds": 60.0,
+        "seed": 0,
+    }
+    return QualityReport.model_validate(values | changes)
+
+
+def an_epoch(**changes: Any) -> EpochRecord:
+    values = {
+        "rows": 9_400,
+        "rows_cut": 900,
+        "rows_left_out": 100,
+        "tokens": 3_000_000,
+        "tokens_cut": 0.032,
+        "tokens_left_out": 0.011,
+        "padded_tokens": 4_000_000,
+        "loss_tokens": 2_880_000,
+        "steps": 1200,
+    }
+    return EpochRecord.model_validate(values | changes)
+
+
 def fits(speed: float = 1000.0, **changes: Any) -> Measured:
     return Measured(measurement=a_measurement(speed, **changes))
 
@@ -85,7 +117,7 @@ def a_record(
     known = outcome or fits()
     record = TrialRecord.model_validate({"number": number, "config": config, "outcome": known})
     record = TrialRecord.model_validate(record.model_dump() | changes)
-    return record.model_copy(update={"outcome": agreeing(record.outcome, record.config)})
+    return changed(record, outcome=agreeing(record.outcome, record.config))
 
 
 def agreeing(outcome: Outcome, config: TrialConfig) -> Outcome:
@@ -99,27 +131,18 @@ def agreeing(outcome: Outcome, config: TrialConfig) -> Outcome:
     if measured.step_seconds_ci95 is not None:
         low, high = measured.step_seconds_ci95
         changes["step_seconds_ci95"] = low * times, high * times
-    return outcome.model_copy(update={"measurement": measured.model_copy(update=changes)})
+    return changed(outcome, measurement=measured.model_copy(update=changes))
 
 
 def confirmed(*records: TrialRecord, soak: bool = True) -> tuple[TrialRecord, ...]:
     """Return two runs in turns of each fitting trial, just as fast as before, and its soak."""
     runs = [
-        record.model_copy(
-            update={
-                "purpose": purpose,
-                "series": 1,
-                "confirms": record.number,
-                "is_baseline": False,
-            }
-        )
+        changed(record, purpose=purpose, series=1, confirms=record.number, is_baseline=False)
         for purpose in ("confirm", "confirm", *(("soak",) if soak else ()))
         for record in records
         if record.verdict == "fits"
     ]
-    return tuple(
-        run.model_copy(update={"number": 1000 + number}) for number, run in enumerate(runs)
-    )
+    return tuple(changed(run, number=1000 + number) for number, run in enumerate(runs))
 
 
 def open_it(url: str, home: Path, *, name: str = "study", **changes: Any) -> OpenStudy:
@@ -140,10 +163,18 @@ def run_one(
     return study.tell(trial, begun(study, trial, record))
 
 
+def changed(record: Any, /, **values: Any) -> Any:
+    """Return a copy of a record of which some values differ, without validation."""
+    return record.model_copy(update=values)
+
+
+def read_it(url: str, home: Path) -> StudySnapshot:
+    """Read the study that `open_it` opens."""
+    return read_study("study", url=url, home=home)
+
+
 def an_attempt(study: OpenStudy, record: TrialRecord) -> Attempt:
     """Return what a result of a study is a result of."""
-    assert record.attempt_id is not None
-    assert record.started_at is not None
     return Attempt(
         id=record.attempt_id,
         study=study.known.identity,
@@ -157,7 +188,7 @@ def begun(
 ) -> TrialRecord:
     """Begin a trial and return its result-to-be, with the identity that it was begun under."""
     attempt = study.begin(trial, record.config, STARTED_AT, run_kind=run_kind).id
-    return record.model_copy(update={"attempt_id": attempt, "started_at": STARTED_AT})
+    return changed(record, attempt_id=attempt, started_at=STARTED_AT)
 
 
 def let_go_of_the_lease(study: OpenStudy) -> None:

@@ -21,7 +21,6 @@ import alembic.script.base
 import alembic.util
 import optuna
 
-from qlora_sweep.search_spaces.errors import EnvironmentFault
 from qlora_sweep.storage.directory import OutcomeFile, Spool
 from tests.storage.builders import DISTRIBUTIONS, a_record, an_attempt, begun, fits, open_it
 
@@ -48,7 +47,6 @@ class Started:
 
     @property
     def pid(self) -> int:
-        assert self._process.pid is not None
         return self._process.pid
 
     def is_running(self) -> bool:
@@ -64,9 +62,6 @@ class Started:
         """Wait until it says a line that begins so."""
         assert any(line.startswith(words) for line in self.lines()), f"it ended without: {words}"
 
-    def signal(self, number: signal.Signals) -> None:
-        os.kill(self.pid, number)
-
     def end(self) -> tuple[list[str], int | None]:
         """Wait for its end; return what it said since, and its exit code."""
         said = list(self.lines())
@@ -75,14 +70,14 @@ class Started:
 
     def kill(self) -> list[str]:
         """Kill it, and return what it said since."""
-        self.signal(signal.SIGKILL)
+        os.kill(self.pid, signal.SIGKILL)
         return self.end()[0]
 
 
 def start(
     url: str, home: Path, *, study: str = "study", moment: str = "never", trials: int = 1
 ) -> Started:
-    """Start a driver, which dies at a moment unless it is to "wait" or to "abandon" its trial."""
+    """Start a driver, which dies at a moment unless it is to "wait"."""
     return Started(url, home, study, moment, trials)
 
 
@@ -115,14 +110,6 @@ def drive(to: Connection, url: str, home: Path, name: str, moment: str, trials: 
             to.send(f"begun {trial.number}")
             if moment == "begun":
                 die()
-            if moment == "abandon":
-                # Stopped by whoever reads, and continued.
-                time.sleep(0.5)
-                try:
-                    study.abandon()
-                except EnvironmentFault as fault:
-                    to.send(f"refused {fault}")
-                return
             if moment == "left":
                 left = OutcomeFile(home / name / "outcome.json")
                 left.write(an_attempt(study, record), record.config, record.outcome)

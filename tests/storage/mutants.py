@@ -9,14 +9,12 @@ from typing import Any
 
 from qlora_sweep.search_spaces.config import TrialConfig
 from qlora_sweep.storage.records import (
-    EpochRecord,
     Faithfulness,
     Measured,
     PredictionRecord,
-    QualityReport,
     TrialRecord,
 )
-from tests.storage.builders import SOAKED, STARTED_AT, a_measurement
+from tests.storage.builders import SOAKED, STARTED_AT, a_measurement, a_quality, an_epoch
 
 SPEED = 1000.0
 """Of the sound trial, tokens per second."""
@@ -38,18 +36,6 @@ def sound(number: int, batch: int) -> TrialRecord:
     """Return a trial with every part that a record may have."""
     config = TrialConfig(micro_batch_size=batch)
     step = config.tokens_per_step / SPEED
-    quality = QualityReport(
-        eval_loss=2.0,
-        eval_tokens=100,
-        eval_rows=10,
-        eval_seq_len=512,
-        train_tokens=100,
-        train_loss=2.0,
-        steps=4,
-        seconds=3.0,
-        seed=0,
-        eval_loss_ci95=(1.9, 2.1),
-    )
     errors = dict.fromkeys(Faithfulness.model_fields, 0.01)
     measured = a_measurement(
         SPEED,
@@ -61,19 +47,8 @@ def sound(number: int, batch: int) -> TrialRecord:
         joules_per_token=0.1,
         training_seconds=2.0,
         soak=SOAKED,
-        quality=quality,
+        quality=a_quality(eval_rows=10, eval_loss_ci95=(1.9, 2.1)),
         faithfulness=Faithfulness(**errors),
-    )
-    epoch = EpochRecord(
-        rows=10,
-        rows_cut=1,
-        rows_left_out=0,
-        tokens=1000,
-        tokens_cut=0.1,
-        tokens_left_out=0.0,
-        padded_tokens=1100,
-        loss_tokens=900,
-        steps=2,
     )
     return TrialRecord(
         number=number,
@@ -84,7 +59,7 @@ def sound(number: int, batch: int) -> TrialRecord:
         started_at=STARTED_AT,
         wall_seconds=5.0,
         device_seconds=4.0,
-        epoch=epoch,
+        epoch=an_epoch(),
     )
 
 

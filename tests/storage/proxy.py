@@ -51,7 +51,7 @@ class Proxy:
     _passing: threading.Event = field(default_factory=threading.Event, init=False)
     _links: list[_Link] = field(default_factory=list, init=False)
     _listener: socket.socket | None = field(default=None, init=False)
-    _lost: tuple[bytes, int] | None = field(default=None, init=False)
+    _lost: bytes | None = field(default=None, init=False)
 
     def __enter__(self) -> Proxy:
         self._passing.set()
@@ -118,21 +118,12 @@ class Proxy:
         for link in self._links:
             link.is_forgotten = True
 
-    def lose_reply_to(self, text: bytes, *, at: int = 1) -> None:
-        """Pass on the ``at``-th request from now that holds ``text``, and lose the reply to it.
+    def lose_reply_to(self, text: bytes) -> None:
+        """Pass on the next request that holds ``text``, and lose the reply to it.
 
         The server has done what it was asked; the client finds its connection reset.
         """
-        self._lost = text, at
-
-    def lose_nothing(self) -> None:
-        """Lose no reply any more."""
-        self._lost = None
-
-    @property
-    def has_lost_one(self) -> bool:
-        """Whether the reply that was to be lost has been."""
-        return self._lost is None
+        self._lost = text
 
     def _accept(self, listener: socket.socket) -> None:
         while True:
@@ -179,8 +170,7 @@ class Proxy:
             self._links.remove(link)
 
     def _count(self, data: bytes, link: _Link) -> None:
-        if self._lost is None or self._lost[0] not in data:
+        if self._lost is None or self._lost not in data:
             return
-        text, at = self._lost
-        link.is_doomed = at == 1
-        self._lost = None if at == 1 else (text, at - 1)
+        link.is_doomed = True
+        self._lost = None

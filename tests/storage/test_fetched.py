@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from qlora_sweep.search_spaces.errors import EnvironmentFault, InputError
-from qlora_sweep.storage.reading import list_studies, read_study
+from qlora_sweep.storage.reading import list_studies
 from qlora_sweep.storage.transfer import refuse_local, remove_study, take_in
-from tests.storage.builders import DISTRIBUTIONS, a_record, begun, open_it, run_one
+from tests.storage.builders import DISTRIBUTIONS, a_record, begun, open_it, read_it, run_one
 
 HOST = "me@box"
 
@@ -63,8 +63,8 @@ def test_a_fetched_study_reads_as_it_does_where_it_ran_and_can_be_fetched_again(
     (there.home / "study" / "report.html").write_text("<!doctype html>")
     for _ in range(2):
         here.take_in(there)
-        theirs = read_study("study", url=there.url, home=there.home)
-        ours = read_study("study", url=here.url, home=here.home)
+        theirs = read_it(there.url, there.home)
+        ours = read_it(here.url, here.home)
         assert ours.records == theirs.records
         assert (ours.definition, ours.identity) == (theirs.definition, theirs.identity)
         assert ours.warnings == ()
@@ -89,7 +89,7 @@ def test_a_fetched_study_that_was_continued_here_is_not_replaced(
             study.spool.append(record)
     with pytest.raises(InputError, match=r"results here \(1\)"):
         here.take_in(there)
-    assert len(read_study("study", url=here.url, home=here.home).records) == 2 + is_told
+    assert len(read_it(here.url, here.home).records) == 2 + is_told
 
 
 def test_a_study_of_this_machine_or_of_a_third_is_refused(here: Place, there: Place) -> None:
@@ -126,9 +126,9 @@ def test_a_fetch_that_is_cut_short_leaves_what_was_there(here: Place, there: Pla
         )
     with pytest.raises(EnvironmentFault, match="the disk is full"):
         here.take_in(there)
-    assert len(read_study("study", url=here.url, home=here.home).records) == 2
+    assert len(read_it(here.url, here.home).records) == 2
     with closing(sqlite3.connect(here.database)) as database:
         database.execute("DROP TRIGGER full")
     here.take_in(there)
-    assert len(read_study("study", url=here.url, home=here.home).records) == 4
+    assert len(read_it(here.url, here.home).records) == 4
     assert len(list_studies(here.url, here.home)) == 1

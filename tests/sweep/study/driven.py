@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from types import FunctionType
 from typing import Any
 
+from qlora_sweep.search_spaces.config import TrialConfig
+from qlora_sweep.storage.records import Outcome
 from qlora_sweep.storage.study import OpenStudy
 from qlora_sweep.sweep.predict.forecast import Forecaster
 from qlora_sweep.sweep.running.replay import ReplayRunner
@@ -14,6 +17,9 @@ from qlora_sweep.sweep.study.driver import Driver
 from qlora_sweep.sweep.study.events import StopReason
 from qlora_sweep.sweep.study.tuner import tune
 from tests.sweep.simulated_device import BUDGET, MODEL, a_study, train
+
+WAIT_SECONDS = 20.0
+"""No test waits so long unless it fails."""
 
 
 class Clock:
@@ -25,6 +31,43 @@ class Clock:
     def __call__(self) -> float:
         self.seconds += 1.0
         return self.seconds
+
+
+class StandingClock:
+    """Stands still until a trial of hours is begun."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def __call__(self) -> float:
+        return self.seconds
+
+
+class WaitsForItsEnd(ReplayRunner):
+    """Answers so many trials at once; the next takes all the time there is, until it is cancelled.
+
+    Args:
+        answered: at once.
+        clock: of the study.
+        soaking: answers for soaks.
+    """
+
+    def __init__(self, answered: int, clock: StandingClock, **soaking: Any) -> None:
+        super().__init__(otherwise=self._answer, **soaking)
+        self._left = answered
+        self._clock = clock
+        self._cancelled = threading.Event()
+
+    def cancel(self) -> None:
+        super().cancel()
+        self._cancelled.set()
+
+    def _answer(self, config: TrialConfig) -> Outcome:
+        self._left -= 1
+        if self._left < 0:
+            self._clock.seconds += 3600.0
+            assert self._cancelled.wait(WAIT_SECONDS), "nobody ended it"
+        return train(config)
 
 
 def a_forecaster(**changes: Any) -> Forecaster:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from qlora_sweep.reports.view import view_of
 from qlora_sweep.storage.ranking import rank_study
-from qlora_sweep.storage.reading import read_study
+from tests.storage.builders import read_it
 from tests.sweep.simulated_device import BUDGET, peak_bytes, tokens_per_second
 from tests.sweep.study.test_stopping import run
 from tests.sweep.study.timed_device import TimedRunner
@@ -22,7 +22,7 @@ def test_a_7b_is_searched_confirmed_and_soaked_in_a_minute_and_a_half(tmp_path: 
     )
     run(tmp_path, runner, confirm={})
     assert runner.seconds < 90.0
-    found = read_study("study", url=f"sqlite:///{tmp_path}/sweep.db", home=tmp_path)
+    found = read_it(f"sqlite:///{tmp_path}/sweep.db", tmp_path)
     ranking = rank_study(found)
     assert ranking.is_confirmed
     best, over = ranking.winner.config, ranking.baseline.config

@@ -8,12 +8,8 @@ import pytest
 from qlora_sweep.search_spaces.config import TrialConfig
 from qlora_sweep.search_spaces.errors import EnvironmentFault, InputError, SweepError
 from qlora_sweep.search_spaces.gpus import GIB
-from qlora_sweep.search_spaces.rules import Violation
 from qlora_sweep.storage.records import (
-    DominatedOutOfMemory,
-    Invalid,
     Measured,
-    OutOfMemory,
     PredictedOutOfMemory,
     PredictionRecord,
     TrialRecord,
@@ -27,6 +23,7 @@ from qlora_sweep.sweep.predict.memory.predictor import (
 )
 from qlora_sweep.sweep.predict.memory.profiles import Untraceable
 from tests.sweep.imagined_memory import imagined, one_by_one
+from tests.sweep.planning.imagined import Picky
 from tests.sweep.simulated_device import a_measurement, a_record
 from tests.sweep.study import driven
 
@@ -65,24 +62,6 @@ def measured_at(share: float, *, compile: bool = False) -> TrialRecord:
     return a_record(config, Measured(measurement=measurement), prediction=known)
 
 
-def test_what_a_rule_forbids_is_invalid_and_nothing_is_predicted_of_it() -> None:
-    # To trace a step takes seconds, and this one would never run.
-    predictor, old = TenthOfAGibibyte(), Violation("bf16-needs-ampere", "too old")
-    expected = a_forecaster(predictor=predictor, violation=lambda _: old).expect(batch(1))
-    assert expected.refusal == Invalid(rule="bf16-needs-ampere", detail="too old")
-    assert (expected.record, expected.is_refused) == (None, True)
-    assert predictor.asked == []
-
-
-def test_a_configuration_that_ran_out_of_memory_is_never_launched_again() -> None:
-    forecaster = a_forecaster()
-    ran_out = OutOfMemory(stage="backward")
-    forecaster.learn(a_record(batch(8), ran_out, number=7))
-    assert forecaster.expect(batch(8)).refusal == DominatedOutOfMemory(by=7)
-    assert forecaster.expect(batch(9)).refusal == DominatedOutOfMemory(by=7)
-    assert forecaster.expect(batch(7)).refusal is None
-
-
 def test_what_cannot_fit_is_refused_with_its_prediction_and_how_sure_that_is() -> None:
     refusal = a_forecaster(predictor=TenthOfAGibibyte()).expect(batch(300)).refusal
     assert isinstance(refusal, PredictedOutOfMemory)
@@ -112,16 +91,6 @@ def test_a_trial_off_its_prediction_makes_the_others_less_sure(share: float) -> 
     assert forecaster.expect(batch(300)).refusal is not None
 
 
-def test_how_sure_a_prediction_is_does_not_depend_on_when_it_was_asked_for() -> None:
-    forecaster = a_forecaster(predictor=TenthOfAGibibyte())
-    early, late = batch(100), batch(101)
-    for share in (1.05, 1.0599):
-        forecaster.expect(early).refusal  # noqa: B018 - asked for before the next trial is learned
-        forecaster.learn(measured_at(share))
-    sure = [forecaster.expect(config).memory for config in (early, late)]
-    assert sure[0].uncertainty == sure[1].uncertainty > 0.06
-
-
 def test_compiled_and_eager_trials_are_calibrated_apart() -> None:
     forecaster = a_forecaster(predictor=TenthOfAGibibyte())
     forecaster.learn_all([measured_at(0.6, compile=True)] * 5)
@@ -129,23 +98,10 @@ def test_compiled_and_eager_trials_are_calibrated_apart() -> None:
     assert forecaster.expect(batch(320, compile=True)).refusal is None
 
 
-class Faulty(TenthOfAGibibyte):
-    """Fails for some kernels."""
-
-    def __init__(self, **faults: Exception) -> None:
-        super().__init__()
-        self._faults = faults
-
-    def predict(self, config: TrialConfig) -> MemoryPrediction:
-        if config.kernels in self._faults:
-            raise self._faults[config.kernels]
-        return super().predict(config)
-
-
 @pytest.mark.parametrize("kind", [InputError, Untraceable, EnvironmentFault])
 def test_what_cannot_be_predicted_is_told_once(kind: type[SweepError]) -> None:
     warnings: list[str] = []
-    predictor = Faulty(liger=kind("module 'mamba'"))
+    predictor = Picky(liger=kind("module 'mamba'"))
     forecaster = a_forecaster(predictor=predictor, warn=warnings.append)
     for size in (300, 400):
         expected = forecaster.expect(batch(size, kernels="liger"))
@@ -153,25 +109,3 @@ def test_what_cannot_be_predicted_is_told_once(kind: type[SweepError]) -> None:
         assert forecaster.expect(batch(size)).refusal is not None
     (warning,) = warnings
     assert "module 'mamba'" in warning
-
-
-class Constant:
-    """Expects as many tokens/s as trials were seen."""
-
-    def __init__(self) -> None:
-        self.seen = 0
-
-    def predict(self, config: TrialConfig) -> float | None:
-        return float(self.seen) if config.kernels == "hf" else None
-
-    def learn(self, record: TrialRecord) -> None:
-        self.seen += 1
-
-
-def test_what_is_expected_is_in_the_record() -> None:
-    forecaster = a_forecaster(predictor=TenthOfAGibibyte(), speed=Constant())
-    forecaster.learn_all([measured_at(1.0)] * 3)
-    known, unknown = (forecaster.expect(batch(30, kernels=k)).record for k in ("hf", "liger"))
-    assert known.peak_allocated_bytes == 3 * GIB
-    assert known.peak_reserved_bytes > known.peak_allocated_bytes
-    assert (known.tokens_per_second, unknown.tokens_per_second) == (3.0, None)

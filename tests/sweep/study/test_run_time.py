@@ -3,7 +3,6 @@ tried again, and what was measured counts."""
 
 from __future__ import annotations
 
-import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,6 @@ from qlora_sweep.reports.view import view_of
 from qlora_sweep.search_spaces.config import TrialConfig
 from qlora_sweep.search_spaces.errors import InputError
 from qlora_sweep.storage.ranking import rank_study
-from qlora_sweep.storage.reading import read_study
 from qlora_sweep.storage.records import INTERRUPTED, Measured, Outcome, Verdict
 from qlora_sweep.sweep.paths import runs_directory
 from qlora_sweep.sweep.running.replay import ReplayRunner
@@ -25,17 +23,23 @@ from qlora_sweep.sweep.study.prepared import prepare_again
 from qlora_sweep.sweep.study.run_time import CommandStart
 from qlora_sweep.sweep.study.stopping import Stopping
 from qlora_sweep.sweep.terminal.summary import last_screen
+from tests.storage.builders import read_it
 from tests.sweep.simulated_device import a_measurement, a_study, peak_bytes, tokens_per_second
-from tests.sweep.study.driven import a_forecaster, a_grid, drive
+from tests.sweep.study.driven import (
+    WAIT_SECONDS,
+    StandingClock,
+    WaitsForItsEnd,
+    a_forecaster,
+    a_grid,
+    drive,
+)
 from tests.sweep.study.test_session import prepared, run
 from tests.sweep.study.timed_device import TimedRunner
 
-WAIT_SECONDS = 20.0
-"""No test waits so long unless it fails."""
 SPACE: dict[str, Any] = {
     "dimensions": {
-        "micro_batch_size": {"choices": [1, 2, 4, 6, 8, 10, 12, 16]},
-        "checkpoint_fraction": {"choices": [0.5, 0.75, 1.0]},
+        "micro_batch_size": [1, 2, 4, 6, 8, 10, 12, 16],
+        "checkpoint_fraction": [0.5, 0.75, 1.0],
     },
     "fixed": {"kernels": "liger", "lora_rank": 16, "target_modules": "attention"},
     "baseline": {"micro_batch_size": 4},
@@ -65,10 +69,10 @@ def on_a_budget(
 
 
 def stored(home: Path) -> Any:
-    return read_study("study", url=f"sqlite:///{home}/sweep.db", home=home)
+    return read_it(f"sqlite:///{home}/sweep.db", home)
 
 
-@pytest.mark.parametrize("seconds", [12.0, 35.0, 90.0, 130.0])
+@pytest.mark.parametrize("seconds", [12.0, 35.0, 130.0])
 def test_a_run_takes_its_time_budget_and_a_step_at_most(tmp_path: Path, seconds: float) -> None:
     reason, device = on_a_budget(tmp_path, seconds)
     longest = max(step_seconds(config) for config, _, _ in device.ran)
@@ -106,8 +110,6 @@ def test_a_soak_that_time_makes_shorter_confirms_nothing_and_is_made_up_for(
     confirm = {**SPACE["confirm"], "soak_seconds": 60.0}
     on_a_budget(tmp_path, 90.0, confirm=confirm)
     (soak,) = [r for r in stored(tmp_path).confirmations if r.purpose == "soak"]
-    assert soak.measurement is not None
-    assert soak.measurement.soak is not None
     assert 0.0 < soak.measurement.soak.seconds < 60.0
     assert not rank_study(stored(tmp_path)).is_confirmed
     on_a_budget(tmp_path, None, confirm=confirm)
@@ -118,7 +120,7 @@ def test_what_was_cut_is_no_verdict_and_is_tried_first_when_the_study_resumes(
     tmp_path: Path,
 ) -> None:
     cut: list[TrialConfig] = []
-    for seconds in range(10, 60):
+    for seconds in range(15, 60):
         home = tmp_path / str(seconds)
         on_a_budget(home, float(seconds), confirm=None)
         records = stored(home).records
@@ -150,27 +152,11 @@ def test_what_does_not_stop_by_itself_is_ended(
 ) -> None:
     """A compiler, say, which looks at no clock."""
 
-    class Compiles(ReplayRunner):
-        def __init__(self) -> None:
-            super().__init__()
-            self._cancelled = threading.Event()
-
-        def cancel(self) -> None:
-            super().cancel()
-            self._cancelled.set()
-
-        def run(self, request: TrialRequest, *, observe: Observer = keep_going) -> Outcome:
-            if request.config.micro_batch_size == 4:
-                return Measured(measurement=a_measurement(request.config))
-            clock[0] = 3600.0
-            assert self._cancelled.wait(WAIT_SECONDS), "nobody ended it"
-            return INTERRUPTED
-
-    clock = [0.0]
-    where = Lanes([Lane(Compiles(), f"GPU {at}") for at in range(lanes)])
+    clock = StandingClock()
+    where = Lanes([Lane(WaitsForItsEnd(1, clock), f"GPU {at}") for at in range(lanes)])
     with a_grid(tmp_path, **SPACE | {"confirm": None} | budget) as study:
         stopping = Stopping(study.definition.space, usd_per_hour=1.0)
-        reason = drive(study, where, clock=lambda: clock[0], stopping=stopping)
+        reason = drive(study, where, clock=clock, stopping=stopping)
         records = study.records()
     expected = StopReason.TIME_SPENT if "time_budget_seconds" in budget else None
     assert reason is (expected or StopReason.DOLLARS_SPENT)
@@ -191,7 +177,7 @@ def test_a_step_that_is_being_measured_is_waited_for(tmp_path: Path) -> None:
             tokens = request.config.tokens_per_step / 10.0
             observe(Progress(phase="measure", step=3, tokens_per_second=tokens))
             for clock[0] in (5.0, 29.0, 31.0, 39.0):
-                time.sleep(0.25)
+                time.sleep(0.1)
                 assert not ended
             clock[0] = 41.0
             until = time.monotonic() + WAIT_SECONDS

@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import statistics
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,7 +8,7 @@ from qlora_sweep.search_spaces.config import TrialConfig
 from qlora_sweep.search_spaces.gpus import GIB, find_gpu
 from qlora_sweep.storage.surfaces import Header, Surface, SurfaceRow
 from qlora_sweep.sweep.sampling.encoding import identity
-from tests.bench.searching import Recorded, search, trials_of
+from tests.bench.searching import Recorded, search
 from tests.storage.test_surfaces import HEADER
 from tests.sweep.predict.rows import HELD_OUT, TABLE, config_of, model_of
 
@@ -45,28 +43,6 @@ def _row(config: TrialConfig, row: dict[str, Any]) -> SurfaceRow:
     )
 
 
-@pytest.mark.parametrize("budget_gib", [21.5, 39.0])
-def test_the_guided_sampler_needs_a_fraction_of_the_trials(budget_gib: float) -> None:
-    surface = replace(recorded(), budget_bytes=int(budget_gib * GIB))
-    guided = [search(surface, "guided", seed=seed) for seed in range(3)]
-    chance = [search(surface, "random", seed=seed).trials for seed in range(5)]
-    assert max(one.trials for one in guided) <= 5
-    assert max(one.oom for one in guided) <= 1
-    assert statistics.median(chance) > 4 * statistics.median(one.trials for one in guided)
-
-
 @pytest.mark.parametrize("name", ["llama-3.1-8b", "tinyllama-1.1b", "qwen2.5-7b", "llama-2-13b"])
 def test_on_other_models_it_is_there_in_two_trials(name: str) -> None:
     assert search(recorded(name), "guided", seed=0).trials <= 2
-
-
-@pytest.mark.slow
-def test_optunas_gaussian_process_searches_rows_too() -> None:
-    assert search(recorded("llama-2-13b"), "gp", seed=0).trials <= 15
-
-
-def test_what_surely_does_not_fit_costs_no_sampler_a_trial() -> None:
-    surface = replace(recorded("llama-3.1-8b"), budget_bytes=12 * GIB)
-    fitting = len(surface.surface.fitting(12 * GIB))
-    for row, _ in list(trials_of(surface, "random", seed=0))[:fitting]:
-        assert row.fits(12 * GIB)

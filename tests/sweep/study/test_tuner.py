@@ -1,13 +1,13 @@
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from qlora_sweep.search_spaces.config import TrialConfig
-from qlora_sweep.search_spaces.errors import EnvironmentFault, GpuLost
+from qlora_sweep.search_spaces.errors import EnvironmentFault
 from qlora_sweep.search_spaces.rules import Violation
 from qlora_sweep.storage.ledger import MAX_ATTEMPTS, TrialLedger, attempts
 from qlora_sweep.storage.records import (
@@ -31,6 +31,7 @@ from qlora_sweep.sweep.study.events import (
     TrialProgress,
     TrialStarted,
 )
+from tests.storage.builders import changed
 from tests.sweep.simulated_device import (
     BUDGET,
     Exact,
@@ -44,7 +45,7 @@ from tests.sweep.study.driven import a_forecaster, a_grid, drive
 from tests.sweep.study.test_confirmation import SPACE, soaking
 
 BASELINE = a_space().baseline_config()
-TWO = {"dimensions": {"micro_batch_size": {"choices": [4, 8]}}, "fixed": {}}
+TWO = {"dimensions": {"micro_batch_size": [4, 8]}, "fixed": {}}
 
 
 def crashing(*configs: TrialConfig, times: int = 1000) -> Callable[[TrialConfig], Outcome]:
@@ -70,14 +71,12 @@ def test_a_study_runs_from_the_baseline_on_and_goes_on_where_it_was(tmp_path: Pa
             seconds = study.known.wall_seconds
     assert len(runner.ran) == 5
     assert [record.number for record in records] == [0, 1, 2, 3, 4]
-    assert all(record.started_at and record.wall_seconds > 0 for record in records)
     assert seconds > sum(record.wall_seconds for record in records)
     assert records[0].config == BASELINE
     assert [record.is_baseline for record in records] == [True, *[False] * 4]
-    assert sum(isinstance(event, TrialStarted) for event in heard) == 5
-    assert sum(isinstance(event, TrialFinished) for event in heard) == 5
-    assert sum(isinstance(event, StudyFinished) for event in heard) == 3
-    assert any(isinstance(e, TrialProgress) and e.progress.phase == "measure" for e in heard)
+    heard_of = Counter(type(event) for event in heard)
+    assert heard_of[TrialStarted] == heard_of[TrialFinished] == 5
+    assert heard_of[StudyFinished] == 3
 
 
 @pytest.mark.parametrize(("batch", "params"), [(8, 8), (3, None)], ids=["inside", "outside"])
@@ -113,15 +112,6 @@ def test_what_crashed_is_tried_twice_more_and_counts_once(tmp_path: Path) -> Non
     assert TrialLedger(records).trials_spent() == 2
 
 
-def test_where_everything_crashes_the_study_stops_with_the_cause(tmp_path: Path) -> None:
-    runner = ReplayRunner(otherwise=crashing())
-    with a_study(tmp_path) as study:
-        with pytest.raises(EnvironmentFault, match="segfault"):
-            drive(study, runner)
-        assert len(study.records()) == 5
-    assert len(set(runner.ran)) == 5
-
-
 def test_a_baseline_that_a_rule_forbids_is_recorded_and_the_study_goes_on(tmp_path: Path) -> None:
     forbidden = Violation("no-baseline", "here")
     forecaster = a_forecaster(violation=lambda c: forbidden if c == BASELINE else None)
@@ -137,7 +127,7 @@ def test_a_guided_search_ends_where_rules_forbid_the_rest_and_repeats_nothing(
 ) -> None:
     forbidden = Violation("no-twos", "here")
     forecaster = a_forecaster(violation=lambda c: forbidden if c.micro_batch_size == 2 else None)
-    sizes = {"micro_batch_size": {"choices": [2, 4, 8]}}
+    sizes = {"micro_batch_size": [2, 4, 8]}
     with a_study(tmp_path, trials=6, stop_below_gain=0, dimensions=sizes, fixed={}) as study:
         space = study.definition.space
         study.study.sampler = make_sampler("guided", space, seed=0, forecaster=forecaster)
@@ -163,7 +153,7 @@ def test_a_study_that_goes_on_knows_what_ran_out_of_memory_before(tmp_path: Path
         ran_out = study.records()[0]
         drive(study, forecaster=forecaster)
     assert ran_out.verdict is Verdict.OOM
-    larger = ran_out.config.model_copy(update={"lora_rank": 64})
+    larger = changed(ran_out.config, lora_rank=64)
     assert forecaster.expect(larger).refusal is not None
 
 
@@ -267,31 +257,6 @@ def test_memory_that_a_neighbour_held_all_the_time_is_no_verdict(tmp_path: Path)
         assert {record.verdict for record in study.records()} == {Verdict.CRASHED}
 
 
-def test_a_request_between_the_check_and_the_launch_launches_nothing(tmp_path: Path) -> None:
-    runner = ReplayRunner(otherwise=train)
-    checked: list[TrialConfig] = []
-
-    def violation(config: TrialConfig) -> Violation | None:
-        checked.append(config)
-        return None
-
-    class Late(Interruption):
-        @contextmanager
-        def interruptible(self) -> Iterator[None]:
-            yield
-            if checked and not self.is_requested():
-                self.request()
-
-    with a_study(tmp_path) as study:
-        forecaster = a_forecaster(violation=violation)
-        interruption = Late(cancel=runner.cancel)
-        reason = drive(study, runner, forecaster=forecaster, interruption=interruption)
-        (record,) = study.records()
-    assert reason is StopReason.INTERRUPTED
-    assert record.verdict is Verdict.LOST
-    assert runner.ran == []
-
-
 # What ends a trial from outside is no attempt of its configuration, however often that happens
 
 AGAIN = range(MAX_ATTEMPTS + 1)
@@ -363,62 +328,3 @@ def test_a_confirmation_that_somebody_stopped_is_run_again(
     measured = [r for r in known if isinstance(r.outcome, Measured)]
     assert [r.config.micro_batch_size for r in measured] == [10, 8, 8, 10, 10]
     assert untried(tuple(r for r in known if r not in measured))
-
-
-class FullGpu(ReplayRunner):
-    """A runner whose device is taken by somebody else, so often."""
-
-    def __init__(self, fault: EnvironmentFault, *, after: int = 0) -> None:
-        super().__init__(otherwise=self._answer, soaking=soaking)
-        self._fault, self._left = fault, after
-
-    def _answer(self, config: TrialConfig) -> Outcome:
-        self._left -= 1
-        if self._left < 0:
-            raise self._fault
-        return train(config)
-
-
-NO_DEVICE = EnvironmentFault("the worker cannot use the device: all of it is taken")
-LOST = GpuLost("the worker did not end within 20 s of SIGKILL")
-
-
-@pytest.mark.parametrize(("fault", "after"), [(LOST, 0), (NO_DEVICE, 3)])
-def test_a_lost_gpu_costs_no_attempt(tmp_path: Path, fault: EnvironmentFault, after: int) -> None:
-    left = after
-    for _ in AGAIN:
-        with a_grid(tmp_path, **SPACE) as study:
-            with pytest.raises(type(fault)) as raised:
-                drive(study, FullGpu(fault, after=left))
-            assert raised.value is fault
-        left = 0
-    with a_grid(tmp_path, **SPACE) as study:
-        drive(study, ReplayRunner(otherwise=train, soaking=soaking))
-        again = [r for r in study.records() if r.verdict is not Verdict.LOST]
-    assert sorted(r.config.micro_batch_size for r in again) == [4, 8, 10]
-    assert {record.attempt for record in again} == {1}
-
-
-def test_of_a_lost_gpu_the_trial_says_so_and_what_was_measured_stays(tmp_path: Path) -> None:
-    with a_grid(tmp_path, **SPACE) as study:
-        with pytest.raises(GpuLost):
-            drive(study, FullGpu(LOST, after=1))
-        first, last = study.records()
-    assert (first.verdict, last.is_interrupted) == (Verdict.FITS, True)
-    assert "the GPU was lost" in last.outcome.detail
-
-
-def test_a_driver_that_was_killed_is_still_counted(tmp_path: Path) -> None:
-    class Killed(BaseException):
-        pass
-
-    def die(_: TrialConfig) -> Outcome:
-        raise Killed
-
-    for _ in range(MAX_ATTEMPTS):
-        with a_study(tmp_path, **ONE) as study, pytest.raises(Killed):
-            drive(study, die)
-    with a_study(tmp_path, **ONE) as study:
-        study.recover()
-        records = study.records()
-    assert attempts(records, records[0].config) == MAX_ATTEMPTS

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import math
 import random
-from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any, cast
 
-from qlora_sweep.search_spaces.config import SETTINGS, TrialConfig, canonical
+from qlora_sweep.search_spaces.config import SETTINGS, TrialConfig
 from qlora_sweep.storage.records import (
     OUT_OF_TIME,
     Measured,
     Outcome,
     OutOfMemory,
     PrunedSlow,
-    SoakReport,
 )
 from qlora_sweep.sweep.running.runner import Observer, Runner, keep_going
 from qlora_sweep.sweep.running.wire import Progress, TrialRequest
@@ -28,18 +26,18 @@ from qlora_sweep.sweep.training.meter import (
     fastest_median,
     median_interval,
 )
+from tests.storage.builders import SOAKED
 from tests.sweep.simulated_device import a_measurement
 
 ATTACH_SECONDS = 1.0
 REBUILD_SECONDS = 2.0
-COMPILE_SECONDS = 6.0
-"""Of a configuration that its process did not compile yet: 3 to 7 s for a shape, measured."""
 INTERLUDE_SECONDS = 1.0
-UNEVEN = {True: (0.004, 0.0), False: (0.01, 0.2)}
-"""By whether layers are compiled: how far steps spread, and the share of those that the host holds
-up. Under the latter runs of an eager baseline have intervals as on an H200: 7,173 to 8,160 about
-8,109 tokens/s."""
+SPREAD = 0.01
+"""Of steps."""
+HELD_UP_SHARE = 0.2
 HELD_UP = 0.08
+"""By how much the host holds up that share of steps: runs of a baseline have intervals as on an
+H200, 7,173 to 8,160 about 8,109 tokens/s."""
 BETWEEN_RUNS = 0.005
 """Half of all pairs of runs of one configuration in `tests/bench/results` differ by less."""
 
@@ -65,13 +63,11 @@ class TimedRunner(Runner):
     pace: Callable[[float], float] = no_pace
     seconds: float = 0.0
     """The device's, the start of workers apart."""
-    by_purpose: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     ran: list[tuple[TrialConfig, str, float]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self._rng = random.Random(self.seed)
         self._base: tuple[Any, ...] | None = None
-        self._compiled: set[TrialConfig] = set()
 
     def run(self, request: TrialRequest, *, observe: Observer = keep_going) -> Outcome:
         began = self.seconds
@@ -89,9 +85,6 @@ class TimedRunner(Runner):
         )
         self.seconds += ATTACH_SECONDS + REBUILD_SECONDS * (base != self._base)
         self._base, step = base, self.step_seconds(config)
-        if config.compile and canonical(config) not in self._compiled:
-            self.seconds += COMPILE_SECONDS
-            self._compiled.add(canonical(config))
         if step is None:
             return OutOfMemory(stage="forward")
         run = step * math.exp(self._rng.gauss(0.0, BETWEEN_RUNS))
@@ -103,12 +96,12 @@ class TimedRunner(Runner):
         while not meter.is_warm():
             if self.seconds >= self._stop_at:
                 return OUT_OF_TIME
-            meter.add([self._step(config, run)], (), is_warmup=True)
+            meter.add([self._step(run)], (), is_warmup=True)
         begun, is_slow, is_cut = self.seconds, False, False
         if request.is_soak:
             self.seconds += INTERLUDE_SECONDS
         while not (is_slow or is_cut or meter.is_enough(self.seconds - begun)):
-            meter.add([self._step(config, run)], (), is_warmup=False)
+            meter.add([self._step(run)], (), is_warmup=False)
             tokens, fastest = config.tokens_per_step, fastest_median(meter.measured)
             is_slow = observe(
                 Progress(
@@ -122,14 +115,8 @@ class TimedRunner(Runner):
         if is_cut and len(meter.measured) < request.steps.measured_min:
             return OUT_OF_TIME
         median = meter.median_seconds
-        soak = SoakReport(
-            steps=len(meter.measured),
-            seconds=self.seconds - begun,
-            evaluation_loss=2.0,
-            evaluation_seconds=0.5,
-            checkpoint_bytes=1000,
-            checkpoint_seconds=0.5,
-        )
+        spent = {"steps": len(meter.measured), "seconds": self.seconds - begun}
+        soak = SOAKED.model_copy(update=spent)
         measurement = a_measurement(
             config,
             tokens_per_second=config.tokens_per_step / median,
@@ -145,10 +132,9 @@ class TimedRunner(Runner):
         kind = PrunedSlow if is_slow else Measured
         return kind(measurement=measurement)
 
-    def _step(self, config: TrialConfig, median: float) -> float:
-        spread, held_up = UNEVEN[config.compile]
-        seconds = median * math.exp(self._rng.gauss(0.0, spread)) * self.pace(self.seconds)
-        if self._rng.random() < held_up:
+    def _step(self, median: float) -> float:
+        seconds = median * math.exp(self._rng.gauss(0.0, SPREAD)) * self.pace(self.seconds)
+        if self._rng.random() < HELD_UP_SHARE:
             seconds *= 1.0 + self._rng.expovariate(1.0 / HELD_UP)
         self.seconds += seconds
         return seconds

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import sys
 import time
 
@@ -13,7 +12,6 @@ from qlora_sweep.sweep.terminal.console import (
     announce_if_slow,
     folded,
     note,
-    width_of,
     working,
 )
 from qlora_sweep.sweep.terminal.drawing import table
@@ -50,11 +48,6 @@ def test_a_table_goes_into_the_width_that_there_is(width: int | None) -> None:
         assert len(lines) == 3
     else:
         assert max(map(len, lines)) <= width
-
-
-def test_only_a_terminal_has_a_width() -> None:
-    assert width_of(io.StringIO()) is None
-    assert isinstance(width_of(Screen(80)), int)
 
 
 def test_only_a_long_silence_is_announced(capsys: pytest.CaptureFixture[str]) -> None:

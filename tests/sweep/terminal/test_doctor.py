@@ -13,7 +13,6 @@ import pytest
 from qlora_sweep.search_spaces.gpus import GIB, find_gpu
 from qlora_sweep.sweep.running.device_info import GpuInfo, GpuProcess
 from qlora_sweep.sweep.terminal.doctor import (
-    Finding,
     InspectedMachine,
     check,
     examine,
@@ -105,14 +104,6 @@ def test_examining_creates_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("SWEEP_HOME", str(tmp_path / "not" / "there"))
     assert examine(lambda: ON_CPU).is_writable
     assert not (tmp_path / "not").exists()
-
-
-def test_a_checkup_is_folded_under_what_it_found() -> None:
-    finding = Finding("note", "GPU", "no NVIDIA GPU that the driver shows", "install " * 12)
-    first, *advice = findings_text((finding,), width=50).splitlines()
-    assert "no NVIDIA GPU" in first
-    assert len(advice) > 1
-    assert all(line.startswith(" " * 11) and len(line) <= 50 for line in advice)
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,6 @@ import pytest
 
 from qlora_sweep.search_spaces.config import TrialConfig
 from qlora_sweep.search_spaces.gpus import GIB
-from qlora_sweep.storage.definition import StudyDefinition, Target
 from qlora_sweep.storage.records import Crashed, Measured, OutOfMemory, RunKind
 from qlora_sweep.sweep.running.wire import Progress
 from qlora_sweep.sweep.study.events import (
@@ -29,8 +28,8 @@ from qlora_sweep.sweep.study.events import (
 from qlora_sweep.sweep.terminal.board import Board
 from qlora_sweep.sweep.terminal.drawing import rendered
 from qlora_sweep.sweep.terminal.live import STOPPING, PlainLines, panel, time_line, watching
-from tests.storage.builders import confirmed
-from tests.sweep.simulated_device import BUDGET, MODEL, a_measurement, a_record, a_space
+from tests.storage.builders import changed, confirmed
+from tests.sweep.simulated_device import a_definition, a_measurement, a_record
 from tests.sweep.terminal.screen import Screen
 
 
@@ -43,13 +42,7 @@ class Clock:
 
 
 def a_board(*, clock: Any = None, records: Sequence[Any] = (), **changes: Any) -> Board:
-    definition = StudyDefinition(
-        space=a_space(**changes),
-        model=MODEL.to_json(),
-        model_fingerprint="f00d",
-        target=Target(gpu="a10", device="cuda", budget_bytes=BUDGET),
-    )
-    return Board("night", definition, tuple(records), clock=clock or Clock())
+    return Board("night", a_definition(**changes), tuple(records), clock=clock or Clock())
 
 
 def started(number: int = 1, **changes: Any) -> TrialStarted:
@@ -65,7 +58,7 @@ def finished(
     number: int, batch: int = 4, seconds: float | None = None, **changes: Any
 ) -> TrialFinished:
     record = a_record(TrialConfig(micro_batch_size=batch), number=number, **changes)
-    return TrialFinished(record=record.model_copy(update={"wall_seconds": seconds or 0.0}))
+    return TrialFinished(record=changed(record, wall_seconds=seconds or 0.0))
 
 
 def drawn(board: Board) -> str:
@@ -219,23 +212,12 @@ def test_what_runs_may_change_while_it_is_shown() -> None:
 
 LONG = TrialConfig(
     micro_batch_size=10,
-    lora_rank=64,
+    seq_len=1024,
     checkpoint_fraction=0.0,
     upcast_fp32=False,
     kernels="liger",
-    target_modules="all-linear",
+    optimizer="paged_adamw_8bit",
 )
-LONG_SPACE: dict[str, Any] = {
-    "trials": 40,
-    "fixed": {"target_modules": "all-linear"},
-    "dimensions": {
-        "lora_rank": {"choices": [8, 64]},
-        "micro_batch_size": {"choices": [8, 10]},
-        "checkpoint_fraction": {"choices": [0.0, 1.0]},
-        "upcast_fp32": {"choices": [True, False]},
-        "kernels": {"choices": ["hf", "liger"]},
-    },
-}
 
 
 @pytest.mark.parametrize("width", [80, 200])
@@ -245,7 +227,7 @@ def test_the_panel_redraws_itself_in_place_within_the_terminals_width(
     monkeypatch.setenv("COLUMNS", str(width))
     monkeypatch.setenv("TERM", "xterm-256color")
     screen, measured = Screen(width), Measured(measurement=a_measurement(LONG))
-    board = a_board(**LONG_SPACE)
+    board = a_board(trials=40)
     with watching(board, is_stopping=lambda: False, stream=screen) as listener:
         listener(started(0, config=LONG))
         first = screen.seen
@@ -294,35 +276,6 @@ def test_a_dumb_terminal_gets_lines_and_a_workers_last_words_steer_none(
 
 
 # What the board knows
-
-
-def test_the_best_so_far_is_by_what_was_asked_for_and_of_the_space() -> None:
-    board = a_board(objectives=["peak_memory"], fixed={"lora_rank": 64})
-    outside = a_record(TrialConfig(lora_rank=1, micro_batch_size=1), is_baseline=True)
-    board.take(TrialFinished(record=outside))
-    assert board.ranking.winner is None
-    for number, batch in ((1, 2), (2, 1), (3, 4)):
-        config = TrialConfig(lora_rank=64, micro_batch_size=batch)
-        board.take(TrialFinished(record=a_record(config, number=number)))
-    assert board.ranking.winner is not None
-    assert board.ranking.winner.number == 2
-
-
-def test_runs_that_measure_again_are_no_trials_and_change_the_best() -> None:
-    board = a_board(trials=9)
-    fast, small = finished(1, batch=8), finished(2, batch=4)
-    for event in (small, fast, ConfirmationStarted(series=1, numbers=(1, 2))):
-        board.take(event)
-    assert board.ranking.winner is not None
-    assert board.ranking.winner.number == 1
-    again = (*confirmed(fast.record), *confirmed(small.record))
-    faster = {"tokens_per_second": 1e6, "step_seconds": 1e-3, "step_seconds_ci95": None}
-    for number, run in enumerate(again, start=3):
-        measured = a_measurement(run.config, **(faster if run.confirms == 2 else {}))
-        changes = {"number": number, "outcome": Measured(measurement=measured)}
-        board.take(TrialFinished(record=run.model_copy(update=changes)))
-    assert (board.trials_done, board.ranking.winner.number) == (2, 2)
-    assert "to measure the winner again" not in time_line(board)
 
 
 CONFIRM = {"seconds": 20, "soak_seconds": 10}

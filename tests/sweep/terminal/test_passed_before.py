@@ -24,18 +24,3 @@ def test_more_layers_than_any_model_has(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 100_000}))
     with pytest.raises(InputError, match="num_hidden_layers"):
         load_model_spec(str(tmp_path))
-
-
-def test_a_tower_that_is_left_out_is_said(tmp_path: Path, sweep: Sweep) -> None:
-    config = dict(load_model_spec("gemma-3-1b").config)
-    whole = {"model_type": "gemma3", "text_config": config, "vision_config": {}}
-    (tmp_path / "config.json").write_text(json.dumps(whole))
-    code, out, _ = sweep("plan", "--gpu", "a10", "--model", str(tmp_path), "--exact")
-    assert code == 0
-    assert "vision tower" in " ".join(out.split())
-
-
-def test_an_export_says_that_its_winner_is_not_confirmed(study: str, sweep: Sweep) -> None:
-    code, _, err = sweep("export", study)
-    assert code == 0
-    assert "not confirmed" in " ".join(err.split())

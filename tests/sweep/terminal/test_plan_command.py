@@ -35,6 +35,8 @@ from tests.sweep.terminal.screen import Screen
 
 pytestmark = pytest.mark.usefixtures("home")
 HELD = {"compute_dtype": "bf16", "kernels": "hf", "target_modules": "attention"}
+NARROW = {"quantization": "nf4", "checkpoint_fraction": 1.0, "optimizer": "adamw_8bit"}
+TWO: dict[str, Any] = {"gpus": ("a10", "l4"), "configuration": HELD | NARROW}
 SMALL = "gpu: a10\ndimensions:\n  micro_batch_size: [1, 8, 64]\n  lora_rank: [8, 16]\n"
 BATCH_8: dict[str, Any] = {"configuration": {"micro_batch_size": 8}}
 FORBIDDEN = "seq-len-beyond-positions"
@@ -162,9 +164,9 @@ def test_a_gpu_without_a_preset_has_the_space_that_init_writes_for_it(ask: Asked
     ("typed", "columns"),
     [
         ({"space": "a10"}, 80),
-        ({"gpus": ("a10", "l4"), "work": AskedWork(samples=100_000)}, 80),
-        ({"gpus": ("a10", "l4"), "is_longest": True}, 80),
-        ({"gpus": ("a10", "l4"), "is_cheapest": True, "within_seconds": 3600.0}, 120),
+        ({"work": AskedWork(samples=100_000), **TWO}, 80),
+        ({"is_longest": True, **TWO}, 80),
+        ({"is_cheapest": True, "within_seconds": 3600.0, **TWO}, 120),
         # Nothing of it fits.
         ({"space": "mine.yaml"}, 80),
     ],
@@ -203,12 +205,6 @@ def test_what_is_typed_is_held_and_the_rest_of_the_space_is_searched(ask: Asked)
     assert document["table"]["micro_batch_sizes"] == [2]
 
 
-def test_what_leaves_nothing_valid_of_a_space_or_a_gpu_says_why(ask: Asked) -> None:
-    with pytest.raises(InputError, match=f"no configuration is valid: {FORBIDDEN}"):
-        ask.shown(space="a10", configuration={"seq_len": 100_000})
-    assert "compute_dtype fp8" in ask.words(gpus=("a10",), configuration={"compute_dtype": "fp8"})
-
-
 def test_numerics_16_bit_leaves_compute_in_8_bits_out(ask: Asked) -> None:
     asked = {"space": "a10", "numerics": "16-bit", "configuration": {"kernels": "hf"}}
     (wide,) = ask.document(**asked)["fastest_by_numerics"]
@@ -243,39 +239,31 @@ def test_a_file_is_answered_line_by_line_in_its_order_and_none_silences_another(
         assert document["config"].keys() == set(CONFIG_KEYS)
     assert (untraceable["fits"], untraceable["invalid"]) == (None, None)
     assert "data decides" in untraceable["notes"][0]
-    assert invalid["fits"] is False
+    assert untraceable["tokens_per_second"] > 0
+    assert (invalid["fits"], invalid["cost"], invalid["step_seconds"]) == (False, None, None)
+    assert untraceable["peak_allocated_bytes"] is None
     assert "100000" in invalid["invalid"]["reason"]
     rows = [line.split() for line in ask.shown(**asked).splitlines() if line[:1].isdigit()]
     assert [row[1] for row in rows] == ["yes", "–", "invalid", "yes"]
 
 
-FALCON = {"num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 64, "vocab_size": 99}
-
-
 @pytest.mark.parametrize(
-    ("line", "message", "model_type"),
+    ("line", "message"),
     [
-        ('{"micro_batch": 3}', "unknown key 'micro_batch'; did you mean", None),
-        ("[1]", "must be a JSON object, got [1]", None),
-        ('{"seq_len": 5, "seq_len": 6}', "key 'seq_len' is given twice", None),
-        ("[" * 100_000, "not valid JSON", None),
-        ('{"target_modules": ["q_proj", "zz"]}', "'zz'", None),
-        # That only the model's code knows.
-        ('{"target_modules": ["zz"], "quantization": "none"}', "'zz'", "falcon"),
+        ('{"micro_batch": 3}', "unknown key 'micro_batch'; did you mean"),
+        ("[1]", "must be a JSON object, got [1]"),
+        ('{"seq_len": 5, "seq_len": 6}', "key 'seq_len' is given twice"),
+        ("[" * 100_000, "not valid JSON"),
+        ('{"target_modules": ["q_proj", "zz"]}', "'zz'"),
     ],
 )
 def test_a_line_that_is_no_configuration_is_refused_with_its_number(
-    ask: Asked, line: str, message: str, model_type: str | None
+    ask: Asked, line: str, message: str
 ) -> None:
-    asked: dict[str, Any] = {"space": "a10", "from_file": ask.lines("{}", line)}
-    if model_type is not None:
-        (ask.home / "model").mkdir()
-        config = json.dumps({"model_type": model_type, **FALCON})
-        (ask.home / "model" / "config.json").write_text(config)
-        asked |= {"model": str(ask.home / "model"), "from_file": ask.lines("", line)}
+    file = ask.lines("{}", line)
     with pytest.raises(InputError) as refused:
-        ask.shown(**asked, as_json=True)
-    assert str(refused.value).startswith(f"{asked['from_file']}: line 2: ")
+        ask.shown(space="a10", from_file=file, as_json=True)
+    assert str(refused.value).startswith(f"{file}: line 2: ")
     assert message in str(refused.value)
 
 
@@ -336,28 +324,12 @@ def test_a_space_is_answered_with_counts_a_recommendation_and_its_grounds(ask: A
     assert document["capacity_class"] == standard
     assert len(document["fastest_by_class"]) == 2
     assert document["study_seconds"][0] < document["study_seconds"][1]
-    changes = document["what_ifs"]
-    assert changes[0].keys() >= {"key", "value", "fits", "speed_change", "peak_change_bytes"}
+    change = document["what_ifs"][0]
+    assert change.keys() >= {"key", "value", "fits", "speed_change", "peak_change_bytes"}
     first = ask.shown(space=space).rstrip()
-    assert "micro-batch 8" in first.splitlines()[0]
     assert f"`sweep run {space}`" in " ".join(first.split())
     whole = ask.shown(space=space, is_detailed=True)
     assert whole.startswith(first)
-    assert "activations 4.00 GiB" in whole
-    assert f"{len(changes)} changes" in whole
-
-
-@pytest.mark.parametrize("is_exact", [True, False])
-@pytest.mark.parametrize("budget", [4, 6])
-def test_details_are_shown_of_what_fits_at_some_length_or_at_none(
-    ask: Asked, budget: int, is_exact: bool
-) -> None:
-    space = ask.space(f"{SMALL}  seq_len: [512, 2048, 4096]\nbudget_gib: {budget}\n")
-    whole = ask.shown(space=space, is_exact=is_exact, is_detailed=True)
-    assert "Grounds" in whole
-    largest = re.findall(r"^ *largest.* (\S+)$", whole, re.MULTILINE)
-    assert largest or budget == 4
-    assert set(largest) <= {"-"}
 
 
 @pytest.mark.parametrize(("gpus", "effective", "micro"), [(3, 6, 2), (1, 6, 3)])
@@ -381,8 +353,6 @@ def test_one_gpu_all_of_a_host_and_shards_are_beside_each_other_at_one_batch(ask
     document = ask.document(**asked)
     ways = {plan["way"]: plan["recommended"]["config"] for plan in document["plans"]}
     assert list(ways) == ["one GPU", "2 x DDP", "2 x FSDP"]
-    spread = [(config["data_parallel"], config["sharding"]) for config in ways.values()]
-    assert spread == [(1, "none"), (2, "none"), (2, "fsdp")]
     speeds = document["speeds"]
     assert speeds["effective_batch_size"] == 16
     for one in speeds["configurations"].values():
@@ -391,9 +361,7 @@ def test_one_gpu_all_of_a_host_and_shards_are_beside_each_other_at_one_batch(ask
     assert document["recommended"]["way"] == "2 x DDP"
     link = {"kind": "pcie", "bytes_per_second": 3.151e10, "share": 0.5}
     assert document["interconnect"] == link
-    shown = ask.words(**asked)
-    assert "on 2 x a10: 2 x DDP" in shown
-    assert "--set data_parallel=2`" in shown
+    assert "--set data_parallel=2`" in ask.words(**asked)
 
 
 def test_a_way_that_is_not_possible_says_why_and_hides_no_other(ask: Asked) -> None:
@@ -430,10 +398,8 @@ def test_grpos_training_step_is_planned_alone_and_says_what_is_missing(ask: Aske
     assert recommended["config"]["upcast_fp32"] is False
     assert recommended["config"]["effective_batch_size"] == 16
     assert (document["bills"], recommended["cost"]) == ([], None)
-    for longest in (True, False):
-        shown = ask.words(**asked, is_longest=longest)
-        assert "training step alone" in shown
-        assert "generation is not in these numbers" in shown
+    shown = ask.words(**asked)
+    assert "generation is not in these numbers" in shown
     assert "GRPOConfig(per_device_train_batch_size=8, gradient_accumulation_steps=2, " in shown
     assert "sweep run" not in shown
 
@@ -495,7 +461,7 @@ def test_the_longest_rows_are_asked_for(ask: Asked) -> None:
 
 def test_the_whole_catalogue_is_asked_for_the_cheapest_gpu(ask: Asked) -> None:
     work = {"work": AskedWork(samples=10_000), "within_seconds": 7200.0}
-    document = ask.document(is_cheapest=True, configuration=HELD, **work)
+    document = ask.document(is_cheapest=True, configuration=HELD | NARROW, **work)
     assert {gpu["gpu"] for gpu in document["gpus"]} == set(gpu_catalogue())
     able = [gpu for gpu in document["gpus"] if gpu["outcome"] in ("in_time", "perhaps_late")]
     assert able[0]["gpu"] == document["recommended"]
@@ -573,15 +539,15 @@ DECIDES_NOTHING = (
 
 
 def test_the_command_answers_with_json_alone_and_never_imports_torch() -> None:
-    typed = "plan --gpu a10 --model demo --exact --micro-batch-size 2 --seq-len 64 --rank 8"
-    command = [sys.executable, "-c", PROGRAM, *typed.split(), "--set", "upcast_fp32=false"]
-    done = subprocess.run([*command, "--json"], capture_output=True, text=True, check=True)
+    typed = "plan --gpu a10 --exact --model demo --micro-batch-size 2 --seq-len 64 --rank 8 --json"
+    command = [sys.executable, "-c", PROGRAM, *typed.split()]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
     # Nothing but how far it is, and that it goes on.
     progress = re.compile(r"\d+ of \d+ structures traced.*|predicting \(\d+ s\)")
     assert all(progress.fullmatch(line) for line in done.stderr.splitlines())
     document, (code, heavy, _) = map(json.loads, done.stdout.splitlines())
     assert (code, heavy) == (0, [])
-    asked = {"micro_batch_size": 2, "seq_len": 64, "lora_rank": 8, "upcast_fp32": False}
+    asked = {"micro_batch_size": 2, "seq_len": 64, "lora_rank": 8}
     assert asked.items() <= document["config"].items()
     assert sum(document["breakdown"].values()) == document["peak_allocated_bytes"]
 
@@ -608,9 +574,16 @@ def test_a_kept_answer_is_of_no_use_once_any_code_that_predicts_changes() -> Non
 def test_a_speed_that_is_not_known_says_so_in_the_first_line(ask: Asked) -> None:
     typed = {"gpus": ("a10g",), "is_exact": True, "configuration": {"compute_dtype": "int8"}}
     document = ask.document(**typed)
-    assert document["tokens_per_second"] is None
+    assert document["tokens_per_second"] is document["bottleneck"] is document["cost"] is None
     assert "no matrix rate for int8" in document["notes"][0]
     assert ask.shown(**typed).startswith("speed unknown")
+
+
+def test_a_tower_that_is_left_out_is_said(ask: Asked) -> None:
+    config = load_model_spec("gemma-3-1b").config
+    whole = {"model_type": "gemma3", "text_config": config, "vision_config": {}}
+    (ask.home / "config.json").write_text(json.dumps(whole))
+    assert "vision tower" in ask.words(gpus=("a10",), model=str(ask.home), is_exact=True)
 
 
 def test_a_model_without_sdpa_takes_eager_attention_by_itself(ask: Asked) -> None:
@@ -618,7 +591,6 @@ def test_a_model_without_sdpa_takes_eager_attention_by_itself(ask: Asked) -> Non
     held = {"configuration": {"quantization": "none"}}
     for answer in (
         ask.document(**asked, **held, is_exact=True),
-        ask.document(**asked, **held)["recommended"],
         ask.document(**asked, from_file=ask.lines('{"quantization": "none"}')),
     ):
         assert answer["config"]["attention"] == "eager"

@@ -19,13 +19,12 @@ from rich.text import Text
 
 from qlora_sweep.reports.page import render, write_page
 from qlora_sweep.search_spaces.errors import EnvironmentFault, InputError, quote, words_of
-from qlora_sweep.storage.reading import read_study
 from qlora_sweep.storage.records import Crashed, TrialRecord
 from qlora_sweep.sweep.cli import guarded
 from qlora_sweep.sweep.terminal.console import Guarded, Synchronized, folded, say, say_json
 from qlora_sweep.sweep.terminal.drawing import Shown, table
 from tests.reports.synthetic import fits, record, snapshot
-from tests.storage.builders import open_it, run_one
+from tests.storage.builders import open_it, read_it, run_one
 from tests.sweep.typed import Sweep
 
 SECRET = "Sesame 4/two@three"
@@ -137,7 +136,7 @@ def test_everything_that_a_study_leaves_is_its_owners_alone(home: Path) -> None:
     with open_it(url, runs) as study:
         run_one(study, Crashed(phase="build", detail=SAID))
         journals = {path.name: mode(path) for path in runs.iterdir() if path.is_file()}
-    write_page(render(read_study("study", url=url, home=runs)), runs / "study" / "report.html")
+    write_page(render(read_it(url, runs)), runs / "study" / "report.html")
     left = [runs, *runs.rglob("*")]
     files = [path for path in left if path.is_file()]
     assert {"sweep.db", "report.html", "spool.jsonl"} <= {path.name for path in files}
@@ -160,7 +159,7 @@ def use_with_planted(name: str, runs: Path, plant: Callable[[Path], None]) -> li
                 (directory / name).unlink(missing_ok=True)
                 plant(directory / name)
             run_one(study)
-        assert len(read_study("study", url=url, home=runs).records) == 1
+        assert len(read_it(url, runs).records) == 1
         write_page(render(snapshot([fits(0, 100.0)])), directory / "report.html")
     except EnvironmentFault as fault:
         said.append(str(fault))

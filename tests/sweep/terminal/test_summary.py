@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import gc
 import io
 import re
 from collections.abc import Callable
@@ -14,11 +13,8 @@ from qlora_sweep.reports.view import view_of
 from qlora_sweep.search_spaces.config import TrialConfig
 from qlora_sweep.search_spaces.errors import NothingFits
 from qlora_sweep.storage.definition import (
-    StudyDefinition,
     StudySnapshot,
-    Target,
 )
-from qlora_sweep.storage.reading import read_study
 from qlora_sweep.storage.records import Crashed, Invalid, Lost, OutOfMemory, TrialRecord
 from qlora_sweep.sweep.export.record import record_of
 from qlora_sweep.sweep.terminal.live import follow
@@ -29,7 +25,8 @@ from qlora_sweep.sweep.terminal.summary import (
     why_invalid,
 )
 from tests.reports import synthetic
-from tests.sweep.simulated_device import BUDGET, MODEL, a_record, a_space
+from tests.storage.builders import changed
+from tests.sweep.simulated_device import a_definition, a_record, a_space
 from tests.sweep.terminal.screen import Screen
 
 
@@ -45,13 +42,9 @@ def trials() -> tuple[TrialRecord, ...]:
 
 
 def a_snapshot(*records: TrialRecord, emulated_on: str | None = "NVIDIA H200") -> StudySnapshot:
-    target = Target(gpu="a10", device="cuda", budget_bytes=BUDGET, emulated_on=emulated_on)
-    definition = StudyDefinition(
-        space=a_space(), model=MODEL.to_json(), model_fingerprint="f00d", target=target
-    )
     return StudySnapshot(
         name="night",
-        definition=definition,
+        definition=a_definition(emulated_on=emulated_on),
         environment={},
         records=records,
         wall_seconds=260.0,
@@ -123,15 +116,15 @@ def test_the_status_says_what_is_running_and_what_was_left_behind(
 
 
 def with_space(snapshot: StudySnapshot, **changes: object) -> StudySnapshot:
-    definition = snapshot.definition.model_copy(update={"space": a_space(**changes)})
+    definition = changed(snapshot.definition, space=a_space(**changes))
     return replace(snapshot, definition=definition)
 
 
 def test_where_only_a_baseline_outside_the_space_fits_there_is_nothing_to_export() -> None:
     baseline, _, ran_out = trials()
     values = {"fixed": {"lora_rank": 64}, "baseline": {"lora_rank": 16, "micro_batch_size": 8}}
-    config = ran_out.config.model_copy(update={"lora_rank": 64})
-    large = ran_out.model_copy(update={"config": config})
+    config = changed(ran_out.config, lora_rank=64)
+    large = changed(ran_out, config=config)
     snapshot = with_space(a_snapshot(baseline, large), **values)
     assert view_of(snapshot).winner is None
     assert "a space that holds what it sets has an answer" in best_text(snapshot)
@@ -154,7 +147,7 @@ def test_a_study_is_invalid_where_nothing_of_its_space_was_valid() -> None:
 def test_attempts_that_were_repeated_are_counted_as_one_trial_on_screens() -> None:
     baseline, faster, _ = trials()
     crashed = a_record(faster.config, Crashed(phase="warmup"), number=1)
-    again = a_snapshot(baseline, crashed, faster.model_copy(update={"number": 2, "attempt": 2}))
+    again = a_snapshot(baseline, crashed, changed(faster, number=2, attempt=2))
     for text in screens(again):
         assert facts(text)["trials"] == "2 in 4 min 20 s: 2 fits (after 1 failed attempt)"
     # Programs are told of every attempt.
@@ -196,28 +189,6 @@ def test_a_terminal_is_redrawn(monkeypatch: pytest.MonkeyPatch) -> None:
     assert any("Trial 3 (" in picture for picture in screen.pictures)
     assert all(picture.count("Driven by") <= 1 for picture in screen.pictures)
     assert "Driven by" not in screen.seen
-
-
-def test_a_study_that_is_followed_for_hours_takes_no_more_memory_at_every_look(
-    study: str, tmp_path: Path
-) -> None:
-    from optuna.storages import BaseStorage
-
-    runs = tmp_path / "runs"
-    alive: list[int] = []
-
-    def read() -> StudySnapshot:
-        kinds = (TrialRecord, StudySnapshot, BaseStorage)
-        gc.collect()
-        alive.append(sum(isinstance(one, kinds) for one in gc.get_objects()))
-        found = read_study(study, url=f"sqlite:///{runs}/sweep.db", home=runs)
-        return replace(found, holder="host:12" if len(alive) < 8 else None)
-
-    gc.collect()
-    # What is there already is not looked at each time.
-    gc.freeze()
-    follow(read, stream=io.StringIO(), sleep=lambda _: None)
-    assert len(set(alive[3:])) == 1
 
 
 def test_what_is_off_the_front_is_not_called_the_front() -> None:
