@@ -9,10 +9,8 @@ is a run with the loss of held-out rows in nats a token: in the products that it
 (``eval_loss``), in 16-bit compute on the same base (``eval_loss_16_bit``), and of its adapters on a
 16-bit base (``eval_loss_16_bit_base``).
 
-``"unfitted": true`` leaves 8-bit products as they are; ``"power": 0.25`` is another one of the
-size of features by which INT8 divides its inputs. ``"noise": {"product": 0.05}`` (or
-``"gradient"``) adds noise of that size, relative to each token's own, to what every frozen layer
-gives (or to its input's gradient): what an error of that size costs.
+``"unfitted": true`` leaves 8-bit products as they are. Rows with ``noise`` or ``power`` are what
+this program made at commit d0956b35.
 
 Base, adapters and 8-bit layers are those of a trial; a step is captured as one CUDA graph, so that
 a model of 135 million parameters does not wait for its host, and several share the GPU: speeds say
@@ -22,7 +20,6 @@ nothing. The text is Python's standard library in rows without padding, one file
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import multiprocessing
 import queue
@@ -41,7 +38,6 @@ from transformers import AutoTokenizer
 from qlora_sweep.search_spaces.config import MAX_GRAD_NORM, WEIGHT_DECAY, TrialConfig, parse_config
 from qlora_sweep.search_spaces.models import load_model_spec
 from qlora_sweep.storage.records import EightBitProducts
-from qlora_sweep.sweep.training import eight_bit
 from qlora_sweep.sweep.training.adapters import Attached, attached, eager
 from qlora_sweep.sweep.training.faithfulness import products_of
 from qlora_sweep.sweep.training.fitting import fit, multiplying_in
@@ -188,59 +184,6 @@ def held_out_loss(attachment: Attached, config: TrialConfig, rows: np.ndarray) -
     return float(torch.stack(losses).mean())
 
 
-class _Noise(torch.autograd.Function):
-    """Adds noise to values (..., features), or to their gradient, relative to each row's length."""
-
-    @staticmethod
-    def forward(ctx: Any, values: torch.Tensor, of_values: float, of_gradient: float) -> Any:
-        ctx.of_gradient = of_gradient
-        return _noisy(values, of_values)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        return _noisy(gradients[0], ctx.of_gradient), None, None
-
-
-def _noisy(values: torch.Tensor, size: float) -> torch.Tensor:
-    if size == 0:
-        return values.clone()
-    root_mean_square = values.float().square().mean(-1, keepdim=True).sqrt()
-    noise = torch.randn_like(values, dtype=torch.float32) * root_mean_square * size
-    return (values + noise).to(values.dtype)
-
-
-@contextlib.contextmanager
-def with_noise(model: torch.nn.Module, sizes: dict[str, float]) -> Iterator[None]:
-    """Add noise to the products of all frozen layers with adapters, or to their inputs' gradients.
-
-    Args:
-        model: with adapters.
-        sizes: of ``product`` and of ``gradient``, relative; what is missing has none.
-    """
-    of_product = sizes.get("product", 0.0)
-    of_gradient = sizes.get("gradient", 0.0)
-
-    def of_output(_: Any, __: Any, output: torch.Tensor) -> Any:
-        return _Noise.apply(output, of_product, 0.0)
-
-    def of_input(_: Any, inputs: tuple[torch.Tensor, ...]) -> Any:
-        return _Noise.apply(inputs[0], 0.0, of_gradient)
-
-    hooks = []
-    for name, layer in model.named_modules():
-        if not name.endswith(".base_layer"):
-            continue
-        if of_product:
-            hooks.append(layer.register_forward_hook(of_output))
-        if of_gradient:
-            hooks.append(layer.register_forward_pre_hook(of_input))
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
-
-
 class Judge:
     """Trains a run and judges it.
 
@@ -267,9 +210,8 @@ class Judge:
         with attached(base, config) as attachment:
             model = attachment.model
             about = self.prepare(attachment, config, run, rows)
-            with with_noise(model, run.get("noise", {})):
-                losses = train(attachment, config, run, rows)
-                eval_loss = held_out_loss(attachment, config, held_out)
+            losses = train(attachment, config, run, rows)
+            eval_loss = held_out_loss(attachment, config, held_out)
             with multiplying_in(model, None):
                 eval_loss_16_bit = held_out_loss(attachment, config, held_out)
             learned = adapters_of(model)
@@ -297,9 +239,7 @@ class Judge:
         """Fit 8-bit products to the weights, as a training does, and return what came of it."""
         if not config.is_8bit_compute or run.get("unfitted"):
             return {}
-        power = run.get("power", eight_bit._SHARED_OUT)
-        with eight_bit.changed([(eight_bit, "_SHARED_OUT", power)]):
-            found = fitted(attachment, config, rows)
+        found = fitted(attachment, config, rows)
         return {"eight_bit": found.model_dump(mode="json")}
 
 
@@ -382,7 +322,6 @@ def trained_at_once(
     model: str,
     judge: Judge,
     processes: int,
-    limit_seconds: float = float("inf"),
 ) -> Iterator[dict[str, Any]]:
     """Train groups of runs in some processes at once, in their order, each group in one process,
     and yield each run as it ends."""
@@ -394,9 +333,8 @@ def trained_at_once(
     workers = [context.Process(target=_work, args=arguments) for _ in range(processes)]
     for worker in workers:
         worker.start()
-    until = time.monotonic() + limit_seconds
     working = processes
-    while working and time.monotonic() < until and any(w.is_alive() for w in workers):
+    while working and any(w.is_alive() for w in workers):
         try:
             found = ended.get(timeout=1.0)
         except queue.Empty:
@@ -424,7 +362,6 @@ def main() -> None:
     parser.add_argument("runs", type=Path)
     parser.add_argument("--model", required=True)
     parser.add_argument("--processes", type=int, default=3)
-    parser.add_argument("--limit-seconds", type=float, default=float("inf"))
     parser.add_argument("-o", "--output", type=Path, required=True)
     asked = parser.parse_args()
     groups = groups_in(asked.runs.read_text(encoding="utf-8"))
@@ -435,7 +372,6 @@ def main() -> None:
             model=asked.model,
             judge=Judge(python_sources(asked.model)),
             processes=asked.processes,
-            limit_seconds=asked.limit_seconds,
         ):
             file.write(json.dumps(found) + "\n")
             file.flush()
