@@ -18,11 +18,9 @@ from qlora_sweep.sweep.data.collation import split
 from qlora_sweep.sweep.data.study_epochs import StudyEpochs
 from qlora_sweep.sweep.finetuning import checkpoints
 from qlora_sweep.sweep.finetuning.protocol import TrainingResult
-from qlora_sweep.sweep.predict.memory.predictor import TracingPredictor
-from qlora_sweep.sweep.predict.memory.profile_store import TracingChildren
 from qlora_sweep.sweep.predict.on_dataset import MemoryOnDataset, ShapesOnDataset
 from qlora_sweep.sweep.running.wire import DatasetSettings, QualityCommand
-from tests.gpu.rig import SMALL, Rig, small_config
+from tests.gpu.rig import SMALL, Rig, predicting, small_config
 from tests.sweep.data.prepared import prepared_settings
 from tests.sweep.finetuning.trainings import job, run
 
@@ -73,15 +71,8 @@ def shapes() -> ShapesOnDataset:
 def predictor(
     shapes: ShapesOnDataset, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[MemoryOnDataset]:
-    cache, child = tmp_path_factory.mktemp("profiles"), TracingChildren(1, outlive=True)
-    capability = torch.cuda.get_device_capability(0)
-    try:
-        traced = TracingPredictor(
-            SMALL, cache_dir=cache, compute_capability=capability, tracer=child
-        )
+    with predicting(tmp_path_factory.mktemp("profiles")) as traced:
         yield MemoryOnDataset(traced, shapes)
-    finally:
-        child.close()
 
 
 @pytest.mark.parametrize("settings", CASES, ids=str)
@@ -138,7 +129,7 @@ def test_the_held_out_loss_is_the_models_whatever_kernels_compute_it(
     ("packing", "changes"),
     [
         ("none", {}),
-        ("grouped", {"kernels": "liger", "upcast_fp32": False, "checkpoint_fraction": 0.0}),
+        ("grouped", LEAN),
         ("packed", {"kernels": "fused-loss", "optimizer": "adamw_8bit", "lora_rank": 64}),
     ],
 )
