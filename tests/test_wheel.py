@@ -11,9 +11,7 @@ import os
 import shutil
 import subprocess
 import sys
-import sysconfig
 import tarfile
-import venv
 import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -23,6 +21,7 @@ from pathlib import Path
 import pytest
 
 from qlora_sweep.search_spaces.errors import EnvironmentFault
+from tests.sweep.launching.ssh_server import environment as make_environment
 
 pytest.importorskip("hatchling", reason="hatchling builds the wheel: `make test` installs it")
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
@@ -31,7 +30,6 @@ PARTS = ("qlora_sweep", "search_spaces", "storage", "reports", "sweep")
 """What the package is made of in the repository."""
 FOREIGN = ("storage.py", "sweep.py", "reports/__init__.py", "search_spaces/__init__.py")
 NEVER = "raise SystemExit('never run')"
-DEPENDENCIES = sorted({path for path in sys.path if Path(path).name == "site-packages"})
 
 
 def call(*command: str | Path, cwd: Path = ROOT) -> str:
@@ -113,10 +111,7 @@ def install() -> Install:
         for name in FOREIGN:
             (directory / name).parent.mkdir(parents=True, exist_ok=True)
             (directory / name).write_text(NEVER)
-        venv.create(environment, symlinks=True)
-        paths = sysconfig.get_paths(vars={"base": str(environment)})
-        # Lines of a .pth file are directories: what other .pth files there name stays unseen.
-        Path(paths["purelib"], "dependencies.pth").write_text("\n".join(DEPENDENCIES))
+        make_environment(environment)
         made = Installed(environment, directory)
         made.pip("install", "--quiet", "--no-deps", wheel)
         return made

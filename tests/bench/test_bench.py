@@ -6,14 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from qlora_sweep.search_spaces.config import parse_config
 from qlora_sweep.storage.reading import read_study
 from tests.bench import harness, overhead
-from tests.lazy import lazily
 from tests.storage import long_studies
 from tests.sweep.imagined_study import TRIALS
-
-unsloth_beside = lazily("tests.bench.unsloth_beside")
 
 
 def test_a_study_stored_in_bulk_is_what_its_driver_goes_on_with(tmp_path: Path) -> None:
@@ -42,13 +38,3 @@ def test_a_command_is_measured_in_a_process_of_its_own(tmp_path: Path) -> None:
     assert "a10" in took["printed"]
     assert 0 < took["cpu_seconds"] < 60
     assert harness.stamp().keys() >= {"command", "measured_on", "driver", "versions", "date"}
-
-
-@pytest.mark.parametrize("cap", [21.48, 38.39])
-def test_unsloth_is_asked_in_4_8_and_16_bits_beside_configurations_of_8(cap: float) -> None:
-    asked = list(unsloth_beside.questions(cap, []))
-    assert [question["side"] for question in asked][:6] == ["unsloth", "ours"] * 3
-    theirs = {one["asked"]["precision"] for one in asked if one["side"] == "unsloth"}
-    assert theirs == {"4", "16", "fp8"}
-    ours = [parse_config(one["asked"]) for one in asked if one["side"] == "ours"]
-    assert {config.compute_dtype for config in ours} == {"bf16", "fp8"}

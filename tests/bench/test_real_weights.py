@@ -33,8 +33,8 @@ def trained(directory: Path, *runs: dict[str, Any]) -> list[dict[str, Any]]:
 
     # A text that goes over the same few tokens is learned in some steps.
     text = np.tile(np.arange(7), 1000)
-    judge = real_weights.Judge(real_weights.Sources(training=text, held_out=text[:640]))
-    return list(real_weights.trained(runs, model=str(directory), judge=judge))
+    sources = real_weights.Sources(training=text, held_out=text[:640])
+    return list(real_weights.trained(runs, model=str(directory), sources=sources))
 
 
 @pytest.mark.integration

@@ -123,17 +123,6 @@ def test_an_effective_batch_is_one_update_of_so_many_micro_batches(rig: Rig) -> 
         assert (loop.micro_step, len(updates)) == (6, 2)
 
 
-def test_checkpointing_and_fused_losses_save_what_they_are_for(rig: Rig) -> None:
-    def peak(**settings: Any) -> int:
-        return rig.measure(small_config(**settings)).peak_allocated_bytes
-
-    whole, half, none = (peak(checkpoint_fraction=f) for f in (1.0, 0.5, 0.0))
-    assert whole < half < none
-    assert peak(kernels="liger") <= peak(kernels="fused-loss") < whole
-    assert peak(attention="eager", checkpoint_fraction=0.0) > none
-    assert peak(upcast_fp32=False) < whole
-
-
 def test_a_compiled_layer_leaves_nothing_that_changes_the_next_trial(rig: Rig) -> None:
     plain = small_config(upcast_fp32=False, checkpoint_fraction=0.0)
     before = rig.settle(plain)
@@ -197,13 +186,6 @@ def test_a_change_of_segments_rebuilds_the_base_in_segments_of_the_other_kind(ri
     assert peaks[1] == peaks[3]
     # A growing segment cuts every block to its request.
     assert peaks[1] <= peaks[0]
-
-
-def test_16_bit_layers_cost_memory_in_proportion(rig: Rig) -> None:
-    lean = {"upcast_fp32": False, "kernels": "liger"}
-    sizes = [rig.settle(small_config(quantized_fraction=f, **lean)) for f in (1.0, 0.5)]
-    wide = rig.settle(small_config(quantization="none", **lean))
-    assert sizes[1] == pytest.approx((sizes[0] + wide) / 2, rel=0.01)
 
 
 def test_a_standard_run_after_liger_is_a_standard_run(rig: Rig) -> None:

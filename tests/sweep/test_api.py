@@ -20,6 +20,7 @@ from qlora_sweep.search_spaces.gpus import GIB
 from qlora_sweep.storage.records import Measured, Outcome, OutOfMemory
 from qlora_sweep.sweep.api import Study, best, plan, tune
 from qlora_sweep.sweep.processes import STOP_SIGNALS
+from tests.sweep.signals import handled_by
 from tests.sweep.simulated_device import a_measurement
 from tests.sweep.simulated_drive import driving_on
 from tests.sweep.typed import Sweep
@@ -104,13 +105,9 @@ def test_what_is_not_right_is_an_input_error(
 
 @pytest.fixture
 def handlers() -> Iterator[dict[signal.Signals, Any]]:
-    """Handlers as Python has them, whoever started the suite."""
-    before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
-    for number in STOP_SIGNALS:
-        signal.signal(number, signal.default_int_handler)
-    yield {number: signal.getsignal(number) for number in STOP_SIGNALS}
-    for number, handler in before.items():
-        signal.signal(number, handler)
+    """Handlers as Python has them."""
+    with handled_by(signal.default_int_handler) as handlers:
+        yield handlers
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -1,7 +1,6 @@
 """Every example in a command's help, as it stands there, with a simulated device.
 
-Those that train in processes of their own are held against the options alone: their commands have
-tests that train.
+Those that take long are held against the options alone, where other tests run their commands.
 """
 
 from __future__ import annotations
@@ -31,8 +30,13 @@ CONTRIBUTION = path_of("h100_studies_mistral-7b-v0.3.jsonl")
 SURFACE = Path(__file__).parents[1] / "data" / "surfaces" / "tinyllama-1.1b_h200.jsonl"
 TEXTS = Path(__file__).parents[2] / "docs" / "examples" / "dataset.jsonl"
 TOKENIZER = Path(__file__).parents[2] / "search_spaces" / "tokenizers" / "demo"
-TRAIN = ("train", "verify", "merge")
+NOT_RUN = ("train", "verify", "merge", "doctor")
 """Commands whose examples are not run."""
+RUN_ELSEWHERE = (
+    "sweep run cpu-demo --for trl --trials 3 --no-confirm",
+    "sweep plan --gpu rtx-3090 --devices 2",
+)
+"""By `test_for_trainer` and `tests.sweep.planning`, on other figures."""
 SHORTER = {"200": "8"}
 """What is typed instead, where an example takes as long as a person means it to."""
 
@@ -97,7 +101,7 @@ def test_an_example_does_what_its_command_says(
 ) -> None:
     if name == "dashboard" and find_spec("optuna_dashboard"):
         pytest.skip("it serves until it is stopped")
-    if name in TRAIN:
+    if name in NOT_RUN or line in RUN_ELSEWHERE:
         commands()[name].make_context(name, shlex.split(line)[2:])
         return
     home = tmp_path / "home"

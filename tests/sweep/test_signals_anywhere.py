@@ -23,6 +23,7 @@ from qlora_sweep.storage.reading import read_study
 from qlora_sweep.storage.records import Measured, Outcome
 from qlora_sweep.sweep import cli
 from qlora_sweep.sweep.processes import STOP_SIGNALS
+from tests.sweep.signals import handled_by
 from tests.sweep.simulated_device import a_measurement
 from tests.sweep.simulated_drive import driving_on
 
@@ -40,13 +41,8 @@ def measured(config: TrialConfig) -> Outcome:
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setenv("SWEEP_HOME", str(tmp_path))
     monkeypatch.setattr("qlora_sweep.sweep.terminal.driving.drive", driving_on(measured))
-    # Whoever started the suite may have them ignored.
-    before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
-    for number in STOP_SIGNALS:
-        signal.signal(number, signal.default_int_handler)
-    yield tmp_path
-    for number, handler in before.items():
-        signal.signal(number, handler)
+    with handled_by(signal.default_int_handler):
+        yield tmp_path
 
 
 def signalled(arguments: Sequence[str], at: Sequence[int], number: signal.Signals) -> int:

@@ -15,7 +15,6 @@ from qlora_sweep.search_spaces.errors import InputError, NothingFits
 from qlora_sweep.search_spaces.models import load_model_spec
 from qlora_sweep.storage.definition import StudySnapshot
 from qlora_sweep.sweep.finetuning.subject import (
-    candidates,
     next_smaller,
     refuse_too_large,
     subject_of,
@@ -97,17 +96,6 @@ def test_what_is_no_study_and_no_configuration_is_named(
         name = str(tmp_path / "x.json")
     with pytest.raises(InputError, match=said):
         of(name, number=number, model="demo")
-
-
-def test_smaller_configurations_train_the_same_before_they_train_another_thing() -> None:
-    config = TrialConfig(micro_batch_size=6, seq_len=512, checkpoint_fraction=0.5)
-    found = list(candidates(config))
-    assert [c.micro_batch_size for c in found[:3]] == [3, 2, 1]
-    assert {c.samples_per_step for c in found} == {6}
-    assert found[3].checkpoint_fraction == 1.0
-    shortest = [c.seq_len for c in found]
-    assert shortest == sorted(shortest, reverse=True)
-    assert shortest[-1] == 1
 
 
 def forecaster(

@@ -374,27 +374,6 @@ def test_a_training_on_pairs_learns_to_tell_them_apart_and_is_resumed_to_the_bit
     assert_same(resumed, whole)
 
 
-def test_8_bit_products_are_fitted_on_pairs_too(tmp_path: Path, pairs: Path) -> None:
-    spec = saved_with_outliers(tmp_path / "model")
-    settings = {"model": spec.to_json(), "weights": "pretrained", "method": "dpo", **INT8}
-    whole = trained(tmp_path / "out", pairs, max_steps=1, **settings)
-    assert whole.eight_bit is not None
-    assert whole.eight_bit.loss_8_bit == pytest.approx(whole.eight_bit.loss_16_bit, rel=0.01)
-    # The likelihood of completions, and not the loss of pairs, which begins at log 2.
-    assert whole.eight_bit.loss_16_bit > 2
-
-
-def test_a_reference_that_is_worked_out_once_trains_as_one_that_is_asked_in_each_step(
-    tmp_path: Path, pairs: Path
-) -> None:
-    exact = {"compute_dtype": "fp32", "quantization": "none", "lora_dropout": 0.0}
-    losses = []
-    for reference in ("adapter_off", "precomputed"):
-        how = {"method": "dpo", "reference": reference, "max_steps": 3}
-        losses.append(course(trained(tmp_path / reference, pairs, **how, **exact))["losses"])
-    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
-
-
 def test_a_step_in_which_something_is_compiled_is_no_measure_of_speed() -> None:
     import torch
 

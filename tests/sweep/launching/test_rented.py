@@ -5,13 +5,10 @@ The providers' own packages read the jobs in `tests/rented`.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import shlex
 import shutil
-import signal
-import sqlite3
 import subprocess
 import sys
 import time
@@ -432,7 +429,6 @@ def a_home(path: Path, volume: Path) -> Path:
         (path / name).mkdir(parents=True)
     volume.mkdir(exist_ok=True)
     (path / "sweep-volume").symlink_to(volume)
-    (path / ".sweep-rented-since").write_text(f"{int(time.time()) - 100}\n")
     a_program(path / "sweep-venv/bin/python", f'exec "{sys.executable}" "$@"')
     return path
 
@@ -469,9 +465,13 @@ def test_setup_installs_the_wheel_once_and_run_keeps_the_study_on_the_volume(
     python.unlink()
     a_program(python, f'exec "{sys.executable}" "$@"')
     run = task["run"].replace(f"run sweep-inputs/{REQUEST}", "presets")
-    assert "cpu-demo" in ended(start(run, home))
-    paid = json.loads((tmp_path / "volume" / "my study" / "paid.json").read_text())
-    assert 60 <= next(iter(paid["seconds"].values())) < 200
+    # A second start on one machine is paid for once, from when it was rented.
+    (home / ".sweep-rented-since").write_text(f"{int(time.time()) - 100}\n")
+    for _ in range(2):
+        assert "cpu-demo" in ended(start(run, home))
+    ledger = json.loads((tmp_path / "volume" / "my study" / "paid.json").read_text())
+    (paid,) = ledger["seconds"].values()
+    assert 160 <= paid < 300
 
 
 def ended(process: subprocess.Popen[str]) -> str:
@@ -479,38 +479,6 @@ def ended(process: subprocess.Popen[str]) -> str:
     out, _ = process.communicate(timeout=120)
     assert process.returncode == 0, out
     return out
-
-
-@pytest.mark.faults
-@pytest.mark.timeout(600)
-def test_a_real_study_survives_a_preemption_and_a_machine_that_is_gone(tmp_path: Path) -> None:
-    request = RunRequest(space="cpu-demo", study="mine", overrides={"trials": 12, "confirm": False})
-    script, volume = yaml.safe_load(a_rental("skypilot").text())["run"], tmp_path / "volume"
-    told: list[list[int]] = [[]]
-    for number, ended in enumerate((signal.SIGTERM, signal.SIGKILL, None)):
-        home = a_home(tmp_path / f"machine-{number}", volume)
-        (home / "sweep-inputs" / REQUEST).write_text(request.model_dump_json())
-        process, until = start(script, home), time.monotonic() + 120
-        while ended and len(trials(volume)) < 2 * (number + 1) and time.monotonic() < until:
-            time.sleep(0.2)
-        if ended:
-            process.send_signal(ended)
-        out, _ = process.communicate(timeout=240)
-        told.append(trials(volume))
-        assert told[-1][: len(told[-2])] == told[-2], out
-    assert process.returncode == 0, out
-    assert len(told[-1]) >= 4
-    assert (volume / "mine" / "runs" / "mine" / "report.html").exists()
-
-
-def trials(volume: Path) -> list[int]:
-    """Trials that have ended, of the database on the volume."""
-    path = volume / "mine" / "runs" / "sweep.db"
-    query = "select number from trials where state in ('COMPLETE', 'PRUNED') order by number"
-    if not path.exists():
-        return []
-    with contextlib.closing(sqlite3.connect(path)) as base:
-        return [number for (number,) in base.execute(query)]
 
 
 def test_jobs_go_with_their_study_and_nothing_else_does(tmp_path: Path) -> None:

@@ -206,34 +206,8 @@ class Driver:
                 return True
         return False
 
-    def be_away(self, seconds: float) -> None:
-        self.seconds += seconds
-        self.clock.look()
-
     def hear(self, phase: Phase, step: int = 0) -> None:
         self.patience.hear(Progress(phase=phase, step=step))
-
-
-@pytest.mark.parametrize("phase", ["build", "attach", "warmup", "measure", "detach", "quality"])
-def test_silence_is_up_at_the_deadline_of_its_phase_and_counted_anew_after_an_absence(
-    phase: Phase,
-) -> None:
-    driver = Driver()
-    driver.hear(phase)
-    assert not driver.wait(DEADLINES.of(phase) - 1)
-    driver.be_away(8 * 3600.0)
-    assert not driver.wait(DEADLINES.of(phase) - 1)
-    assert driver.wait(2)
-
-
-def test_a_driver_that_is_slow_to_look_lays_no_more_than_a_second_a_look_to_the_worker() -> None:
-    driver = Driver()
-    driver.hear("measure", 1)
-    for _ in range(int(DEADLINES.measure) - 1):
-        driver.be_away(4.0)
-        assert driver.patience.exceeded() is None
-    driver.be_away(4.0)
-    assert driver.patience.exceeded() is not None
 
 
 def test_a_step_of_more_micro_batches_has_the_time_of_all_of_them() -> None:
