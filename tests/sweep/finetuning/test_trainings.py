@@ -290,7 +290,6 @@ def test_a_full_disk_costs_a_checkpoint_and_only_the_last_one_ends_the_training(
     [
         ({"micro_batch_size": 13, "effective_batch_size": 13}, "micro_batch_size is 13"),
         ({"target_modules": ["q_prog"]}, "q_prog"),
-        ({"attention": "eager", "model": "both ways"}, "'gemma3_text' looks ahead"),
     ],
 )
 def test_what_cannot_be_trained_is_refused(
@@ -298,12 +297,6 @@ def test_what_cannot_be_trained_is_refused(
 ) -> None:
     import torch
 
-    from tests.families import spec_of
-
-    if "model" in changes:
-        config = {**spec_of("gemma3_text").config, "use_bidirectional_attention": True}
-        both_ways = replace(TINY, config={**config, "vocab_size": 512})
-        changes = {**changes, "model": both_ways.to_json()}
     end, _ = run(job(tmp_path, dataset, **changes))
     assert isinstance(end, Invalid), end
     assert words in end.detail

@@ -224,9 +224,6 @@ def DIE_IDLE(worker: Worker) -> None:
     die()
 
 
-ANOTHER_CONFIGURATION = behaviour(
-    lambda worker: worker.answer(config={**worker.command["config"], "seq_len": 64})
-)
 UNUSABLE_LATE = behaviour(lambda worker: worker.say(kind="unusable", reason="it fell off the bus"))
 
 

@@ -129,7 +129,6 @@ def test_what_does_not_come_to_an_end_is_timed_out_by_the_limit_that_it_passed(
         (how.GARBAGE, "protocol", "'this is not an event': no JSON"),
         (how.FLOOD_WITHOUT_LINES, "protocol", "more than 262,144 bytes without a line end"),
         (how.UNUSABLE_LATE, "protocol", "it fell off the bus"),
-        (how.ANOTHER_CONFIGURATION, "protocol", "it said 'finished' when nobody expected that"),
         (how.CLOSED_PIPE, "protocol", "it closed its pipe, and lived on"),
         (how.CLOSED_EARS, "protocol", "closed its pipe"),
         (how.EXIT, "exit", "exit status 1; it printed last: hello from a library | Error invalid"),
@@ -300,17 +299,6 @@ def test_a_worker_that_nothing_ends_is_the_gpus_loss_and_is_said_once_and_for_al
     assert isinstance(ran(runner, how.FINE), Lost)
 
 
-def test_no_other_worker_is_started_on_a_gpu_that_was_lost_between_two_trials(
-    start: Start,
-) -> None:
-    runner = start(process=Unkillable)
-    assert ran(runner, how.DIE_IDLE) == ANSWERED
-    time.sleep(0.1)
-    with pytest.raises(GpuLost):
-        ran(runner, how.FINE)
-    assert runner._worker is None
-
-
 def test_a_crash_on_a_gpu_with_a_fault_of_its_own_is_the_gpus(start: Start) -> None:
     runner = start(fault=lambda: "2 uncorrectable memory errors (ECC)")
     assert ran(runner, how.FINE) == ANSWERED
@@ -337,24 +325,6 @@ def test_a_result_that_is_on_its_way_when_somebody_asks_to_stop_is_kept(
 
     assert ran(runner, rank, attempt=ATTEMPT, observe=cancel) == kept
     assert ran(runner, how.FINE) == INTERRUPTED
-
-
-def test_whoever_is_interrupted_while_a_worker_is_ended_leaves_none(
-    start: Start, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def interrupt(*_: object, **__: object) -> End:
-        raise KeyboardInterrupt
-
-    runner = start()
-    runner.start()
-    assert runner._worker is not None
-    process = runner._worker.process
-    with monkeypatch.context() as pressed:
-        pressed.setattr("qlora_sweep.sweep.processes.Child.end", interrupt)
-        with pytest.raises(KeyboardInterrupt):
-            runner.close()
-    assert ends_soon(process.pid)
-    process.wait()
 
 
 def open_descriptors() -> int:
