@@ -73,13 +73,9 @@ def run(forecast: Forecast, *, target: Target, weights: Path, steps: int) -> Row
             found = verify(record, path=path, steps=steps, model=str(weights))
         except SweepError as error:
             return row | {"failed": str(error)}
-    for figure, name in ((found.comparison.memory, "peak_allocated_bytes"),):
-        row |= {f"predicted_{name}": figure.promised, f"measured_{name}": figure.reached}
-        row[f"{name}_ratio"] = figure.ratio
-    speed = found.comparison.speed
-    row |= {"predicted_tokens_per_second": speed.promised}
-    row |= {"measured_tokens_per_second": speed.reached, "tokens_per_second_ratio": speed.ratio}
-    return row | {"steps": found.steps, "differences": list(found.differences)}
+    said = found.to_json()
+    kept = ("steps", "tokens_per_second", "peak_allocated_bytes", "differences")
+    return row | {key: said[key] for key in kept}
 
 
 def main() -> None:
