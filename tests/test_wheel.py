@@ -240,6 +240,5 @@ def test_a_file_that_is_not_as_installed_is_told(installed: Installed) -> None:
     (replaced,) = installed.environment.glob("lib/python*/site-packages/*/storage/study.py")
     replaced.write_text(replaced.read_text(encoding="utf-8") + "\n# Not as installed.\n")
     done = installed.run("sweep", "doctor")
-    assert f"in {installed.environment}" in done.stdout
     assert done.returncode == EnvironmentFault.exit_code
     assert "storage/study.py: not what was installed" in done.stdout
