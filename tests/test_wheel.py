@@ -209,6 +209,7 @@ SCRIPT = """
 import sys
 from pathlib import Path
 import qlora_sweep as q
+from qlora_sweep.sweep.terminal.doctor import check, examine
 
 assert q.plan("a10").config
 # What ships of a preset was worked out before.
@@ -217,6 +218,9 @@ study = q.tune("cpu-demo", trials=1, confirm=False, study="demo")
 assert study.trials["total"] == 1, study.trials
 winner = q.best(study)
 assert winner.peft_config().r == winner.config.lora_rank
+libraries = {"torch": "2", "cuda": None, "has_cuda": False, "errors": {}}
+_, installation, *_ = check(examine(lambda: libraries))
+assert installation.detail.startswith(f"in {sys.prefix}"), installation
 ours = [module.__file__ for name, module in sys.modules.items() if name.startswith("qlora_sweep.")]
 print(len({file for file in ours if file.startswith(sys.prefix)}) / len(ours))
 """

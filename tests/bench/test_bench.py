@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
 from qlora_sweep.storage.reading import read_study
 from tests.bench import harness, overhead
 from tests.storage import long_studies
-from tests.sweep.imagined_study import TRIALS
 
 
 def test_a_study_stored_in_bulk_is_what_its_driver_goes_on_with(tmp_path: Path) -> None:
@@ -19,18 +16,6 @@ def test_a_study_stored_in_bulk_is_what_its_driver_goes_on_with(tmp_path: Path) 
     assert read_study(long_studies.NAME, url=url, home=tmp_path).records == tuple(known)
     took = overhead.of_driver(known, "random", more=2)
     assert min(took["open_seconds"], took["median_trial_seconds"]) > 0
-
-
-def test_overhead_is_what_no_step_took() -> None:
-    first, second = TRIALS[0], TRIALS[1]
-    measured = first.measurement
-    assert measured is not None
-    trained = (measured.steps_warmup + measured.steps_measured) * measured.step_seconds
-    pair = [
-        first.model_copy(update={"started_at": "2026-11-21T00:00:00+00:00"}),
-        second.model_copy(update={"started_at": "2026-11-21T01:00:00+00:00"}),
-    ]
-    assert overhead.of_study(pair)["median_trial_seconds"] == pytest.approx(3600 - trained)
 
 
 def test_a_command_is_measured_in_a_process_of_its_own(tmp_path: Path) -> None:

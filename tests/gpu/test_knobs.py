@@ -111,18 +111,6 @@ def test_a_run_that_is_not_what_was_asked_is_found_out(
     assert honest is None
 
 
-def test_an_effective_batch_is_one_update_of_so_many_micro_batches(rig: Rig) -> None:
-    config = small_config(effective_batch_size=12)
-    rig.settle(config)
-    updates: list[object] = []
-    with rig.training(config) as loop:
-        inner = loop.optimizer.optimizer
-        inner.register_step_post_hook(lambda *_: updates.append(None))
-        for _ in range(2):
-            loop.step()
-        assert (loop.micro_step, len(updates)) == (6, 2)
-
-
 def test_a_compiled_layer_leaves_nothing_that_changes_the_next_trial(rig: Rig) -> None:
     plain = small_config(upcast_fp32=False, checkpoint_fraction=0.0)
     before = rig.settle(plain)
