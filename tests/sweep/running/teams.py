@@ -14,6 +14,8 @@ from qlora_sweep.storage.definition import Target
 from qlora_sweep.storage.records import Measurement
 from qlora_sweep.sweep.running.supervisor import SupervisedRunner
 
+LEARNED = ("train_loss", "eval_loss")
+
 
 def a_cpu_runner(
     log: Path, *, model: ModelSpec | None = None, budget_bytes: int = GIB // 2, **options: Any
@@ -23,12 +25,14 @@ def a_cpu_runner(
     return SupervisedRunner(model, log_path=log, **options)
 
 
-def assert_learned_alike(together: Measurement, alone: Measurement, *, rel: float) -> None:
+def assert_learned_alike(
+    together: Measurement, alone: Measurement, *, rel: float, keys: tuple[str, ...] = LEARNED
+) -> None:
     """Check that several GPUs learned what one does."""
     assert together.loss_tokens_per_step == pytest.approx(alone.loss_tokens_per_step, rel=0.1)
     assert together.quality is not None
     assert alone.quality is not None
-    for key in ("train_loss", "eval_loss"):
+    for key in keys:
         learned = getattr(together.quality, key)
         assert learned == pytest.approx(getattr(alone.quality, key), rel=rel)
 
