@@ -13,16 +13,13 @@ import numpy as np
 import pytest
 import torch
 
-from qlora_sweep.storage.records import INTERRUPTED
 from qlora_sweep.sweep.data.collation import split
 from qlora_sweep.sweep.data.study_epochs import StudyEpochs
-from qlora_sweep.sweep.finetuning import checkpoints
-from qlora_sweep.sweep.finetuning.protocol import TrainingResult
 from qlora_sweep.sweep.predict.on_dataset import MemoryOnDataset, ShapesOnDataset
 from qlora_sweep.sweep.running.wire import DatasetSettings, QualityCommand
 from tests.gpu.rig import SMALL, Rig, predicting, small_config
 from tests.sweep.data.prepared import prepared_settings
-from tests.sweep.finetuning.trainings import job, run
+from tests.sweep.finetuning.trainings import ended, job, stopped_and_resumed
 
 pytestmark = [
     pytest.mark.gpu,
@@ -133,14 +130,9 @@ def test_a_training_that_was_stopped_goes_on(tmp_path: Path, dataset: DatasetSet
         "lora_rank": 64,
     }
     directory = Path(dataset.directory)
-    whole, _ = run(job(tmp_path / "whole", directory, **options))
-    assert isinstance(whole, TrainingResult), whole
-    begun = job(tmp_path / "again", directory, checkpoint_steps=2, **options)
-    stopped, _ = run(begun, stop_after=4)
-    assert stopped == INTERRUPTED
-    newest = str(checkpoints.newest(tmp_path / "again"))
-    resumed, _ = run(begun.model_copy(update={"resume_from": newest}))
-    assert isinstance(resumed, TrainingResult), resumed
+    whole = ended(job(tmp_path / "whole", directory, **options))
+    begun = job(tmp_path / "again", directory, **options)
+    resumed, _ = stopped_and_resumed(begun, stop_after=4)
     assert resumed.tokens == whole.tokens
     # Kernels of a GPU add up in an order of their own: not to the bit.
     assert resumed.train_loss == pytest.approx(whole.train_loss, rel=1e-3)

@@ -18,7 +18,6 @@ from qlora_sweep.search_spaces.models import ModelSpec
 from qlora_sweep.search_spaces.space import StepBudget
 from qlora_sweep.storage.definition import Target
 from qlora_sweep.storage.records import (
-    INTERRUPTED,
     Crashed,
     Measurement,
     OutOfMemory,
@@ -31,7 +30,7 @@ from qlora_sweep.sweep.running.supervisor import SupervisedRunner
 from qlora_sweep.sweep.running.wire import DatasetSettings, Progress, QualityCommand, TrialRequest
 from tests.gpu.rig import SMALL, predicting, small_config
 from tests.sweep.data.prepared import prepared_settings
-from tests.sweep.finetuning.trainings import job
+from tests.sweep.finetuning.trainings import interrupted_and_resumed, job
 from tests.sweep.running.teams import assert_learned_alike, ranks
 from tests.sweep.training.tiny import TINY, measured
 from tests.sweep.training.two_processes import told_by_two
@@ -210,20 +209,12 @@ def test_two_gpus_train_what_one_does_stop_together_and_are_resumed(
     for key in ("train_loss", "eval_loss"):
         assert getattr(whole, key) == pytest.approx(getattr(alone, key), rel=5e-3)
 
-    def stop(event: Event) -> None:
-        if isinstance(event, Saved) and event.step == 5:
-            raise KeyboardInterrupt
-
     begun = on_two(tmp_path / "resumed", data, **exact)
-    assert follow(begun, observe=stop) == INTERRUPTED
-    newest = checkpoints.newest(tmp_path / "resumed")
-    assert newest is not None
+    newest, again = interrupted_and_resumed(begun, at=5)
     assert {path.name for path in newest.glob("rng_state*")} == {
         "rng_state_0.pth",
         "rng_state_1.pth",
     }
-    again = follow(begun.model_copy(update={"resume_from": str(newest)}))
-    assert isinstance(again, TrainingResult), again
     for key in ("train_loss", "eval_loss"):
         assert getattr(again, key) == pytest.approx(getattr(whole, key), rel=1e-3)
 

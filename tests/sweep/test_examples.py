@@ -17,14 +17,11 @@ from typing import Any
 import pytest
 import typer
 
-from qlora_sweep.search_spaces.config import TrialConfig
 from qlora_sweep.search_spaces.presets import preset_texts
-from qlora_sweep.storage.records import Measured, Outcome
 from qlora_sweep.sweep.cli import app, main
 from tests.docs.test_pages import BLOCKS
 from tests.sweep.predict.contributed import path_of
-from tests.sweep.simulated_device import a_measurement
-from tests.sweep.simulated_drive import driving_on
+from tests.sweep.simulated_drive import simulate
 
 REFUSED_WITHOUT_A_GPU = 3
 CONTRIBUTION = path_of("h100_studies_mistral-7b-v0.3.jsonl")
@@ -48,10 +45,6 @@ def examples() -> Iterator[tuple[str, str]]:
     for name, command in commands().items():
         for line in re.findall(r"^  \$ (.+)$", command.epilog or "", flags=re.MULTILINE):
             yield name, line
-
-
-def measured(config: TrialConfig) -> Outcome:
-    return Measured(measurement=a_measurement(config, peak_allocated_bytes=1000))
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +77,7 @@ def is_run_elsewhere(line: str) -> bool:
 def at_home(home: Path, patch: pytest.MonkeyPatch) -> None:
     patch.setenv("SWEEP_HOME", str(home))
     patch.setenv("CUDA_VISIBLE_DEVICES", "")
-    patch.setattr("qlora_sweep.sweep.terminal.driving.drive", driving_on(measured))
+    simulate(patch)
     patch.chdir(home)
 
 

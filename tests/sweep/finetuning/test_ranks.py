@@ -13,7 +13,7 @@ import pytest
 
 from qlora_sweep.search_spaces.config import TrialConfig
 from qlora_sweep.search_spaces.errors import InputError
-from qlora_sweep.storage.records import INTERRUPTED, Crashed
+from qlora_sweep.storage.records import Crashed
 from qlora_sweep.sweep.finetuning import checkpoints
 from qlora_sweep.sweep.finetuning.protocol import Event, Saved, TrainingProgress, TrainingResult
 from qlora_sweep.sweep.finetuning.training import (
@@ -25,7 +25,7 @@ from qlora_sweep.sweep.finetuning.training import (
 )
 from qlora_sweep.sweep.running.device_info import GpuInfo
 from tests.sweep.data.prepared import prepared, prepared_pairs
-from tests.sweep.finetuning.trainings import adapter, job, run
+from tests.sweep.finetuning.trainings import adapter, interrupted_and_resumed, job, run
 from tests.sweep.running.teams import ranks
 
 LENGTHS = [5, 40, 12, 30, 9, 22, 17, 3, 28, 14, 33, 8, 19, 25, 6, 11, 21, 7, 16, 23]
@@ -89,16 +89,8 @@ def test_a_stop_reaches_both_ranks_in_one_step_and_the_training_is_resumed_to_th
 
     begun = job(tmp_path / "resumed", dataset, epochs=2, **TOGETHER)
 
-    def stop(event: Event) -> None:
-        if isinstance(event, Saved) and event.step == 3:
-            raise KeyboardInterrupt
-
-    assert follow(begun, observe=stop) == INTERRUPTED
-    newest = checkpoints.newest(tmp_path / "resumed")
-    assert newest is not None
+    newest, again = interrupted_and_resumed(begun, at=3)
     assert 3 <= checkpoints.step_of(newest) < whole.steps
-    again = follow(begun.model_copy(update={"resume_from": str(newest)}))
-    assert isinstance(again, TrainingResult), again
     first, second = adapter(whole), adapter(again)
     assert all(first[name].equal(second[name]) for name in first)
     for key in ("train_loss", "eval_loss", "tokens"):

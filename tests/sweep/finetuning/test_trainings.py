@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from pydantic import BaseModel
 
-from qlora_sweep.storage.records import INTERRUPTED, Crashed, Diverged, Invalid, OutOfMemory
+from qlora_sweep.storage.records import Crashed, Diverged, Invalid, OutOfMemory
 from qlora_sweep.sweep.finetuning import checkpoints
 from qlora_sweep.sweep.finetuning.protocol import (
     Saved,
@@ -23,7 +22,7 @@ from qlora_sweep.sweep.finetuning.protocol import (
     TrainingStarted,
 )
 from tests.sweep.data.prepared import prepared, prepared_pairs
-from tests.sweep.finetuning.trainings import adapter, job, run
+from tests.sweep.finetuning.trainings import adapter, ended, job, run, stopped_and_resumed
 from tests.sweep.training.tiny import TINY, saved_with_outliers
 
 if TYPE_CHECKING:
@@ -43,30 +42,12 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def trained(*args: Any, **changes: Any) -> TrainingResult:
-    end, _ = run(job(*args, **changes))
-    assert isinstance(end, TrainingResult), end
-    return end
+    return ended(job(*args, **changes))
 
 
 def trained_at(output: Path, like: TrainingJob) -> TrainingResult:
-    """Train to the end, in one go, what another job begins elsewhere."""
-    end, _ = run(like.model_copy(update={"output": str(output)}))
-    assert isinstance(end, TrainingResult), end
-    return end
-
-
-def stopped_and_resumed(
-    begun: TrainingJob, *, stop_after: int
-) -> tuple[TrainingResult, list[BaseModel]]:
-    """Stop a training behind the checkpoint of a step; return how it ends once it is resumed."""
-    output = Path(begun.output)
-    stopped, _ = run(begun.model_copy(update={"checkpoint_steps": 1}), stop_after=stop_after)
-    assert stopped == INTERRUPTED
-    # Nothing is evaluated on the way now: that must make no difference either.
-    changes = {"resume_from": str(checkpoints.newest(output)), "checkpoint_steps": 1000}
-    resumed, said = run(begun.model_copy(update=changes))
-    assert isinstance(resumed, TrainingResult), resumed
-    return resumed, said
+    """Train what another job begins elsewhere."""
+    return ended(like.model_copy(update={"output": str(output)}))
 
 
 def assert_same(resumed: TrainingResult, whole: TrainingResult) -> None:

@@ -77,7 +77,7 @@ FAULTS = {
     "look no UTF-8": lambda: out(MARK, b'{"runs": "\xff\xfe"}'),
     "find nothing": lambda: out(MARK),
     # What follows a study.
-    "follow a line without end": lambda: out(MARK, *(b"x" * 2**20 for _ in range(8))),
+    "follow a line without end": lambda: out(MARK, b"x" * 2**20),
     "follow escapes": lambda: out(MARK, b"\x1b[2J\x1b]0;owned\x07 \xff\xfe {0}\n"),
     "end no exit": lambda: out(MARK, b'{"exit": "yes", "stdout": []}'),
     "end nothing": lambda: None,

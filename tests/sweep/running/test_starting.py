@@ -69,7 +69,10 @@ def test_libraries_are_compiled_by_the_standard_library_where_that_is_kept(
     code = f"import os; {starting}; compile_libraries(); {wait}"
     paths = f"{library.parent}:{Path(__file__).parents[3]}"
     environment = os.environ | {"PYTHONPATH": paths, "PYTHONDONTWRITEBYTECODE": "1"}
-    subprocess.run([sys.executable, "-P", "-c", code], cwd=tmp_path, env=environment, check=True)
+    # With site-packages all that is there would be compiled too.
+    subprocess.run(
+        [sys.executable, "-P", "-S", "-c", code], cwd=tmp_path, env=environment, check=True
+    )
     assert (library / "__pycache__").exists() is is_writable
     assert not (tmp_path / "shadowed").exists()
 
