@@ -279,28 +279,18 @@ def reference(found: Sequence[Group]) -> Group:
     return next(g for g in found if (g.targets, g.rank, g.rows) == ("all-linear", 16, rows))
 
 
-def by_rank(found: Sequence[Group]) -> list[Group]:
-    """Return the groups that differ from the reference in rank alone."""
-    rows = reference(found).rows
-    return [g for g in found if g.targets == "all-linear" and g.rows == rows]
-
-
-def by_batch(found: Sequence[Group]) -> list[Group]:
-    """Return the groups that differ from the reference in batch alone."""
-    return [g for g in found if g.targets == "all-linear" and g.rank == 16]
-
-
-def by_targets(found: Sequence[Group]) -> list[Group]:
-    """Return the groups that differ from the reference in target modules alone."""
-    rows = reference(found).rows
-    return [g for g in found if g.rank == 16 and g.rows == rows]
+def differing_in(key: str, found: Sequence[Group]) -> list[Group]:
+    """Return the groups that differ from the reference in rank, rows or targets alone."""
+    own = reference(found)
+    others = {"rank", "rows", "targets"} - {key}
+    return [g for g in found if all(getattr(g, k) == getattr(own, k) for k in others)]
 
 
 def powers(found: Sequence[Group]) -> dict[str, Power]:
     """Return by what changes the power that best rates follow, where two or more are bracketed."""
     noise = noise_of(found)
-    ranks = [(float(g.rank), g) for g in by_rank(found) if g.is_bracketed]
-    tokens = [(float(g.rows * g.seq_len), g) for g in by_batch(found) if g.is_bracketed]
+    ranks = [(float(g.rank), g) for g in differing_in("rank", found) if g.is_bracketed]
+    tokens = [(float(g.rows * g.seq_len), g) for g in differing_in("rows", found) if g.is_bracketed]
     own = reference(found)
     known = {
         "rank, with alpha twice the rank": (ranks, float(own.rank)),
@@ -320,7 +310,7 @@ def rule(found: Sequence[Group]) -> dict[str, Any]:
     rank = known["rank, with alpha twice the rank"]
     own = reference(found)
     width = math.log(rank.level / PUBLISHED_RATE) / math.log(WIDTH / PUBLISHED_WIDTH)
-    ranks = [group.rank for group in by_rank(found)]
+    ranks = [group.rank for group in differing_in("rank", found)]
     alphas = [2 * rank for rank in ranks]
     factors = {
         "alpha": _factor(2 * own.rank, rank.exponent - PUBLISHED_RANK_POWER, alphas),
@@ -329,7 +319,7 @@ def rule(found: Sequence[Group]) -> dict[str, Any]:
     }
     tokens = known.get("tokens of a step, as many in all")
     if tokens is not None:
-        measured = [g.rows * g.seq_len for g in by_batch(found) if g.is_bracketed]
+        measured = [g.rows * g.seq_len for g in differing_in("rows", found) if g.is_bracketed]
         factors["tokens"] = _factor(own.rows * own.seq_len, tokens.exponent, measured)
     return {
         "rate": PUBLISHED_RATE,
@@ -347,7 +337,7 @@ def _factor(at: float, exponent: float, known: Sequence[float]) -> dict[str, flo
 def attention(found: Sequence[Group]) -> float:
     """Return how many times the best rate of every linear layer that of attention alone is; 1 where
     either is not bracketed."""
-    both = {group.targets: group for group in by_targets(found) if group.is_bracketed}
+    both = {group.targets: group for group in differing_in("targets", found) if group.is_bracketed}
     if len(both) < 2:
         return 1.0
     return both["attention"].optimum / both["all-linear"].optimum

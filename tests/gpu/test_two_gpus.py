@@ -23,14 +23,14 @@ from qlora_sweep.storage.records import (
     OutOfMemory,
 )
 from qlora_sweep.sweep.finetuning import checkpoints
-from qlora_sweep.sweep.finetuning.protocol import Event, Saved, TrainingResult
+from qlora_sweep.sweep.finetuning.protocol import Event, Saved
 from qlora_sweep.sweep.finetuning.training import follow
 from qlora_sweep.sweep.predict.memory.predictor import TracingPredictor
 from qlora_sweep.sweep.running.supervisor import SupervisedRunner
 from qlora_sweep.sweep.running.wire import DatasetSettings, Progress, QualityCommand, TrialRequest
 from tests.gpu.rig import SMALL, predicting, small_config
 from tests.sweep.data.prepared import prepared_settings
-from tests.sweep.finetuning.trainings import interrupted_and_resumed, job
+from tests.sweep.finetuning.trainings import finished, interrupted_and_resumed, job
 from tests.sweep.running.teams import assert_learned_alike, ranks
 from tests.sweep.training.tiny import TINY, measured
 from tests.sweep.training.two_processes import told_by_two
@@ -201,10 +201,9 @@ def test_two_gpus_train_what_one_does_stop_together_and_are_resumed(
     dataset: DatasetSettings, tmp_path: Path
 ) -> None:
     data, exact = Path(dataset.directory), {"lora_dropout": 0.0, "checkpoint_steps": 5}
-    whole = follow(on_two(tmp_path / "two", data, **exact))
-    assert isinstance(whole, TrainingResult), whole
-    alone = follow(on_two(tmp_path / "one", data, **exact, data_parallel=1, gpus=("0",)))
-    assert isinstance(alone, TrainingResult), alone
+    whole = finished(follow(on_two(tmp_path / "two", data, **exact)))
+    one = on_two(tmp_path / "one", data, **exact, data_parallel=1, gpus=("0",))
+    alone = finished(follow(one))
     assert whole.tokens == alone.tokens
     for key in ("train_loss", "eval_loss"):
         assert getattr(whole, key) == pytest.approx(getattr(alone, key), rel=5e-3)

@@ -165,15 +165,13 @@ def of_lengths(dataset: Path, *, seq_len: int) -> TruncatedDataset:
 @pytest.mark.slow
 @pytest.mark.parametrize("packing", ["none", "grouped", "packed"])
 def test_an_epoch_trains_on_what_is_not_cut(tmp_path: Path, packing: str) -> None:
-    from qlora_sweep.sweep.finetuning.protocol import TrainingResult
     from tests.sweep.data.prepared import prepared as prepared_rows
-    from tests.sweep.finetuning.trainings import job, run
+    from tests.sweep.finetuning.trainings import ended, job
 
     lengths = [5, 40, 12, 30, 9, 22, 17, 3, 28, 14, 33, 8, 19, 25, 60]
     answers = [3, 30, 2, 20, 8, 5, 9, 2, 27, 4, 30, 2, 3, 20, 10]
     dataset = prepared_rows(tmp_path / "texts", lengths, completions=answers)
-    end, _ = run(job(tmp_path / "out", dataset, packing=packing))
-    assert isinstance(end, TrainingResult), end
+    end = ended(job(tmp_path / "out", dataset, packing=packing))
     found = of_lengths(dataset, seq_len=32)
     trained, held_out = found.trained, found.held_out
     assert end.tokens == trained.supervised_tokens - trained.supervised_tokens_cut

@@ -22,7 +22,14 @@ from qlora_sweep.sweep.finetuning.protocol import (
     TrainingStarted,
 )
 from tests.sweep.data.prepared import prepared, prepared_pairs
-from tests.sweep.finetuning.trainings import adapter, ended, job, run, stopped_and_resumed
+from tests.sweep.finetuning.trainings import (
+    adapter,
+    assert_same,
+    ended,
+    job,
+    run,
+    stopped_and_resumed,
+)
 from tests.sweep.training.tiny import TINY, saved_with_outliers
 
 if TYPE_CHECKING:
@@ -48,16 +55,6 @@ def trained(*args: Any, **changes: Any) -> TrainingResult:
 def trained_at(output: Path, like: TrainingJob) -> TrainingResult:
     """Train what another job begins elsewhere."""
     return ended(like.model_copy(update={"output": str(output)}))
-
-
-def assert_same(resumed: TrainingResult, whole: TrainingResult) -> None:
-    """Check that two trainings came to the same, to the bit."""
-    tensors = adapter(whole)
-    others = adapter(resumed)
-    assert tensors.keys() == others.keys()
-    assert all(others[name].equal(tensor) for name, tensor in tensors.items())
-    for key in ("train_loss", "eval_loss", "tokens", "steps", "eight_bit"):
-        assert getattr(resumed, key) == getattr(whole, key)
 
 
 def course(end: TrainingResult) -> dict[str, Any]:

@@ -78,11 +78,15 @@ def run(
     return training.run(), said
 
 
-def ended(begun: TrainingJob) -> TrainingResult:
-    """Train in this process, in one go, to what it comes to."""
-    end, _ = run(begun)
+def finished(end: TrainingOutcome) -> TrainingResult:
+    """Return what a training came to that was not to go wrong."""
     assert isinstance(end, TrainingResult), end
     return end
+
+
+def ended(begun: TrainingJob) -> TrainingResult:
+    """Train in this process, in one go, to what it comes to."""
+    return finished(run(begun)[0])
 
 
 def stopped_and_resumed(
@@ -94,8 +98,7 @@ def stopped_and_resumed(
     # Nothing is evaluated on the way now: that must make no difference either.
     changes = {"resume_from": str(checkpoints.newest(Path(begun.output))), "checkpoint_steps": 1000}
     resumed, said = run(begun.model_copy(update=changes))
-    assert isinstance(resumed, TrainingResult), resumed
-    return resumed, said
+    return finished(resumed), said
 
 
 def interrupted_and_resumed(begun: TrainingJob, *, at: int) -> tuple[Path, TrainingResult]:
@@ -110,8 +113,7 @@ def interrupted_and_resumed(begun: TrainingJob, *, at: int) -> tuple[Path, Train
     newest = checkpoints.newest(Path(begun.output))
     assert newest is not None
     resumed = follow(begun.model_copy(update={"resume_from": str(newest)}))
-    assert isinstance(resumed, TrainingResult), resumed
-    return newest, resumed
+    return newest, finished(resumed)
 
 
 def adapter(end: TrainingResult) -> dict[str, torch.Tensor]:
@@ -119,3 +121,13 @@ def adapter(end: TrainingResult) -> dict[str, torch.Tensor]:
     from safetensors.torch import load_file
 
     return load_file(f"{end.checkpoint}/adapter_model.safetensors")
+
+
+def assert_same(resumed: TrainingResult, whole: TrainingResult) -> None:
+    """Check that two trainings came to the same, to the bit."""
+    tensors = adapter(whole)
+    others = adapter(resumed)
+    assert tensors.keys() == others.keys()
+    assert all(others[name].equal(tensor) for name, tensor in tensors.items())
+    for key in ("train_loss", "eval_loss", "tokens", "steps", "eight_bit"):
+        assert getattr(resumed, key) == getattr(whole, key)
