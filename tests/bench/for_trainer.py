@@ -16,7 +16,6 @@ import json
 import tempfile
 from contextlib import closing
 from pathlib import Path
-from typing import Any
 
 from qlora_sweep.search_spaces.config import TrialConfig, as_options
 from qlora_sweep.search_spaces.errors import SweepError
@@ -86,7 +85,6 @@ def main() -> None:
     parser.add_argument("--also", type=json.loads, action="append")
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--weights", type=Path, help="a directory with weights; made by default")
-    parser.add_argument("--dry-run", action="store_true", help="predict only")
     parser.add_argument("-o", "--output", type=Path)
     asked = parser.parse_args()
     write({**stamp(), "model": asked.model, "gpu": asked.gpu}, asked.output)
@@ -101,12 +99,6 @@ def main() -> None:
     product = None if gpu_here is None or gpu_here.known == gpu else gpu_here.product
     target = Target(gpu=gpu.name, device="cuda", budget_bytes=gpu.budget_bytes, emulated_on=product)
     found = forecasts(configs, model=model, target=target)
-    if asked.dry_run:
-        for forecast in found:
-            told: dict[str, Any] = forecast.config.changes_from(TrialConfig())
-            told |= {"peak_allocated_bytes": forecast.peak_allocated_bytes}
-            write(told | {"tokens_per_second": forecast.tokens_per_second}, asked.output)
-        return
     make_directory(runs_directory())
     with tempfile.TemporaryDirectory(dir=runs_directory()) as directory:
         weights = asked.weights or write_weights(model, Path(directory))
