@@ -14,6 +14,10 @@ from typing import Any
 
 import pytest
 
+from qlora_sweep.storage.reading import read_study
+from qlora_sweep.sweep.data.prepared_dataset import prepare_dataset
+from qlora_sweep.sweep.finetuning.training import TrainingRequest, prepare_training
+
 ROOT = Path(__file__).parents[1]
 SPIN = "import os\nwhile os.getppid() == {parent}: pass"
 SECONDS_MAX = 120
@@ -50,15 +54,11 @@ def ran(home: Path, words: list[str]) -> str:
     return done.stdout
 
 
-def sweep(home: Path, *words: str) -> Any:
-    """Return the document that a command prints there."""
-    return json.loads(ran(home, [sys.executable, "-P", "-m", "qlora_sweep", *words, "--json"]))
-
-
 def demonstrated(home: Path) -> tuple[dict[str, Any], str]:
     """Run the demonstration in a home of its own; return the document of `best`, and the screen."""
     screen = ran(home, command())
-    document = sweep(home, "best", "demo")
+    best = [sys.executable, "-P", "-m", "qlora_sweep", "best", "demo", "--json"]
+    document = json.loads(ran(home, best))
     assert (home / "runs" / "demo" / "report.html").exists()
     assert (home / "runs" / "demo-a10" / "report.html").exists()
     return document, screen
@@ -79,14 +79,22 @@ def check(document: dict[str, Any], screen: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_the_demonstration_has_a_gain_and_its_winner_trains_on_the_example_dataset(
-    tmp_path: Path,
+def test_the_demonstration_has_a_gain_and_its_winner_can_train_on_the_example_dataset(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     check(*demonstrated(tmp_path))
-    typed = ("train", "demo", "--data", "docs/examples/dataset.jsonl", "--max-steps", "2")
-    trained = sweep(tmp_path, *typed, "--output", str(tmp_path / "output"))
-    # Nobody had to agree to it.
-    assert trained["truncation"]["dataset"]["supervised_tokens_cut_share"] < 0.05
+    monkeypatch.setenv("SWEEP_HOME", str(tmp_path))
+    runs = tmp_path / "runs"
+    example = {"texts": str(ROOT / "docs" / "examples" / "dataset.jsonl")}
+    prepared = prepare_training(
+        TrainingRequest(name="demo", output=tmp_path / "output", dataset=example),
+        read_study=lambda name: read_study(name, url=f"sqlite:///{runs}/sweep.db", home=runs),
+        read_dataset=prepare_dataset,
+        read_gpus=tuple,
+        warn=print,
+    )
+    # Nobody has to agree to it.
+    assert not prepared.truncation.is_much
 
 
 @pytest.mark.faults

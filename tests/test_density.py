@@ -37,10 +37,8 @@ class TestLimits:
             text = plain + f"{OCCURRENCES[kind]}\n" * times
             assert (kind in density.measure(text, "file.py").excesses()) is is_dense
 
-    def test_an_exempt_file_may_be_dense(self, kind):
+    def test_an_exempt_file_may_be_dense_and_is_taken_off_once_it_is_clean(self, kind):
         assert density.faults(self.measured(kind, 3), ["room/file.py"]) == []
-
-    def test_an_exempt_file_that_is_clean_is_to_be_taken_off(self, kind):
         (fault,) = density.faults(self.measured(kind, 1), ["room/file.py"])
         assert "room/file.py" in fault
 
@@ -98,13 +96,3 @@ def test_the_list_may_not_grow(tmp_path, monkeypatch):
     assert density.grown(tmp_path, ["a.py"]) is None
     assert density.grown(tmp_path, ["a.py", "renamed.py"]) is None
     assert "c.py" in (density.grown(tmp_path, ["a.py", "b.py", "c.py"]) or "")
-
-
-def test_without_git_nothing_is_said_of_growth(tmp_path, monkeypatch):
-    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
-    assert density.grown(tmp_path, ["a.py"]) is None
-
-
-def test_the_code_holds_the_limits():
-    exempt = density.listed((density.ROOT / density.EXEMPT).read_text(encoding="utf-8"))
-    assert density.faults(density.survey(density.ROOT), exempt) == []

@@ -7,14 +7,11 @@ installed, so that nothing is downloaded, and nothing of the checkout.
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import subprocess
 import sys
-import sysconfig
 import tarfile
-import venv
 import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -24,6 +21,7 @@ from pathlib import Path
 import pytest
 
 from qlora_sweep.search_spaces.errors import EnvironmentFault
+from tests.sweep.launching.ssh_server import environment as make_environment
 
 pytest.importorskip("hatchling", reason="hatchling builds the wheel: `make test` installs it")
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
@@ -32,7 +30,6 @@ PARTS = ("qlora_sweep", "search_spaces", "storage", "reports", "sweep")
 """What the package is made of in the repository."""
 FOREIGN = ("storage.py", "sweep.py", "reports/__init__.py", "search_spaces/__init__.py")
 NEVER = "raise SystemExit('never run')"
-DEPENDENCIES = sorted({path for path in sys.path if Path(path).name == "site-packages"})
 
 
 def call(*command: str | Path, cwd: Path = ROOT) -> str:
@@ -98,11 +95,8 @@ class Installed:
             check=False,
         )
 
-    def try_sweep(self, *arguments: str) -> subprocess.CompletedProcess[str]:
-        return self.run("sweep", *arguments)
-
     def sweep(self, *arguments: str) -> str:
-        done = self.try_sweep(*arguments)
+        done = self.run("sweep", *arguments)
         assert done.returncode == 0, done.stderr
         return done.stdout
 
@@ -117,10 +111,7 @@ def install() -> Install:
         for name in FOREIGN:
             (directory / name).parent.mkdir(parents=True, exist_ok=True)
             (directory / name).write_text(NEVER)
-        venv.create(environment, symlinks=True)
-        paths = sysconfig.get_paths(vars={"base": str(environment)})
-        # Lines of a .pth file are directories: what other .pth files there name stays unseen.
-        Path(paths["purelib"], "dependencies.pth").write_text("\n".join(DEPENDENCIES))
+        make_environment(environment)
         made = Installed(environment, directory)
         made.pip("install", "--quiet", "--no-deps", wheel)
         return made
@@ -216,24 +207,31 @@ def test_an_editable_installation_runs_the_checkout(
 
 SCRIPT = """
 import sys
+from pathlib import Path
 import qlora_sweep as q
+from qlora_sweep.sweep.terminal.doctor import check, examine
 
-planned = q.plan("a10", model="demo", exact=True)
-assert planned.fits, planned
-study = q.tune("cpu-demo", trials=2, confirm=False, study="demo")
-assert study.trials["total"] == 2, study.trials
+assert q.plan("a10").config
+# What ships of a preset was worked out before.
+assert not Path(sys.argv[1], "qlora-sweep").exists()
+study = q.tune("cpu-demo", trials=1, confirm=False, study="demo")
+assert study.trials["total"] == 1, study.trials
 winner = q.best(study)
 assert winner.peft_config().r == winner.config.lora_rank
+libraries = {"torch": "2", "cuda": None, "has_cuda": False, "errors": {}}
+_, installation, *_ = check(examine(lambda: libraries))
+assert installation.detail.startswith(f"in {sys.prefix}"), installation
 ours = [module.__file__ for name, module in sys.modules.items() if name.startswith("qlora_sweep.")]
 print(len({file for file in ours if file.startswith(sys.prefix)}) / len(ours))
 """
 
 
 def test_a_script_beside_files_of_any_name_goes_from_a_plan_to_a_study(
-    installed: Installed,
+    installed: Installed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     (installed.directory / "script.py").write_text(SCRIPT)
-    done = installed.run("python", "script.py")
+    done = installed.run("python", "script.py", str(tmp_path))
     assert done.stdout.split() == ["1.0"], done.stderr
     installed.sweep("report", "demo", "-o", "report.html")
     page = (installed.directory / "report.html").read_text(encoding="utf-8")
@@ -241,19 +239,10 @@ def test_a_script_beside_files_of_any_name_goes_from_a_plan_to_a_study(
     assert "def main" in installed.sweep("export", "demo", "-o", "-")
 
 
-def test_a_plan_of_a_preset_works_nothing_out_that_ships(
-    installed: Installed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    assert json.loads(installed.sweep("plan", "a10", "--json"))["gpu"]["name"] == "a10"
-    assert not (tmp_path / "cache" / "qlora-sweep").exists()
-
-
 def test_a_file_that_is_not_as_installed_is_told(installed: Installed) -> None:
     """The last of them: the installation is spoilt."""
-    assert "in " + str(installed.environment) in installed.try_sweep("doctor").stdout
     (replaced,) = installed.environment.glob("lib/python*/site-packages/*/storage/study.py")
     replaced.write_text(replaced.read_text(encoding="utf-8") + "\n# Not as installed.\n")
-    done = installed.try_sweep("doctor")
+    done = installed.run("sweep", "doctor")
     assert done.returncode == EnvironmentFault.exit_code
     assert "storage/study.py: not what was installed" in done.stdout

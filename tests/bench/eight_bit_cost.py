@@ -16,7 +16,6 @@ import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 from scipy.stats import t as student
 
@@ -100,9 +99,9 @@ class Results:
     rows: Sequence[Row]
 
     @classmethod
-    def read(cls, path: Path = RESULTS) -> Results:
-        """Return what a file holds."""
-        stamp, *rows = map(json.loads, path.read_text(encoding="utf-8").splitlines())
+    def read(cls) -> Results:
+        """Return what is committed."""
+        stamp, *rows = map(json.loads, RESULTS.read_text(encoding="utf-8").splitlines())
         return cls(stamp, rows)
 
     def named(self, name: str) -> list[Row]:

@@ -8,13 +8,11 @@ Seconds from the start of `prepare`; this process's own imports are left out.
 
 from __future__ import annotations
 
-import argparse
 import os
 import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 from qlora_sweep.storage.study import OpenStudy
 from qlora_sweep.sweep.request import RunRequest
@@ -23,7 +21,7 @@ from qlora_sweep.sweep.study import events
 from qlora_sweep.sweep.study.events import Event, Interruption, Listener
 from qlora_sweep.sweep.study.prepared import prepare
 from qlora_sweep.sweep.study.session import drive
-from tests.bench.harness import stamp, write
+from tests.bench.harness import asked, write
 
 
 def first_trial(space: str, home: str) -> dict[str, float]:
@@ -55,17 +53,14 @@ def first_trial(space: str, home: str) -> dict[str, float]:
 
 def main() -> None:
     """Print when each thing happened, of both rounds."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--space", default="a10")
-    parser.add_argument("-o", "--output", type=Path)
-    asked = parser.parse_args()
-    write(stamp() | {"space": asked.space, "cores": os.cpu_count()}, asked.output)
+    typed = asked(__doc__, space="a10")
     with tempfile.TemporaryDirectory() as home:
         os.environ["XDG_CACHE_HOME"] = home
         for traced in ("nothing", "all"):
             os.environ["SWEEP_HOME"] = runs = f"{home}/{traced}"
             os.mkdir(runs)
-            write({"traced before": traced, **first_trial(asked.space, runs)}, asked.output)
+            about = {"space": typed.space, "cores": os.cpu_count(), "traced before": traced}
+            write(about | first_trial(typed.space, runs), typed.output)
 
 
 if __name__ == "__main__":

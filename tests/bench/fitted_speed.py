@@ -3,22 +3,19 @@ bits cost it.
 
     python -m tests.bench.fitted_speed [--model mistral-7b-v0.3] [--batch 10] -o OUT.jsonl
 
-Each base and compute has a process of its own, which compiles every variant first. Then they are
-timed one process after the other, the variants of each in turns: products as they are (`plain`),
+Each base and compute has a process of its own, one after the other. It compiles every variant, and
+times them in turns: products as they are (`plain`),
 fitted (`fitted`), and fitted with every fourth ``down_proj`` in 16 bits (`kept`). Weights are
 random: speed does not depend on them. A row also has the seconds and the memory that fitting took.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
-import multiprocessing
 import statistics
-import threading
 import time
-from collections.abc import Iterator
-from pathlib import Path
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from typing import Any
 
 import torch
@@ -31,7 +28,7 @@ from qlora_sweep.sweep.training.faithfulness import products_of
 from qlora_sweep.sweep.training.fitting import _narrow_layers
 from qlora_sweep.sweep.training.model import build_base
 from qlora_sweep.sweep.training.step import TrainingLoop
-from tests.bench.harness import Row, stamp, write
+from tests.bench.harness import Row, asked, write
 from tests.bench.unsloth_beside import FAST
 
 NUMERICS = (("fp8", "fp8"), ("int8", "int8"), ("nf4", "fp8"), ("nf4", "int8"))
@@ -39,7 +36,6 @@ COMMON: Row = FAST | {"expandable_segments": False}
 TURNS, STEPS, WARMUP_STEPS = 4, 8, 3
 KEPT_EVERY = 4
 """Of the decoder layers, one in so many keeps its ``down_proj`` in 16 bits."""
-PATIENCE_SECONDS = 400
 
 
 def plain(layers: dict[str, Any]) -> contextlib.AbstractContextManager[None]:
@@ -78,17 +74,11 @@ def fitting(loop: TrainingLoop) -> Row:
     }
 
 
-def measured(config: TrialConfig, model: str, compiled: Any, turn: Any) -> Row:
-    """Return a row of one base and compute.
-
-    Args:
-        config: what to train.
-        model: its name.
-        compiled: a barrier that every process reaches once it has compiled.
-        turn: a lock of the GPU for what is timed.
-    """
+def measured(config: TrialConfig, model: str) -> Row:
+    """Return a row of one base and compute."""
     device = torch.device("cuda")
     spec = load_model_spec(model)
+    about: Row = {"config": config.changes_from(TrialConfig()), "model": model}
     base = build_base(config, spec=spec, weights="random", device=device, seed=0)
     with attached(base, config) as attachment:
         loop = TrainingLoop(attachment, config, seed=0)
@@ -96,7 +86,7 @@ def measured(config: TrialConfig, model: str, compiled: Any, turn: Any) -> Row:
         seconds_of_steps(loop, WARMUP_STEPS)
         torch.cuda.reset_peak_memory_stats()
         seconds_of_steps(loop, 1)
-        row: Row = {"step_peak_allocated_bytes": torch.cuda.max_memory_allocated()}
+        row = about | {"step_peak_allocated_bytes": torch.cuda.max_memory_allocated()}
         row |= fitting(loop)
         for layer in layers.values():
             layer.products = config.compute_dtype
@@ -104,12 +94,7 @@ def measured(config: TrialConfig, model: str, compiled: Any, turn: Any) -> Row:
         for variant in variants.values():
             with variant(layers):
                 seconds_of_steps(loop, WARMUP_STEPS)
-        # Where another one failed, what it would have disturbed is timed all the same.
-        with contextlib.suppress(threading.BrokenBarrierError):
-            compiled.wait(PATIENCE_SECONDS)
-        with turn:
-            row |= timed(loop, layers, variants)
-    return row
+        return row | timed(loop, layers, variants)
 
 
 def timed(loop: TrainingLoop, layers: dict[str, Any], variants: dict[str, Any]) -> Row:
@@ -135,47 +120,14 @@ def share_kept(layers: dict[str, Any]) -> float:
     return sum(sizes[name] for name in chosen) / sum(sizes.values())
 
 
-def _work(config: TrialConfig, model: str, compiled: Any, turn: Any, rows: Any) -> None:
-    row: Row = {"config": config.changes_from(TrialConfig()), "model": model}
-    try:
-        row |= measured(config, model, compiled, turn)
-    except Exception as error:  # noqa: BLE001 - the others go on
-        compiled.abort()
-        row["error"] = repr(error)[:500]
-    rows.put(row)
-
-
-def rows_of(configs: list[TrialConfig], model: str) -> Iterator[Row]:
-    """Measure configurations, each in a process of its own, and yield a row each."""
-    context = multiprocessing.get_context("spawn")
-    rows, turn = context.Queue(), context.Lock()
-    compiled = context.Barrier(len(configs))
-    workers = [
-        context.Process(target=_work, args=(config, model, compiled, turn, rows))
-        for config in configs
-    ]
-    for worker in workers:
-        worker.start()
-    for _ in workers:
-        yield rows.get(timeout=2 * PATIENCE_SECONDS)
-    for worker in workers:
-        worker.join()
-
-
 def main() -> None:
     """Print a row for each base and compute."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model", default="mistral-7b-v0.3")
-    parser.add_argument("--batch", type=int, default=10)
-    parser.add_argument("-o", "--output", type=Path)
-    asked = parser.parse_args()
-    write(stamp(), asked.output)
-    configs = []
-    for quantization, compute_dtype in NUMERICS:
-        numerics = {"quantization": quantization, "compute_dtype": compute_dtype}
-        configs.append(TrialConfig(**COMMON, **numerics, micro_batch_size=asked.batch))
-    for row in rows_of(configs, asked.model):
-        write(row, asked.output)
+    typed = asked(__doc__, model="mistral-7b-v0.3", batch=10)
+    with ProcessPoolExecutor(1, get_context("spawn"), max_tasks_per_child=1) as processes:
+        for quantization, compute_dtype in NUMERICS:
+            numerics = {"quantization": quantization, "compute_dtype": compute_dtype}
+            config = TrialConfig(**COMMON, **numerics, micro_batch_size=typed.batch)
+            write(processes.submit(measured, config, typed.model).result(), typed.output)
 
 
 if __name__ == "__main__":

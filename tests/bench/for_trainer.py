@@ -16,7 +16,6 @@ import json
 import tempfile
 from contextlib import closing
 from pathlib import Path
-from typing import Any
 
 from qlora_sweep.search_spaces.config import TrialConfig, as_options
 from qlora_sweep.search_spaces.errors import SweepError
@@ -73,13 +72,9 @@ def run(forecast: Forecast, *, target: Target, weights: Path, steps: int) -> Row
             found = verify(record, path=path, steps=steps, model=str(weights))
         except SweepError as error:
             return row | {"failed": str(error)}
-    for figure, name in ((found.comparison.memory, "peak_allocated_bytes"),):
-        row |= {f"predicted_{name}": figure.promised, f"measured_{name}": figure.reached}
-        row[f"{name}_ratio"] = figure.ratio
-    speed = found.comparison.speed
-    row |= {"predicted_tokens_per_second": speed.promised}
-    row |= {"measured_tokens_per_second": speed.reached, "tokens_per_second_ratio": speed.ratio}
-    return row | {"steps": found.steps, "differences": list(found.differences)}
+    said = found.to_json()
+    kept = ("steps", "tokens_per_second", "peak_allocated_bytes", "differences")
+    return row | {key: said[key] for key in kept}
 
 
 def main() -> None:
@@ -90,7 +85,6 @@ def main() -> None:
     parser.add_argument("--also", type=json.loads, action="append")
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--weights", type=Path, help="a directory with weights; made by default")
-    parser.add_argument("--dry-run", action="store_true", help="predict only")
     parser.add_argument("-o", "--output", type=Path)
     asked = parser.parse_args()
     write({**stamp(), "model": asked.model, "gpu": asked.gpu}, asked.output)
@@ -105,12 +99,6 @@ def main() -> None:
     product = None if gpu_here is None or gpu_here.known == gpu else gpu_here.product
     target = Target(gpu=gpu.name, device="cuda", budget_bytes=gpu.budget_bytes, emulated_on=product)
     found = forecasts(configs, model=model, target=target)
-    if asked.dry_run:
-        for forecast in found:
-            told: dict[str, Any] = forecast.config.changes_from(TrialConfig())
-            told |= {"peak_allocated_bytes": forecast.peak_allocated_bytes}
-            write(told | {"tokens_per_second": forecast.tokens_per_second}, asked.output)
-        return
     make_directory(runs_directory())
     with tempfile.TemporaryDirectory(dir=runs_directory()) as directory:
         weights = asked.weights or write_weights(model, Path(directory))

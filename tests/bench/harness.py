@@ -5,6 +5,7 @@ Each program answers one question: ``python -m tests.bench.QUESTION``; its own t
 
 from __future__ import annotations
 
+import argparse
 import datetime
 import json
 import os
@@ -27,6 +28,25 @@ LIBRARIES = (
 )
 _SWEEP = "import sys; from qlora_sweep.sweep.cli import main; sys.exit(main())"
 Row = dict[str, Any]
+
+
+def asked(description: str | None, **options: Any) -> argparse.Namespace:
+    """Return what was typed, with the file for rows as ``output``, and write the stamp.
+
+    Args:
+        description: what the program says of itself.
+        options: the default of each, or its type where it has none.
+    """
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("-o", "--output", type=Path)
+    for name, value in options.items():
+        if isinstance(value, type):
+            parser.add_argument(f"--{name}", type=value)
+        else:
+            parser.add_argument(f"--{name}", type=type(value), default=value)
+    typed = parser.parse_args()
+    write(stamp(), typed.output)
+    return typed
 
 
 def stamp() -> Row:
@@ -84,16 +104,31 @@ def write(row: Row, output: Path | None = None) -> None:
             file.write(f"{line}\n")
 
 
-def sweep(words: Sequence[str], *, home: Path, checkout: Path = ROOT) -> Row:
+def sweep(
+    words: Sequence[str],
+    *,
+    home: Path,
+    checkout: Path = ROOT,
+    program: str = _SWEEP,
+    **variables: str,
+) -> Row:
     """Run a command of a checkout in a process of its own; return what it took and printed.
+
+    Args:
+        words: of the command.
+        home: for studies.
+        checkout: whose code is run.
+        program: Python that reads the words.
+        variables: of the environment.
 
     Raises:
         SystemExit: it ended with another status than 0 or 1.
     """
     environment = {**os.environ, "PYTHONPATH": str(checkout), "SWEEP_HOME": str(home)}
+    environment |= variables
     began = time.perf_counter()
     process = subprocess.Popen(
-        [sys.executable, "-P", "-c", _SWEEP, *words],
+        [sys.executable, "-P", "-c", program, *words],
         env=environment,
         stdout=subprocess.PIPE,
         stderr=sys.stderr,
@@ -107,6 +142,7 @@ def sweep(words: Sequence[str], *, home: Path, checkout: Path = ROOT) -> Row:
         raise SystemExit(f"sweep {' '.join(words)} of {checkout} ended with {process.returncode}")
     return {
         "wall_seconds": round(time.perf_counter() - began, 3),
+        "user_seconds": round(usage.ru_utime, 3),
         "cpu_seconds": round(usage.ru_utime + usage.ru_stime, 3),
         "peak_mib": usage.ru_maxrss // 1024,
         "printed": printed,

@@ -20,7 +20,6 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -148,32 +147,27 @@ class Group:
         low, high = np.quantile(found, [0.025, 0.975])
         return float(low), float(high)
 
-    def tolerated(self) -> tuple[float, float]:
-        """Return the lowest and the highest rate of `TOLERATED_NATS` at most over the lowest loss.
+    def over_lowest(self, rates: Any) -> Any:
+        """Return how far losses at rates are over the lowest one, in nats a token.
 
-        Between measured rates losses are interpolated in the logarithm of the rate; an end beyond
-        all measured rates is the last one.
+        The parabola is what is known near the optimum. Elsewhere losses are interpolated in the
+        logarithm of the rate; beyond all measured rates it is the last one's.
         """
         floor = min(self.parabola.loss(self.optimum), self.means[self.best])
-        fine = np.exp(np.linspace(math.log(min(self.means)), math.log(max(self.means)), 2_001))
+        inside = np.clip(rates, min(self.means), max(self.means))
         logs = np.log(list(self.means))
-        losses = np.interp(np.log(fine), logs, list(self.means.values()))
-        # The parabola is what is known near the optimum, straight lines between rates elsewhere.
-        near = (fine >= self.around[0]) & (fine <= self.around[-1])
+        losses = np.interp(np.log(inside), logs, list(self.means.values()))
         if self.is_bracketed:
-            losses[near] = self.parabola.loss(fine[near])
-        good = fine[losses <= floor + TOLERATED_NATS]
-        return float(good[0]), float(good[-1])
+            near = (inside >= self.around[0]) & (inside <= self.around[-1])
+            losses = np.where(near, self.parabola.loss(inside), losses)
+        return losses - floor
 
-    def cost(self, rate: float) -> float:
-        """Return how far the loss at a rate is over the lowest one, in nats a token; beyond the
-        measured rates that at the last one."""
-        floor = min(self.parabola.loss(self.optimum), self.means[self.best])
-        inside = min(max(rate, min(self.means)), max(self.means))
-        if self.is_bracketed and self.around[0] <= inside <= self.around[-1]:
-            return float(self.parabola.loss(inside)) - floor
-        logs = np.log(list(self.means))
-        return float(np.interp(math.log(inside), logs, list(self.means.values()))) - floor
+    def tolerated(self) -> tuple[float, float]:
+        """Return the lowest and the highest rate of `TOLERATED_NATS` at most over the lowest loss;
+        an end beyond all measured rates is the last one."""
+        fine = np.exp(np.linspace(math.log(min(self.means)), math.log(max(self.means)), 2_001))
+        good = fine[self.over_lowest(fine) <= TOLERATED_NATS]
+        return float(good[0]), float(good[-1])
 
 
 @dataclass(frozen=True)
@@ -203,9 +197,9 @@ class Parabola:
         return self.curvature * log**2 + self.slope * log + self.level
 
 
-def read(path: Path = RESULTS) -> tuple[list[Row], list[Row]]:
+def read() -> tuple[list[Row], list[Row]]:
     """Return what was said of the runs as a whole, and the trainings."""
-    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    rows = [json.loads(line) for line in RESULTS.read_text(encoding="utf-8").splitlines()]
     trainings = [row for row in rows if "eval_loss" in row]
     return [row for row in rows if "eval_loss" not in row], trainings
 
@@ -235,31 +229,14 @@ def _finite(losses: Mapping[float, Mapping[int, float]]) -> dict[float, dict[int
 
 
 def noise_of(found: Sequence[Group]) -> float | None:
-    """Return the standard deviation of a loss around what rate and seed make of it, in nats; None
-    where no training was repeated with another seed.
-
-    Of groups with several seeds at several rates: what a seed adds to all losses of a group is no
-    noise of their comparison. Where there are none it is the spread over the seeds of one rate,
-    which is larger.
-    """
-    squares, freedom = 0.0, 0
-    for group in found:
-        repeated = {rate: of for rate, of in group.losses.items() if len(of) > 1}
-        if len(repeated) < 2:
-            continue
-        seeds = sorted(set.intersection(*(set(of) for of in repeated.values())))
-        if len(seeds) < 2:
-            continue
-        table = np.array([[of[seed] for seed in seeds] for of in repeated.values()])
-        rest = table - table.mean(0) - table.mean(1, keepdims=True) + table.mean()
-        squares += float((rest**2).sum())
-        freedom += (len(table) - 1) * (len(seeds) - 1)
-    if freedom:
-        return math.sqrt(squares / freedom)
+    """Return the standard deviation of a loss over the seeds of one rate, in nats; None where no
+    training was repeated with another seed."""
     spreads = []
     for group in found:
         spreads += [statistics.variance(of.values()) for of in group.losses.values() if len(of) > 1]
-    return math.sqrt(statistics.fmean(spreads)) if spreads else None
+    if not spreads:
+        return None
+    return math.sqrt(statistics.fmean(spreads))
 
 
 @dataclass(frozen=True)
@@ -302,28 +279,18 @@ def reference(found: Sequence[Group]) -> Group:
     return next(g for g in found if (g.targets, g.rank, g.rows) == ("all-linear", 16, rows))
 
 
-def by_rank(found: Sequence[Group]) -> list[Group]:
-    """Return the groups that differ from the reference in rank alone."""
-    rows = reference(found).rows
-    return [g for g in found if g.targets == "all-linear" and g.rows == rows]
-
-
-def by_batch(found: Sequence[Group]) -> list[Group]:
-    """Return the groups that differ from the reference in batch alone."""
-    return [g for g in found if g.targets == "all-linear" and g.rank == 16]
-
-
-def by_targets(found: Sequence[Group]) -> list[Group]:
-    """Return the groups that differ from the reference in target modules alone."""
-    rows = reference(found).rows
-    return [g for g in found if g.rank == 16 and g.rows == rows]
+def differing_in(key: str, found: Sequence[Group]) -> list[Group]:
+    """Return the groups that differ from the reference in rank, rows or targets alone."""
+    own = reference(found)
+    others = {"rank", "rows", "targets"} - {key}
+    return [g for g in found if all(getattr(g, k) == getattr(own, k) for k in others)]
 
 
 def powers(found: Sequence[Group]) -> dict[str, Power]:
     """Return by what changes the power that best rates follow, where two or more are bracketed."""
     noise = noise_of(found)
-    ranks = [(float(g.rank), g) for g in by_rank(found) if g.is_bracketed]
-    tokens = [(float(g.rows * g.seq_len), g) for g in by_batch(found) if g.is_bracketed]
+    ranks = [(float(g.rank), g) for g in differing_in("rank", found) if g.is_bracketed]
+    tokens = [(float(g.rows * g.seq_len), g) for g in differing_in("rows", found) if g.is_bracketed]
     own = reference(found)
     known = {
         "rank, with alpha twice the rank": (ranks, float(own.rank)),
@@ -343,7 +310,7 @@ def rule(found: Sequence[Group]) -> dict[str, Any]:
     rank = known["rank, with alpha twice the rank"]
     own = reference(found)
     width = math.log(rank.level / PUBLISHED_RATE) / math.log(WIDTH / PUBLISHED_WIDTH)
-    ranks = [group.rank for group in by_rank(found)]
+    ranks = [group.rank for group in differing_in("rank", found)]
     alphas = [2 * rank for rank in ranks]
     factors = {
         "alpha": _factor(2 * own.rank, rank.exponent - PUBLISHED_RANK_POWER, alphas),
@@ -352,7 +319,7 @@ def rule(found: Sequence[Group]) -> dict[str, Any]:
     }
     tokens = known.get("tokens of a step, as many in all")
     if tokens is not None:
-        measured = [g.rows * g.seq_len for g in by_batch(found) if g.is_bracketed]
+        measured = [g.rows * g.seq_len for g in differing_in("rows", found) if g.is_bracketed]
         factors["tokens"] = _factor(own.rows * own.seq_len, tokens.exponent, measured)
     return {
         "rate": PUBLISHED_RATE,
@@ -370,7 +337,7 @@ def _factor(at: float, exponent: float, known: Sequence[float]) -> dict[str, flo
 def attention(found: Sequence[Group]) -> float:
     """Return how many times the best rate of every linear layer that of attention alone is; 1 where
     either is not bracketed."""
-    both = {group.targets: group for group in by_targets(found) if group.is_bracketed}
+    both = {group.targets: group for group in differing_in("targets", found) if group.is_bracketed}
     if len(both) < 2:
         return 1.0
     return both["attention"].optimum / both["all-linear"].optimum
@@ -385,9 +352,9 @@ def rule_file(found: Sequence[Group]) -> str:
     return "\n".join([*comments, body])
 
 
-def made(path: Path = RESULTS) -> str:
+def made() -> str:
     """Return what the page says of the trainings."""
-    said, trainings = read(path)
+    said, trainings = read()
     found = groups(trainings)
     run = _run(said, trainings, noise_of(found))
     parts = (run, _table(found), _powers(found), _factors(rule(found)), _rates(rule(found)))
@@ -426,7 +393,7 @@ def _table(found: Sequence[Group]) -> Iterator[str]:
         low, high = group.tolerated()
         rate = learning_rate_of(group.config, {"hidden_size": WIDTH}).value
         is_measured = min(group.means) <= rate <= max(group.means)
-        cost = f"{group.cost(rate):+.4f}" if is_measured else "beyond"
+        cost = f"{float(group.over_lowest(rate)):+.4f}" if is_measured else "beyond"
         cells = (
             group.targets,
             str(group.rank),

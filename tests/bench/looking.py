@@ -9,11 +9,10 @@ in turns with these.
 
 from __future__ import annotations
 
-import argparse
 import tempfile
 from pathlib import Path
 
-from tests.bench.harness import Row, checkouts, stamp, sweep, write
+from tests.bench.harness import Row, asked, checkouts, sweep, write
 from tests.storage import long_studies
 
 NAME = long_studies.NAME
@@ -28,30 +27,27 @@ COMMANDS = (
 
 def main() -> None:
     """Print a row for each command and checkout."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--trials", type=int, default=1000)
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--against", type=Path)
-    parser.add_argument("-o", "--output", type=Path)
-    asked = parser.parse_args()
-    write(stamp() | {"trials": asked.trials}, asked.output)
-    trees = checkouts(asked.against)
+    typed = asked(__doc__, trials=1000, repeats=3, against=Path)
+    trees = checkouts(typed.against)
     with tempfile.TemporaryDirectory() as directory:
         home, runs, space = Path(directory), Path(directory, "runs"), long_studies.a_space()
         runs.mkdir()
-        known = list(long_studies.records(space, asked.trials))
+        known = list(long_studies.records(space, typed.trials))
         long_studies.store(f"sqlite:///{runs}/sweep.db", runs, space, known)
         for checkout in trees.values():
             sweep(COMMANDS[0], home=home, checkout=checkout)
         for words in COMMANDS:
             took: dict[str, list[Row]] = {name: [] for name in trees}
-            for _ in range(asked.repeats):
+            for _ in range(typed.repeats):
                 for name, checkout in trees.items():
                     took[name].append(sweep(words, home=home, checkout=checkout))
             for name, rows in took.items():
                 least = min(rows, key=lambda row: row["cpu_seconds"])
                 del least["printed"]
-                write({"command": " ".join(words), "code": name, **least}, asked.output)
+                write(
+                    {"command": " ".join(words), "code": name, "trials": typed.trials, **least},
+                    typed.output,
+                )
 
 
 if __name__ == "__main__":

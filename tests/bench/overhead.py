@@ -11,7 +11,6 @@ predicting, storing.
 
 from __future__ import annotations
 
-import argparse
 import os
 import tempfile
 import time
@@ -31,7 +30,7 @@ from qlora_sweep.sweep.study.events import Event, TrialFinished
 from qlora_sweep.sweep.study.tuner import tune
 from qlora_sweep.sweep.terminal.board import Board
 from qlora_sweep.sweep.terminal.live import watching
-from tests.bench.harness import Row, middle, stamp, write
+from tests.bench.harness import Row, asked, middle, write
 from tests.storage import long_studies
 from tests.sweep.simulated_device import StopsWhen, train
 
@@ -87,23 +86,16 @@ def of_study(records: Sequence[TrialRecord]) -> Row:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--trials", default="100,1000,10000")
-    parser.add_argument("--samplers", default="random,guided")
-    parser.add_argument("--more", type=int, default=20)
-    parser.add_argument("--study")
-    parser.add_argument("--storage")
-    parser.add_argument("-o", "--output", type=Path)
-    asked = parser.parse_args()
-    write(stamp(), asked.output)
-    if asked.study is not None:
-        found = read_study(asked.study, url=storage_url(asked.storage), home=runs_directory())
-        write(of_study(found.records), asked.output)
+    options = {"trials": "100,1000,10000", "samplers": "random,guided", "more": 20}
+    typed = asked(__doc__, **options, study=str, storage=str)
+    if typed.study is not None:
+        found = read_study(typed.study, url=storage_url(typed.storage), home=runs_directory())
+        write(of_study(found.records), typed.output)
         return
-    for count in map(int, asked.trials.split(",")):
+    for count in map(int, typed.trials.split(",")):
         known = list(long_studies.records(long_studies.a_space(), count))
-        for sampler in asked.samplers.split(","):
-            write(of_driver(known, sampler, more=asked.more), asked.output)
+        for sampler in typed.samplers.split(","):
+            write(of_driver(known, sampler, more=typed.more), typed.output)
 
 
 if __name__ == "__main__":

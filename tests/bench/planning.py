@@ -9,25 +9,20 @@ written before anything is measured.
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import json
 import os
 import random
-import subprocess
-import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from tests.bench.harness import Row, middle, stamp, write
+from tests.bench.harness import Row, asked, middle, sweep, write
 from tests.golden.test_golden_plans import drawn
 
 STRUCTURES = 60
-_SWEEP = "import sys; from qlora_sweep.sweep.entry_point import main; sys.exit(main())"
 _AND_NAMES = (
-    "import atexit, sys; atexit.register(lambda: print(*sys.modules, file=sys.stderr)); "
+    "import atexit, sys; atexit.register(lambda: print(*sys.modules)); "
     "from qlora_sweep.sweep.entry_point import main; sys.exit(main())"
 )
 
@@ -42,59 +37,41 @@ def lines(count: int) -> Iterator[str]:
         yield json.dumps(kind | size | rank | {"expandable_segments": False})
 
 
-def took(*words: str, cache: Path, code: str = _SWEEP) -> Row:
-    """Return the seconds of a process, and what it wrote to standard error."""
-    variables = {**os.environ, "XDG_CACHE_HOME": str(cache), "SWEEP_HOME": str(cache)}
-    variables.pop("PYTHONDONTWRITEBYTECODE", None)
-    began = time.perf_counter()
-    command = [sys.executable, "-P", "-c", code, *words]
-    process = subprocess.Popen(
-        command, env=variables, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
-    )
-    assert process.stderr is not None
-    with process.stderr as stderr:
-        said = stderr.read()
-    _, status, usage = os.wait4(process.pid, 0)
-    process.returncode = os.waitstatus_to_exitcode(status)
-    if process.returncode not in (0, 1):
-        raise SystemExit(said)
-    wall = time.perf_counter() - began
-    return {"user": usage.ru_utime, "system": usage.ru_stime, "wall": wall, "said": said}
+def took(*words: str, cache: Path, **program: str) -> Row:
+    """Return what a process takes that finds a cache, and what it printed."""
+    return sweep(words, home=cache, XDG_CACHE_HOME=str(cache), **program)
 
 
 def main() -> None:
     """Print a row for each question."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--repeats", type=int, default=9)
-    parser.add_argument("--lines", type=int, default=5000)
-    parser.add_argument("-o", "--output", type=Path)
-    asked = parser.parse_args()
-    write(stamp(), asked.output)
+    typed = asked(__doc__, repeats=9, lines=5000)
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     fresh = (Path(d) for d in iter(tempfile.mkdtemp, None))
-    said = took("plan", "a10", cache=next(fresh), code=_AND_NAMES)["said"].splitlines()[-1]
+    said = took("plan", "a10", cache=next(fresh), program=_AND_NAMES)["printed"].splitlines()[-1]
     names = [n for n in said.split() if n.replace(".", "").isidentifier() and n != "__main__"]
     imports = f"import {', '.join(names)}"
-    pairs = [
-        (took("plan", "a10", cache=next(fresh)), took(cache=next(fresh), code=imports))
-        for _ in range(asked.repeats)
-    ]
+    plans = []
+    alone = []
+    for _ in range(typed.repeats):
+        plans.append(took("plan", "a10", cache=next(fresh))["user_seconds"])
+        alone.append(took(cache=next(fresh), program=imports)["user_seconds"])
     write(
         {
             "question": "a first plan, over its imports",
-            "plan_user_seconds": middle([plan["user"] for plan, _ in pairs]),
-            "imports_user_seconds": middle([alone["user"] for _, alone in pairs]),
-            "ratio": middle([plan["user"] / alone["user"] for plan, alone in pairs]),
+            "plan_user_seconds": middle(plans),
+            "imports_user_seconds": middle(alone),
+            "ratio": middle([plan / imported for plan, imported in zip(plans, alone, strict=True)]),
         },
-        asked.output,
+        typed.output,
     )
     cache = next(fresh)
     file = cache / "lines.jsonl"
-    file.write_text("\n".join(lines(asked.lines)))
+    file.write_text("\n".join(lines(typed.lines)))
     words = ("plan", "--gpu", "a10", "--model", "mistral-7b-v0.3", "--from-file", str(file))
     _, second = (took(*words, "--json", cache=cache) for _ in range(2))
-    seconds = {f"{key}_seconds": round(second[key], 2) for key in ("user", "system", "wall")}
-    question = f"{asked.lines} lines of {STRUCTURES} structures, the second call"
-    write({"question": question, "cores": len(os.sched_getaffinity(0)), **seconds}, asked.output)
+    del second["printed"]
+    question = f"{typed.lines} lines of {STRUCTURES} structures, the second call"
+    write({"question": question, "cores": len(os.sched_getaffinity(0)), **second}, typed.output)
 
 
 if __name__ == "__main__":

@@ -9,10 +9,8 @@ is a run with the loss of held-out rows in nats a token: in the products that it
 (``eval_loss``), in 16-bit compute on the same base (``eval_loss_16_bit``), and of its adapters on a
 16-bit base (``eval_loss_16_bit_base``).
 
-``"unfitted": true`` leaves 8-bit products as they are; ``"power": 0.25`` is another one of the
-size of features by which INT8 divides its inputs. ``"noise": {"product": 0.05}`` (or
-``"gradient"``) adds noise of that size, relative to each token's own, to what every frozen layer
-gives (or to its input's gradient): what an error of that size costs.
+``"unfitted": true`` leaves 8-bit products as they are. Rows with ``noise`` or ``power`` are what
+this program made at commit d0956b35.
 
 Base, adapters and 8-bit layers are those of a trial; a step is captured as one CUDA graph, so that
 a model of 135 million parameters does not wait for its host, and several share the GPU: speeds say
@@ -22,15 +20,15 @@ nothing. The text is Python's standard library in rows without padding, one file
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
-import multiprocessing
-import queue
 import statistics
 import sysconfig
 import time
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -41,13 +39,12 @@ from transformers import AutoTokenizer
 from qlora_sweep.search_spaces.config import MAX_GRAD_NORM, WEIGHT_DECAY, TrialConfig, parse_config
 from qlora_sweep.search_spaces.models import load_model_spec
 from qlora_sweep.storage.records import EightBitProducts
-from qlora_sweep.sweep.training import eight_bit
 from qlora_sweep.sweep.training.adapters import Attached, attached, eager
 from qlora_sweep.sweep.training.faithfulness import products_of
 from qlora_sweep.sweep.training.fitting import fit, multiplying_in
 from qlora_sweep.sweep.training.model import BaseModel, build_base, compute_type
 from qlora_sweep.sweep.training.step import evaluating
-from tests.bench.harness import stamp
+from tests.bench.harness import stamp, write
 
 HELD_OUT_EVERY = 12
 """One file in so many is held out."""
@@ -188,119 +185,49 @@ def held_out_loss(attachment: Attached, config: TrialConfig, rows: np.ndarray) -
     return float(torch.stack(losses).mean())
 
 
-class _Noise(torch.autograd.Function):
-    """Adds noise to values (..., features), or to their gradient, relative to each row's length."""
-
-    @staticmethod
-    def forward(ctx: Any, values: torch.Tensor, of_values: float, of_gradient: float) -> Any:
-        ctx.of_gradient = of_gradient
-        return _noisy(values, of_values)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        return _noisy(gradients[0], ctx.of_gradient), None, None
-
-
-def _noisy(values: torch.Tensor, size: float) -> torch.Tensor:
-    if size == 0:
-        return values.clone()
-    root_mean_square = values.float().square().mean(-1, keepdim=True).sqrt()
-    noise = torch.randn_like(values, dtype=torch.float32) * root_mean_square * size
-    return (values + noise).to(values.dtype)
-
-
-@contextlib.contextmanager
-def with_noise(model: torch.nn.Module, sizes: dict[str, float]) -> Iterator[None]:
-    """Add noise to the products of all frozen layers with adapters, or to their inputs' gradients.
-
-    Args:
-        model: with adapters.
-        sizes: of ``product`` and of ``gradient``, relative; what is missing has none.
-    """
-    of_product = sizes.get("product", 0.0)
-    of_gradient = sizes.get("gradient", 0.0)
-
-    def of_output(_: Any, __: Any, output: torch.Tensor) -> Any:
-        return _Noise.apply(output, of_product, 0.0)
-
-    def of_input(_: Any, inputs: tuple[torch.Tensor, ...]) -> Any:
-        return _Noise.apply(inputs[0], 0.0, of_gradient)
-
-    hooks = []
-    for name, layer in model.named_modules():
-        if not name.endswith(".base_layer"):
-            continue
-        if of_product:
-            hooks.append(layer.register_forward_hook(of_output))
-        if of_gradient:
-            hooks.append(layer.register_forward_pre_hook(of_input))
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
-
-
-class Judge:
-    """Trains a run and judges it.
+def judged(
+    sources: Sources, base: BaseModel, run: dict[str, Any], *, wide: BaseModel
+) -> dict[str, Any]:
+    """Train a run and return it with what was learned.
 
     Args:
         sources: what it trains on.
+        base: as the run's configuration has it.
+        run: what to train.
+        wide: a 16-bit base, on which the adapters are judged as well.
     """
-
-    def __init__(self, sources: Sources) -> None:
-        self.sources = sources
-
-    def judged(self, base: BaseModel, run: dict[str, Any], *, wide: BaseModel) -> dict[str, Any]:
-        """Return a run with what was learned.
-
-        Args:
-            base: as the run's configuration has it.
-            run: what to train.
-            wide: a 16-bit base, on which the adapters are judged as well.
-        """
-        config = parse_config(run["config"])
-        torch.manual_seed(run["seed"])
-        began = time.perf_counter()
-        rows = self.sources.training_rows(config.seq_len, seed=run["seed"])
-        held_out = self.sources.held_out_rows(config.seq_len)
-        with attached(base, config) as attachment:
-            model = attachment.model
-            about = self.prepare(attachment, config, run, rows)
-            with with_noise(model, run.get("noise", {})):
-                losses = train(attachment, config, run, rows)
-                eval_loss = held_out_loss(attachment, config, held_out)
-            with multiplying_in(model, None):
-                eval_loss_16_bit = held_out_loss(attachment, config, held_out)
-            learned = adapters_of(model)
-        on_wide = config.changed(quantization="none", compute_dtype="bf16", compile=False)
-        with attached(wide, on_wide) as attachment:
-            take_adapters(attachment.model, learned)
-            eval_loss_16_bit_base = held_out_loss(attachment, on_wide, held_out)
-        last = losses[-max(1, len(losses) // 10) :]
-        return {
-            **run,
-            **about,
-            "steps": len(losses),
-            "train_loss": statistics.fmean(last) if last else None,
-            "eval_loss": eval_loss,
-            "eval_loss_16_bit": eval_loss_16_bit,
-            "eval_loss_16_bit_base": eval_loss_16_bit_base,
-            "eval_tokens": held_out.size,
-            "training_tokens": self.sources.training.size,
-            "seconds": time.perf_counter() - began,
-        }
-
-    def prepare(
-        self, attachment: Attached, config: TrialConfig, run: dict[str, Any], rows: np.ndarray
-    ) -> dict[str, Any]:
-        """Fit 8-bit products to the weights, as a training does, and return what came of it."""
-        if not config.is_8bit_compute or run.get("unfitted"):
-            return {}
-        power = run.get("power", eight_bit._SHARED_OUT)
-        with eight_bit.changed([(eight_bit, "_SHARED_OUT", power)]):
-            found = fitted(attachment, config, rows)
-        return {"eight_bit": found.model_dump(mode="json")}
+    config = parse_config(run["config"])
+    torch.manual_seed(run["seed"])
+    began = time.perf_counter()
+    rows = sources.training_rows(config.seq_len, seed=run["seed"])
+    held_out = sources.held_out_rows(config.seq_len)
+    with attached(base, config) as attachment:
+        model = attachment.model
+        about: dict[str, Any] = {}
+        if config.is_8bit_compute and not run.get("unfitted"):
+            about["eight_bit"] = fitted(attachment, config, rows).model_dump(mode="json")
+        losses = train(attachment, config, run, rows)
+        eval_loss = held_out_loss(attachment, config, held_out)
+        with multiplying_in(model, None):
+            eval_loss_16_bit = held_out_loss(attachment, config, held_out)
+        learned = adapters_of(model)
+    on_wide = config.changed(quantization="none", compute_dtype="bf16", compile=False)
+    with attached(wide, on_wide) as attachment:
+        take_adapters(attachment.model, learned)
+        eval_loss_16_bit_base = held_out_loss(attachment, on_wide, held_out)
+    last = losses[-max(1, len(losses) // 10) :]
+    return {
+        **run,
+        **about,
+        "steps": len(losses),
+        "train_loss": statistics.fmean(last) if last else None,
+        "eval_loss": eval_loss,
+        "eval_loss_16_bit": eval_loss_16_bit,
+        "eval_loss_16_bit_base": eval_loss_16_bit_base,
+        "eval_tokens": held_out.size,
+        "training_tokens": sources.training.size,
+        "seconds": time.perf_counter() - began,
+    }
 
 
 def adapters_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -345,7 +272,7 @@ def fitted(attachment: Attached, config: TrialConfig, rows: np.ndarray) -> Eight
 
 
 def trained(
-    runs: Iterable[dict[str, Any]], *, model: str, judge: Judge
+    runs: Iterable[dict[str, Any]], *, model: str, sources: Sources
 ) -> Iterator[dict[str, Any]]:
     """Train runs one after the other, and yield each with what was learned."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -359,7 +286,7 @@ def trained(
         # A base that was fitted to 8 bits serves one run.
         base = base_of(parse_config(run["config"]))
         try:
-            yield judge.judged(base, run, wide=wide)
+            yield judged(sources, base, run, wide=wide)
         except Exception as error:  # noqa: BLE001 - the other runs go on
             yield {**run, "error": repr(error)[:500]}
         base.close()
@@ -369,44 +296,8 @@ def trained(
     wide.close()
 
 
-def _work(waiting: Any, ended: Any, model: str, judge: Judge) -> None:
-    runs = (run for group in iter(waiting.get, None) for run in group)
-    for found in trained(runs, model=model, judge=judge):
-        ended.put(found)
-    ended.put(None)
-
-
-def trained_at_once(
-    groups: list[list[dict[str, Any]]],
-    *,
-    model: str,
-    judge: Judge,
-    processes: int,
-    limit_seconds: float = float("inf"),
-) -> Iterator[dict[str, Any]]:
-    """Train groups of runs in some processes at once, in their order, each group in one process,
-    and yield each run as it ends."""
-    context = multiprocessing.get_context("spawn")
-    waiting, ended = context.Queue(), context.Queue()
-    for group in [*groups, *[None] * processes]:
-        waiting.put(group)
-    arguments = (waiting, ended, model, judge)
-    workers = [context.Process(target=_work, args=arguments) for _ in range(processes)]
-    for worker in workers:
-        worker.start()
-    until = time.monotonic() + limit_seconds
-    working = processes
-    while working and time.monotonic() < until and any(w.is_alive() for w in workers):
-        try:
-            found = ended.get(timeout=1.0)
-        except queue.Empty:
-            continue
-        if found is None:
-            working -= 1
-        else:
-            yield found
-    for worker in workers:
-        worker.terminate()
+def _work(runs: list[dict[str, Any]], model: str, sources: Sources) -> list[dict[str, Any]]:
+    return list(trained(runs, model=model, sources=sources))
 
 
 def groups_in(text: str) -> list[list[dict[str, Any]]]:
@@ -424,21 +315,15 @@ def main() -> None:
     parser.add_argument("runs", type=Path)
     parser.add_argument("--model", required=True)
     parser.add_argument("--processes", type=int, default=3)
-    parser.add_argument("--limit-seconds", type=float, default=float("inf"))
     parser.add_argument("-o", "--output", type=Path, required=True)
     asked = parser.parse_args()
+    write(stamp(), asked.output)
     groups = groups_in(asked.runs.read_text(encoding="utf-8"))
-    with asked.output.open("w", encoding="utf-8") as file:
-        file.write(json.dumps(stamp()) + "\n")
-        for found in trained_at_once(
-            groups,
-            model=asked.model,
-            judge=Judge(python_sources(asked.model)),
-            processes=asked.processes,
-            limit_seconds=asked.limit_seconds,
-        ):
-            file.write(json.dumps(found) + "\n")
-            file.flush()
+    train_one = partial(_work, model=asked.model, sources=python_sources(asked.model))
+    with ProcessPoolExecutor(asked.processes, get_context("spawn")) as processes:
+        for group in processes.map(train_one, groups):
+            for found in group:
+                write(found, asked.output)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ own clock; those of the command leave out the start of Python. Studies are `plau
 
 from __future__ import annotations
 
-import argparse
 import shutil
 import tempfile
 import time
@@ -18,7 +17,7 @@ from typing import Any
 
 from qlora_sweep.reports.page import render, write_page
 from qlora_sweep.storage.definition import StudySnapshot
-from tests.bench.harness import Row, middle, stamp, write
+from tests.bench.harness import Row, asked, middle, write
 from tests.reports.synthetic import plausible_study
 
 SIZES = (1, 40, 1_000, 5_000)
@@ -68,10 +67,7 @@ def main() -> None:
     """Print what each size comes to."""
     from playwright.sync_api import sync_playwright
 
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("-o", "--output", type=Path)
-    output = parser.parse_args().output
-    write(stamp(), output)
+    output = asked(__doc__).output
     with sync_playwright() as driver, tempfile.TemporaryDirectory() as directory:
         options = {"executable_path": shutil.which("chromium"), "args": ["--no-sandbox"]}
         browser = driver.chromium.launch(**options)

@@ -4,16 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
-from qlora_sweep.search_spaces.config import parse_config
 from qlora_sweep.storage.reading import read_study
 from tests.bench import harness, overhead
-from tests.lazy import lazily
 from tests.storage import long_studies
-from tests.sweep.imagined_study import TRIALS
-
-unsloth_beside = lazily("tests.bench.unsloth_beside")
 
 
 def test_a_study_stored_in_bulk_is_what_its_driver_goes_on_with(tmp_path: Path) -> None:
@@ -25,30 +18,8 @@ def test_a_study_stored_in_bulk_is_what_its_driver_goes_on_with(tmp_path: Path) 
     assert min(took["open_seconds"], took["median_trial_seconds"]) > 0
 
 
-def test_overhead_is_what_no_step_took() -> None:
-    first, second = TRIALS[0], TRIALS[1]
-    measured = first.measurement
-    assert measured is not None
-    trained = (measured.steps_warmup + measured.steps_measured) * measured.step_seconds
-    pair = [
-        first.model_copy(update={"started_at": "2026-11-21T00:00:00+00:00"}),
-        second.model_copy(update={"started_at": "2026-11-21T01:00:00+00:00"}),
-    ]
-    assert overhead.of_study(pair)["median_trial_seconds"] == pytest.approx(3600 - trained)
-
-
 def test_a_command_is_measured_in_a_process_of_its_own(tmp_path: Path) -> None:
     took = harness.sweep(["presets", "--json"], home=tmp_path)
     assert "a10" in took["printed"]
     assert 0 < took["cpu_seconds"] < 60
     assert harness.stamp().keys() >= {"command", "measured_on", "driver", "versions", "date"}
-
-
-@pytest.mark.parametrize("cap", [21.48, 38.39])
-def test_unsloth_is_asked_in_4_8_and_16_bits_beside_configurations_of_8(cap: float) -> None:
-    asked = list(unsloth_beside.questions(cap, []))
-    assert [question["side"] for question in asked][:6] == ["unsloth", "ours"] * 3
-    theirs = {one["asked"]["precision"] for one in asked if one["side"] == "unsloth"}
-    assert theirs == {"4", "16", "fp8"}
-    ours = [parse_config(one["asked"]) for one in asked if one["side"] == "ours"]
-    assert {config.compute_dtype for config in ours} == {"bf16", "fp8"}

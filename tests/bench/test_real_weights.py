@@ -33,8 +33,8 @@ def trained(directory: Path, *runs: dict[str, Any]) -> list[dict[str, Any]]:
 
     # A text that goes over the same few tokens is learned in some steps.
     text = np.tile(np.arange(7), 1000)
-    judge = real_weights.Judge(real_weights.Sources(training=text, held_out=text[:640]))
-    return list(real_weights.trained(runs, model=str(directory), judge=judge))
+    sources = real_weights.Sources(training=text, held_out=text[:640])
+    return list(real_weights.trained(runs, model=str(directory), sources=sources))
 
 
 @pytest.mark.integration
@@ -66,42 +66,3 @@ def test_a_run_that_fails_is_told_and_the_next_goes_on(directory: Path) -> None:
     )
     assert "no_such" in failed["error"]
     assert after["eval_loss"] > 0
-
-
-def test_noise_of_products_and_of_gradients_costs_each_by_itself(directory: Path) -> None:
-    plain = {"config": {**SETTINGS, "quantization": "none"}, "seed": 0, "tokens": 10 * 4 * 32}
-    without, none, product, gradient = trained(
-        directory,
-        plain,
-        {**plain, "noise": {"product": 0.0, "gradient": 0.0}},
-        {**plain, "noise": {"product": 1.0}},
-        {**plain, "tokens": 0, "noise": {"gradient": 1.0}},
-    )
-    assert none["eval_loss"] == without["eval_loss"]
-    assert product["eval_loss"] > without["eval_loss"] + 0.01
-    assert product["eval_loss_16_bit"] < product["eval_loss"]
-    # Noise of gradients is none of what is held out.
-    assert gradient["eval_loss"] == gradient["eval_loss_16_bit"]
-
-
-def test_noise_has_the_size_that_was_asked_for() -> None:
-    import torch
-
-    from tests.bench.real_weights import with_noise
-
-    model = torch.nn.Sequential()
-    layer = torch.nn.Linear(256, 256, bias=False)
-    torch.nn.init.eye_(layer.weight)
-    model.add_module("one", torch.nn.Module())
-    model.one.base_layer = layer
-    torch.manual_seed(0)
-    x = torch.randn(64, 256, requires_grad=True)
-    with with_noise(model, {"product": 0.1, "gradient": 0.3}):
-        product = layer(x)
-        gradient = torch.randn(64, 256)
-        product.backward(gradient)
-    off = (product - x).detach().norm() / x.detach().norm()
-    gradient_off = (x.grad - gradient).norm() / gradient.norm()
-    assert float(off) == pytest.approx(0.1, rel=0.05)
-    assert float(gradient_off) == pytest.approx(0.3, rel=0.05)
-    assert torch.equal(layer(x), x)

@@ -10,9 +10,7 @@ import dataclasses
 import inspect
 import json
 import os
-import sys
 import tempfile
-import traceback
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +31,7 @@ from axolotl.integrations.liger.args import LigerArgs  # noqa: E402
 from axolotl.train import train  # noqa: E402
 from axolotl.utils.schemas.config import AxolotlInputConfig  # noqa: E402
 from axolotl.utils.schemas.datasets import SFTDataset, UserDefinedPrompterType  # noqa: E402
+from on_cpu import main  # noqa: E402
 from transformers import BitsAndBytesConfig  # noqa: E402
 from transformers.trainer_pt_utils import AcceleratorConfig  # noqa: E402
 
@@ -87,11 +86,4 @@ def kept_of(written: Any, read: Any) -> Any:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:] == ["--keys"]:
-        print(json.dumps(known_keys()))
-    for name in sys.argv[1:] if sys.argv[1:] != ["--keys"] else []:
-        try:
-            found = two_steps(name)
-        except (Exception, SystemExit):  # noqa: BLE001
-            found = {"error": traceback.format_exc()[-3000:]}
-        print("\n" + json.dumps({"file": name, **found}), flush=True)
+    main(keys=known_keys, train=two_steps)

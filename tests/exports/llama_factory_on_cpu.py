@@ -9,9 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import sys
 import tempfile
-import traceback
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +17,7 @@ import yaml
 from llamafactory.data.parser import DatasetAttr
 from llamafactory.hparams.parser import _TRAIN_ARGS
 from llamafactory.train.tuner import run_exp
+from on_cpu import main
 from safetensors.torch import load_file
 
 
@@ -79,11 +78,4 @@ def two_steps(file: str) -> dict[str, Any]:
 
 if __name__ == "__main__":
     os.environ.setdefault("DISABLE_VERSION_CHECK", "0")
-    if sys.argv[1:] == ["--keys"]:
-        print(json.dumps(known_keys()))
-    for name in sys.argv[1:] if sys.argv[1:] != ["--keys"] else []:
-        try:
-            found = two_steps(name)
-        except (Exception, SystemExit):  # noqa: BLE001
-            found = {"error": traceback.format_exc()[-3000:]}
-        print("\n" + json.dumps({"file": name, **found}), flush=True)
+    main(keys=known_keys, train=two_steps)

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, ClassVar
+
+import torch
 
 from qlora_sweep.search_spaces.config import TrialConfig
 from qlora_sweep.search_spaces.models import ModelSpec
 from qlora_sweep.search_spaces.space import StepBudget
 from qlora_sweep.storage.records import Measured, Measurement, Outcome
+from qlora_sweep.sweep.predict.memory.predictor import TracingPredictor
+from qlora_sweep.sweep.predict.memory.profile_store import TracingChildren
 from qlora_sweep.sweep.running.wire import (
     DatasetSettings,
     QualityCommand,
@@ -20,7 +25,10 @@ from qlora_sweep.sweep.running.wire import (
     WorkerSettings,
 )
 from qlora_sweep.sweep.running.worker import Worker
+from qlora_sweep.sweep.training.adapters import attached
 from qlora_sweep.sweep.training.device import CudaDevice
+from qlora_sweep.sweep.training.model import BaseModel
+from qlora_sweep.sweep.training.step import TrainingLoop
 
 SMALL = ModelSpec(
     name="small",
@@ -45,6 +53,14 @@ QUICK = StepBudget(warmup_min=2, warmup_max=2, measured_min=2, measured_max=2)
 
 def small_config(**settings: Any) -> TrialConfig:
     return TrialConfig(**{"micro_batch_size": 4, "seq_len": 512, **settings})
+
+
+@contextmanager
+def predicting(cache: Path) -> Iterator[TracingPredictor]:
+    """What predicts memory on the GPU that is here, with a child that traces."""
+    capability = torch.cuda.get_device_capability(0)
+    with closing(TracingChildren(1, outlive=True)) as child:
+        yield TracingPredictor(SMALL, cache_dir=cache, compute_capability=capability, tracer=child)
 
 
 class Rig:
@@ -93,10 +109,24 @@ class Rig:
         assert allocated is not None
         return allocated
 
-    def run(self, config: TrialConfig, quality: QualityCommand | None = None) -> Outcome:
-        return self.worker.run(
-            RunCommand(request=TrialRequest(config=config, steps=QUICK, quality=quality))
-        ).outcome
+    @property
+    def base(self) -> BaseModel:
+        """The resident one."""
+        base = self.worker._resident.base
+        assert base is not None
+        return base
+
+    @contextmanager
+    def training(self, config: TrialConfig) -> Iterator[TrainingLoop]:
+        """A training on the resident base."""
+        with attached(self.base, config) as attachment:
+            yield TrainingLoop(attachment, config, seed=0)
+
+    def run(
+        self, config: TrialConfig, quality: QualityCommand | None = None, **request: Any
+    ) -> Outcome:
+        asked = {"config": config, "steps": QUICK, "quality": quality, **request}
+        return self.worker.run(RunCommand(request=TrialRequest(**asked))).outcome
 
     def measure(self, config: TrialConfig, quality: QualityCommand | None = None) -> Measurement:
         outcome = self.run(config, quality)

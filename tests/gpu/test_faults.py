@@ -25,8 +25,6 @@ from qlora_sweep.storage.records import (
     NEIGHBOUR,
     Crashed,
     Measured,
-    Measurement,
-    Outcome,
     OutOfMemory,
     Phase,
 )
@@ -36,6 +34,8 @@ from qlora_sweep.sweep.running.wire import Progress, TrialRequest
 from tests.gpu import faulty_worker as faulty
 from tests.gpu.rig import QUICK, SMALL, small_config
 from tests.gpu.test_memory_limits import BUDGET_BYTES, REFERENCE, TOO_LARGE
+from tests.sweep.test_processes import ends_soon
+from tests.sweep.training.tiny import measured
 
 pytestmark = [pytest.mark.gpu, pytest.mark.faults]
 ROOT = Path(__file__).parents[2]
@@ -68,26 +68,13 @@ def _runner(directory: Path, budget_bytes: int) -> SupervisedRunner:
     )
 
 
-def _measured(outcome: Outcome) -> Measurement:
-    assert isinstance(outcome, Measured), outcome
-    return outcome.measurement
-
-
 def _reference_peak(runner: SupervisedRunner) -> int:
-    return _measured(runner.run(TrialRequest(config=REFERENCE, steps=QUICK))).peak_allocated_bytes
+    return measured(runner.run(TrialRequest(config=REFERENCE, steps=QUICK))).peak_allocated_bytes
 
 
 def _process_id(runner: SupervisedRunner) -> int:
     assert runner._worker is not None
     return runner._worker.process.pid
-
-
-def _is_gone(process_id: int) -> bool:
-    for _ in range(100):
-        if not Path(f"/proc/{process_id}").exists():
-            return True
-        time.sleep(0.1)
-    return False
 
 
 @pytest.mark.parametrize("phase", PHASES)
@@ -111,7 +98,7 @@ def test_a_worker_killed_in_any_phase_is_a_crash_there_and_harms_nothing_after_i
     # A beat is written before what follows it is done: the phase may have moved on by one.
     assert PHASES.index(outcome.phase) - PHASES.index(phase) in (0, 1)
     assert "SIGKILL" in outcome.detail
-    assert _is_gone(killed[0])
+    assert ends_soon(killed[0])
     assert _reference_peak(runner) == reference_peak
 
 
@@ -150,7 +137,7 @@ def test_what_ends_a_worker_from_below_python_is_named_and_the_next_one_measures
     assert isinstance(outcome, Crashed), outcome
     assert outcome.phase == "measure"
     assert words in outcome.detail
-    assert _is_gone(process_id)
+    assert ends_soon(process_id)
     assert _reference_peak(runner) == reference_peak
 
 
@@ -183,7 +170,7 @@ def test_two_hundred_trials_in_one_worker_do_not_drift(
     runner: SupervisedRunner, capsys: pytest.CaptureFixture[str]
 ) -> None:
     runner.close()
-    first = _measured(runner.run(TrialRequest(config=REFERENCE, steps=LONG)))
+    first = measured(runner.run(TrialRequest(config=REFERENCE, steps=LONG)))
     process_id, outside = _process_id(runner), _outside_bytes(runner)
     references, others = [first], _others()
     peaks: dict[int, set[int]] = {}
@@ -191,7 +178,7 @@ def test_two_hundred_trials_in_one_worker_do_not_drift(
         # Every fifth is the reference; the others take turns, one of them out of memory.
         which = number % 5
         if which == 4:
-            references.append(_measured(runner.run(TrialRequest(config=REFERENCE, steps=LONG))))
+            references.append(measured(runner.run(TrialRequest(config=REFERENCE, steps=LONG))))
             continue
         outcome = runner.run(TrialRequest(config=others[which], steps=QUICK))
         if isinstance(outcome, Measured):
@@ -279,5 +266,5 @@ def test_a_neighbour_that_takes_memory_in_the_middle_is_named_and_leaves_the_ref
         for thread in arrived:
             thread.join()
         assert arrived
-        assert NEIGHBOUR in _measured(outcome).flags
+        assert NEIGHBOUR in measured(outcome).flags
         assert _reference_peak(runner) == before

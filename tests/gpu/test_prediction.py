@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,9 +10,8 @@ import torch
 
 from qlora_sweep.search_spaces.gpus import match_product
 from qlora_sweep.sweep.predict.memory.predictor import TracingPredictor
-from qlora_sweep.sweep.predict.memory.profile_store import TracingChildren
 from qlora_sweep.sweep.predict.trainers import for_memory
-from tests.gpu.rig import SMALL, Rig, small_config
+from tests.gpu.rig import Rig, predicting, small_config
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]
 LEAN = {"kernels": "liger", "upcast_fp32": False}
@@ -44,17 +42,8 @@ CASES: list[dict[str, Any]] = [
 
 @pytest.fixture(scope="module")
 def predictor(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TracingPredictor]:
-    cache: Path = tmp_path_factory.mktemp("profiles")
-    child = TracingChildren(1, outlive=True)
-    try:
-        yield TracingPredictor(
-            SMALL,
-            cache_dir=cache,
-            compute_capability=torch.cuda.get_device_capability(0),
-            tracer=child,
-        )
-    finally:
-        child.close()
+    with predicting(tmp_path_factory.mktemp("profiles")) as predictor:
+        yield predictor
 
 
 @pytest.mark.parametrize("settings", CASES, ids=str)

@@ -9,7 +9,6 @@ import pytest
 from qlora_sweep.search_spaces.space import StepBudget
 from qlora_sweep.storage.records import Measured, OutOfMemory
 from qlora_sweep.sweep.nvml import visible_gpus
-from qlora_sweep.sweep.running.wire import RunCommand, TrialRequest
 from tests.gpu.rig import Rig, small_config
 
 pytestmark = [
@@ -27,9 +26,7 @@ def test_a_soak_evaluates_saves_and_trains_on_and_leaves_no_byte(
 ) -> None:
     config = small_config(**settings)
     before = rig.settle(config)
-    outcome = rig.worker.run(
-        RunCommand(request=TrialRequest(config=config, steps=SOAK, is_soak=True))
-    ).outcome
+    outcome = rig.run(config, steps=SOAK, is_soak=True)
     assert isinstance(outcome, Measured), outcome
     soak = outcome.measurement.soak
     assert soak is not None
@@ -49,15 +46,11 @@ def test_the_logits_of_an_evaluation_count_although_the_fused_loss_never_held_th
     """Liger skips them in training mode alone; so a budget between the two peaks has no winner."""
     config = small_config(**LEAN, micro_batch_size=8, seq_len=1024)
     trained = rig.measure(config).peak_allocated_bytes
-    soaked = rig.worker.run(
-        RunCommand(request=TrialRequest(config=config, steps=SOAK, is_soak=True))
-    ).outcome
+    soaked = rig.run(config, steps=SOAK, is_soak=True)
     assert isinstance(soaked, Measured)
     assert soaked.measurement.peak_allocated_bytes >= trained
     with rig.held_to(trained):
-        tight = rig.worker.run(
-            RunCommand(request=TrialRequest(config=config, steps=SOAK, is_soak=True))
-        ).outcome
+        tight = rig.run(config, steps=SOAK, is_soak=True)
     grew = soaked.measurement.peak_allocated_bytes > trained
     assert isinstance(tight, OutOfMemory) is grew
 
@@ -69,9 +62,7 @@ def test_the_energy_of_a_token_is_that_of_the_power_that_the_gpu_draws(rig: Rig)
         started, before = time.perf_counter(), gpu.energy_joules()
         if before is None:
             pytest.skip("this GPU's driver does not count energy")
-        outcome = rig.worker.run(
-            RunCommand(request=TrialRequest(config=config, steps=SOAK, is_soak=True))
-        ).outcome
+        outcome = rig.run(config, steps=SOAK, is_soak=True)
         after, seconds = gpu.energy_joules(), time.perf_counter() - started
     assert isinstance(outcome, Measured)
     measured = outcome.measurement

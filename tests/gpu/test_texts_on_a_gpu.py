@@ -13,18 +13,13 @@ import numpy as np
 import pytest
 import torch
 
-from qlora_sweep.storage.records import INTERRUPTED
 from qlora_sweep.sweep.data.collation import split
 from qlora_sweep.sweep.data.study_epochs import StudyEpochs
-from qlora_sweep.sweep.finetuning import checkpoints
-from qlora_sweep.sweep.finetuning.protocol import TrainingResult
-from qlora_sweep.sweep.predict.memory.predictor import TracingPredictor
-from qlora_sweep.sweep.predict.memory.profile_store import TracingChildren
 from qlora_sweep.sweep.predict.on_dataset import MemoryOnDataset, ShapesOnDataset
 from qlora_sweep.sweep.running.wire import DatasetSettings, QualityCommand
-from tests.gpu.rig import SMALL, Rig, small_config
+from tests.gpu.rig import SMALL, Rig, predicting, small_config
 from tests.sweep.data.prepared import prepared_settings
-from tests.sweep.finetuning.trainings import job, run
+from tests.sweep.finetuning.trainings import ended, job, stopped_and_resumed
 
 pytestmark = [
     pytest.mark.gpu,
@@ -73,15 +68,8 @@ def shapes() -> ShapesOnDataset:
 def predictor(
     shapes: ShapesOnDataset, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[MemoryOnDataset]:
-    cache, child = tmp_path_factory.mktemp("profiles"), TracingChildren(1, outlive=True)
-    capability = torch.cuda.get_device_capability(0)
-    try:
-        traced = TracingPredictor(
-            SMALL, cache_dir=cache, compute_capability=capability, tracer=child
-        )
+    with predicting(tmp_path_factory.mktemp("profiles")) as traced:
         yield MemoryOnDataset(traced, shapes)
-    finally:
-        child.close()
 
 
 @pytest.mark.parametrize("settings", CASES, ids=str)
@@ -109,15 +97,6 @@ def test_texts_are_trained_on_and_the_peak_is_their_epochs(
     assert predicted.peak_allocated_bytes == pytest.approx(peak, rel=predicted.uncertainty)
 
 
-def test_the_training_loss_of_what_learns_nothing_is_the_held_out_one(on_dataset: Rig) -> None:
-    # One step, so that no loss but its own can have been read.
-    config = small_config(learning_rate=1e-7, **LEAN)
-    quality = on_dataset.measure(config, QUALITY.model_copy(update={"tokens": 1})).quality
-    assert quality is not None
-    assert quality.steps == 1
-    assert quality.train_loss == pytest.approx(quality.eval_loss, rel=0.02)
-
-
 @pytest.mark.parametrize(("packing", "settings"), [("grouped", LEAN), ("packed", FAST)])
 def test_the_held_out_loss_is_the_models_whatever_kernels_compute_it(
     on_dataset: Rig, packing: str, settings: dict[str, Any]
@@ -134,17 +113,7 @@ def test_the_held_out_loss_is_the_models_whatever_kernels_compute_it(
     assert losses[1] == pytest.approx(losses[0], rel=0.01)
 
 
-@pytest.mark.parametrize(
-    ("packing", "changes"),
-    [
-        ("none", {}),
-        ("grouped", {"kernels": "liger", "upcast_fp32": False, "checkpoint_fraction": 0.0}),
-        ("packed", {"kernels": "fused-loss", "optimizer": "adamw_8bit", "lora_rank": 64}),
-    ],
-)
-def test_a_training_that_was_stopped_goes_on(
-    tmp_path: Path, dataset: DatasetSettings, packing: str, changes: dict[str, Any]
-) -> None:
+def test_a_training_that_was_stopped_goes_on(tmp_path: Path, dataset: DatasetSettings) -> None:
     options: dict[str, Any] = {
         "model": SMALL.to_json(),
         "device": "cuda",
@@ -155,17 +124,15 @@ def test_a_training_that_was_stopped_goes_on(
         "eval_fraction": HELD_OUT,
         "max_steps": 8,
         "budget_bytes": torch.cuda.get_device_properties(0).total_memory // 3,
-        **changes,
+        "packing": "packed",
+        "kernels": "fused-loss",
+        "optimizer": "adamw_8bit",
+        "lora_rank": 64,
     }
     directory = Path(dataset.directory)
-    whole, _ = run(job(tmp_path / "whole", directory, packing=packing, **options))
-    assert isinstance(whole, TrainingResult), whole
-    begun = job(tmp_path / "again", directory, packing=packing, checkpoint_steps=2, **options)
-    stopped, _ = run(begun, stop_after=4)
-    assert stopped == INTERRUPTED
-    newest = str(checkpoints.newest(tmp_path / "again"))
-    resumed, _ = run(begun.model_copy(update={"resume_from": newest}))
-    assert isinstance(resumed, TrainingResult), resumed
+    whole = ended(job(tmp_path / "whole", directory, **options))
+    begun = job(tmp_path / "again", directory, **options)
+    resumed, _ = stopped_and_resumed(begun, stop_after=4)
     assert resumed.tokens == whole.tokens
     # Kernels of a GPU add up in an order of their own: not to the bit.
     assert resumed.train_loss == pytest.approx(whole.train_loss, rel=1e-3)

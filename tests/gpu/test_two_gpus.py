@@ -18,20 +18,20 @@ from qlora_sweep.search_spaces.models import ModelSpec
 from qlora_sweep.search_spaces.space import StepBudget
 from qlora_sweep.storage.definition import Target
 from qlora_sweep.storage.records import (
-    INTERRUPTED,
     Crashed,
+    Measurement,
     OutOfMemory,
 )
 from qlora_sweep.sweep.finetuning import checkpoints
-from qlora_sweep.sweep.finetuning.protocol import Event, Saved, TrainingResult
+from qlora_sweep.sweep.finetuning.protocol import Event, Saved
 from qlora_sweep.sweep.finetuning.training import follow
 from qlora_sweep.sweep.predict.memory.predictor import TracingPredictor
 from qlora_sweep.sweep.running.supervisor import SupervisedRunner
 from qlora_sweep.sweep.running.wire import DatasetSettings, Progress, QualityCommand, TrialRequest
-from tests.gpu.rig import SMALL, small_config
-from tests.sweep.data.prepared import prepared_pairs, prepared_settings
-from tests.sweep.finetuning.trainings import job
-from tests.sweep.running.teams import ranks
+from tests.gpu.rig import SMALL, predicting, small_config
+from tests.sweep.data.prepared import prepared_settings
+from tests.sweep.finetuning.trainings import finished, interrupted_and_resumed, job
+from tests.sweep.running.teams import assert_learned_alike, ranks
 from tests.sweep.training.tiny import TINY, measured
 from tests.sweep.training.two_processes import told_by_two
 
@@ -73,11 +73,13 @@ def runner(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SupervisedRunne
 
 
 @pytest.fixture(scope="module")
-def predictor(tmp_path_factory: pytest.TempPathFactory) -> TracingPredictor:
-    capability = torch.cuda.get_device_capability(0)
-    return TracingPredictor(
-        SMALL, cache_dir=tmp_path_factory.mktemp("structures"), compute_capability=capability
-    )
+def predictor(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TracingPredictor]:
+    with predicting(tmp_path_factory.mktemp("structures")) as predictor:
+        yield predictor
+
+
+def trained(runner: SupervisedRunner, config: TrialConfig, **request: Any) -> Measurement:
+    return measured(runner.run(TrialRequest(config=config, steps=STEPS, **request)))
 
 
 @pytest.mark.parametrize(
@@ -98,7 +100,7 @@ def test_each_of_two_gpus_needs_what_is_predicted(
     if config.compile:
         # To tune kernels takes memory once in a process: little, and much of a small model's.
         runner.run(TrialRequest(config=config, steps=STEPS))
-    together = measured(runner.run(TrialRequest(config=config, steps=STEPS)))
+    together = trained(runner, config)
     assert together.gpus == 2
     predicted = predictor.predict(config)
     close = predicted.uncertainty if config.compile else CLOSE
@@ -108,14 +110,8 @@ def test_each_of_two_gpus_needs_what_is_predicted(
 def test_two_gpus_train_nearly_as_fast_as_two(runner: SupervisedRunner) -> None:
     # Steps long enough for what their hosts do between them not to count.
     settings = {**LEAN, "kernels": "liger", "seq_len": 2048}
-    alone, together = (
-        measured(
-            runner.run(
-                TrialRequest(config=small_config(**settings, data_parallel=gpus), steps=STEPS)
-            )
-        )
-        for gpus in (1, 2)
-    )
+    alone = trained(runner, small_config(**settings))
+    together = trained(runner, small_config(**settings, data_parallel=2))
     assert together.tokens_per_second > SCALES * alone.tokens_per_second
 
 
@@ -128,7 +124,7 @@ def test_two_gpus_share_a_model_and_need_what_is_predicted(
     runner: SupervisedRunner, predictor: TracingPredictor, settings: dict[str, Any]
 ) -> None:
     config = small_config(**{**SHARDED, **settings})
-    shared = measured(runner.run(TrialRequest(config=config, steps=STEPS)))
+    shared = trained(runner, config)
     predicted = predictor.predict(config).peak_allocated_bytes
     assert shared.peak_allocated_bytes == pytest.approx(predicted, rel=CLOSE_SHARDED)
 
@@ -137,10 +133,8 @@ def test_a_model_that_one_gpu_has_no_room_for_is_trained_by_two(tmp_path: Path) 
     config = small_config(**{**SHARDED, "micro_batch_size": 1, "seq_len": 128})
     whole = config.model_copy(update={"data_parallel": 1, "sharding": "none"})
     with a_runner(tmp_path / "free.log", model=DEEP) as runner:
-        needed = [
-            measured(runner.run(TrialRequest(config=c, steps=STEPS))) for c in (config, whole)
-        ]
-    shared, alone = (one.peak_allocated_bytes for one in needed)
+        shared = trained(runner, config).peak_allocated_bytes
+        alone = trained(runner, whole).peak_allocated_bytes
     assert shared < alone
     budget = (shared + alone) // 2
     with a_runner(tmp_path / "capped.log", model=DEEP, budget_bytes=budget) as capped:
@@ -152,13 +146,8 @@ def test_a_process_that_is_killed_in_the_middle_of_a_step_holds_nobody_up(tmp_pa
 
     def kill(progress: Progress) -> bool:
         if progress.phase == "measure":
-            for number in filter(str.isdecimal, os.listdir("/proc")):
-                try:
-                    words = Path(f"/proc/{number}/cmdline").read_bytes().split(b"\0")
-                except OSError:
-                    continue
-                if words[3:4] == [b"qlora_sweep.sweep.running"] and words[6:7] == [b"1"]:
-                    os.kill(int(number), signal.SIGKILL)
+            for _, number in ranks():
+                os.kill(number, signal.SIGKILL)
         return False
 
     with a_runner(tmp_path / "worker.log") as runner:
@@ -166,7 +155,7 @@ def test_a_process_that_is_killed_in_the_middle_of_a_step_holds_nobody_up(tmp_pa
         assert isinstance(
             runner.run(TrialRequest(config=config, steps=long), observe=kill), Crashed
         )
-        assert measured(runner.run(TrialRequest(config=config, steps=STEPS))).gpus == 2
+        assert trained(runner, config).gpus == 2
 
 
 def test_no_bit_of_a_4_bit_weight_is_lost_and_a_head_that_is_read_is_whole_in_every_step(
@@ -175,17 +164,6 @@ def test_no_bit_of_a_4_bit_weight_is_lost_and_a_head_that_is_read_is_whole_in_ev
     for no_numbers, *told in told_by_two("sharded_by_two", directory=tmp_path, device="cuda"):
         assert int(no_numbers) > 0
         assert told == ["True", "True", "True", "0.5", "True", "0.5"]
-
-
-def test_configurations_of_one_and_of_two_gpus_take_turns(runner: SupervisedRunner) -> None:
-    configs = [
-        TrialConfig(**{**small_config().model_dump(), **settings})
-        for settings in (LEAN, {**LEAN, "data_parallel": 2}, SHARDED, LEAN)
-    ]
-    gpus = [
-        measured(runner.run(TrialRequest(config=config, steps=STEPS))).gpus for config in configs
-    ]
-    assert gpus == [1, 2, 2, 1]
 
 
 # On texts
@@ -205,26 +183,13 @@ def test_two_gpus_train_on_texts_and_learn_what_one_does(
     quality = QualityCommand(tokens=8000, eval_seq_len=512, eval_tokens=4000)
     two = {**LEAN, **ACCUMULATING, "data_parallel": 2, "packing": "grouped"}
     with a_runner(tmp_path / "worker.log", dataset=dataset) as runner:
-        together, alone, shared = (
-            measured(
-                runner.run(
-                    TrialRequest(config=small_config(**settings), steps=STEPS, quality=quality)
-                )
-            )
-            for settings in (
-                two,
-                {**two, "data_parallel": 1},
-                {**two, "sharding": "fsdp", "packing": "packed"},
-            )
-        )
+        together = trained(runner, small_config(**two), quality=quality)
+        alone = trained(runner, small_config(**two | {"data_parallel": 1}), quality=quality)
+        packed = two | {"sharding": "fsdp", "packing": "packed"}
+        shared = trained(runner, small_config(**packed), quality=quality)
     assert [one.gpus for one in (together, alone, shared)] == [2, 1, 2]
-    assert together.loss_tokens_per_step == pytest.approx(alone.loss_tokens_per_step, rel=0.1)
     assert shared.documents_apart
-    assert together.quality is not None
-    assert alone.quality is not None
-    for key in ("train_loss", "eval_loss"):
-        both = (getattr(one.quality, key) for one in (together, alone))
-        assert next(both) == pytest.approx(next(both), rel=1e-2)
+    assert_learned_alike(together, alone, rel=1e-2)
 
 
 def on_two(output: Path, data: Path, **changes: Any) -> Any:
@@ -236,38 +201,21 @@ def test_two_gpus_train_what_one_does_stop_together_and_are_resumed(
     dataset: DatasetSettings, tmp_path: Path
 ) -> None:
     data, exact = Path(dataset.directory), {"lora_dropout": 0.0, "checkpoint_steps": 5}
-    whole = follow(on_two(tmp_path / "two", data, **exact))
-    assert isinstance(whole, TrainingResult), whole
-    alone = follow(on_two(tmp_path / "one", data, **exact, data_parallel=1, gpus=("0",)))
-    assert isinstance(alone, TrainingResult), alone
+    whole = finished(follow(on_two(tmp_path / "two", data, **exact)))
+    one = on_two(tmp_path / "one", data, **exact, data_parallel=1, gpus=("0",))
+    alone = finished(follow(one))
     assert whole.tokens == alone.tokens
     for key in ("train_loss", "eval_loss"):
         assert getattr(whole, key) == pytest.approx(getattr(alone, key), rel=5e-3)
 
-    def stop(event: Event) -> None:
-        if isinstance(event, Saved) and event.step == 5:
-            raise KeyboardInterrupt
-
     begun = on_two(tmp_path / "resumed", data, **exact)
-    assert follow(begun, observe=stop) == INTERRUPTED
-    newest = checkpoints.newest(tmp_path / "resumed")
-    assert newest is not None
+    newest, again = interrupted_and_resumed(begun, at=5)
     assert {path.name for path in newest.glob("rng_state*")} == {
         "rng_state_0.pth",
         "rng_state_1.pth",
     }
-    again = follow(begun.model_copy(update={"resume_from": str(newest)}))
-    assert isinstance(again, TrainingResult), again
     for key in ("train_loss", "eval_loss"):
         assert getattr(again, key) == pytest.approx(getattr(whole, key), rel=1e-3)
-
-
-def test_two_gpus_train_on_pairs(tmp_path: Path) -> None:
-    pairs = prepared_pairs(tmp_path / "pairs", count=40)
-    how = {"method": "dpo", "reference": "precomputed", "seq_len": 32}
-    end = follow(on_two(tmp_path / "out", pairs, **how))
-    assert isinstance(end, TrainingResult), end
-    assert end.eval_pairs == 8
 
 
 def test_a_rank_that_is_killed_as_it_trains_ends_the_training(
@@ -293,7 +241,7 @@ def test_two_gpus_share_a_compiled_model(
     compiled = {"kernels": "fused-loss", "compile": True, "checkpoint_fraction": 0.0}
     config = small_config(**SHARDED, **compiled)
     runner.run(TrialRequest(config=config, steps=STEPS))
-    shared = measured(runner.run(TrialRequest(config=config, steps=STEPS)))
+    shared = trained(runner, config)
     assert shared.gpus == 2
     predicted = predictor.predict(config)
     close = predicted.uncertainty
@@ -319,5 +267,5 @@ def test_a_trial_of_a_sharded_model_takes_its_weights_from_a_file(tmp_path: Path
     model.save_pretrained(tmp_path / "model")
     spec = ModelSpec("small", "directory", SMALL.config, path=tmp_path / "model")
     with a_runner(tmp_path / "worker.log", model=spec, weights="pretrained") as loading:
-        found = measured(loading.run(TrialRequest(config=small_config(**SHARDED), steps=STEPS)))
+        found = trained(loading, small_config(**SHARDED))
     assert found.gpus == 2

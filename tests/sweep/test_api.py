@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -17,18 +18,15 @@ import pytest
 from qlora_sweep.search_spaces.config import TrialConfig
 from qlora_sweep.search_spaces.errors import InputError, NothingFits
 from qlora_sweep.search_spaces.gpus import GIB
-from qlora_sweep.storage.records import Measured, Outcome, OutOfMemory
+from qlora_sweep.storage.records import Outcome, OutOfMemory
 from qlora_sweep.sweep.api import Study, best, plan, tune
 from qlora_sweep.sweep.processes import STOP_SIGNALS
-from tests.sweep.simulated_device import a_measurement
-from tests.sweep.simulated_drive import driving_on
+from tests.sweep import simulated_drive
+from tests.sweep.signals import handled_by
+from tests.sweep.simulated_drive import fits
 from tests.sweep.typed import Sweep
 
 Simulate = Callable[[Callable[[TrialConfig], Outcome]], None]
-
-
-def fits(config: TrialConfig) -> Outcome:
-    return Measured(measurement=a_measurement(config, peak_allocated_bytes=1000))
 
 
 def runs_out(config: TrialConfig) -> Outcome:
@@ -39,8 +37,7 @@ def runs_out(config: TrialConfig) -> Outcome:
 def simulate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Simulate:
     """Have the trials of a study be what a function says; all else that `tune` does is real."""
     monkeypatch.setenv("SWEEP_HOME", str(tmp_path))
-    drive = "qlora_sweep.sweep.terminal.driving.drive"
-    return lambda train: monkeypatch.setattr(drive, driving_on(train))
+    return partial(simulated_drive.simulate, monkeypatch)
 
 
 def of_demo(**options: Any) -> Study:
@@ -104,13 +101,9 @@ def test_what_is_not_right_is_an_input_error(
 
 @pytest.fixture
 def handlers() -> Iterator[dict[signal.Signals, Any]]:
-    """Handlers as Python has them, whoever started the suite."""
-    before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
-    for number in STOP_SIGNALS:
-        signal.signal(number, signal.default_int_handler)
-    yield {number: signal.getsignal(number) for number in STOP_SIGNALS}
-    for number, handler in before.items():
-        signal.signal(number, handler)
+    """Handlers as Python has them."""
+    with handled_by(signal.default_int_handler) as handlers:
+        yield handlers
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -52,7 +52,6 @@ def ended(
     ("module", "cure"),
     [
         ("optuna", "pip install 'optuna"),
-        ("typer", "pip install 'typer"),
         # Of a library of ours.
         ("alembic", "pip install alembic"),
         # Of the worker's alone.

@@ -1,7 +1,6 @@
 """Every example in a command's help, as it stands there, with a simulated device.
 
-Those that train in processes of their own are held against the options alone: their commands have
-tests that train.
+Those that take long are held against the options alone, where other tests run their commands.
 """
 
 from __future__ import annotations
@@ -18,23 +17,24 @@ from typing import Any
 import pytest
 import typer
 
-from qlora_sweep.search_spaces.config import TrialConfig
 from qlora_sweep.search_spaces.presets import preset_texts
-from qlora_sweep.storage.records import Measured, Outcome
 from qlora_sweep.sweep.cli import app, main
+from tests.docs.test_pages import BLOCKS
 from tests.sweep.predict.contributed import path_of
-from tests.sweep.simulated_device import a_measurement
-from tests.sweep.simulated_drive import driving_on
+from tests.sweep.simulated_drive import simulate
 
 REFUSED_WITHOUT_A_GPU = 3
 CONTRIBUTION = path_of("h100_studies_mistral-7b-v0.3.jsonl")
 SURFACE = Path(__file__).parents[1] / "data" / "surfaces" / "tinyllama-1.1b_h200.jsonl"
 TEXTS = Path(__file__).parents[2] / "docs" / "examples" / "dataset.jsonl"
 TOKENIZER = Path(__file__).parents[2] / "search_spaces" / "tokenizers" / "demo"
-TRAIN = ("train", "verify", "merge")
+NOT_RUN = ("train", "verify", "merge", "doctor")
 """Commands whose examples are not run."""
-SHORTER = {"200": "8"}
-"""What is typed instead, where an example takes as long as a person means it to."""
+RUN_ELSEWHERE = (
+    "sweep run cpu-demo --for trl --trials 3 --no-confirm",
+    "sweep plan --gpu rtx-3090 --devices 2",
+)
+"""By `test_for_trainer` and `test_plan_command`, of which they are the like."""
 
 
 def commands() -> dict[str, Any]:
@@ -45,10 +45,6 @@ def examples() -> Iterator[tuple[str, str]]:
     for name, command in commands().items():
         for line in re.findall(r"^  \$ (.+)$", command.epilog or "", flags=re.MULTILINE):
             yield name, line
-
-
-def measured(config: TrialConfig) -> Outcome:
-    return Measured(measurement=a_measurement(config, peak_allocated_bytes=1000))
 
 
 @pytest.fixture(scope="module")
@@ -71,10 +67,17 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return home
 
 
+def is_run_elsewhere(line: str) -> bool:
+    """Whether another test runs it, as those of pages do what they show."""
+    typed = shlex.split(line)
+    on_pages = any(block.is_run and typed in block.commands for block in BLOCKS)
+    return on_pages or line in RUN_ELSEWHERE
+
+
 def at_home(home: Path, patch: pytest.MonkeyPatch) -> None:
     patch.setenv("SWEEP_HOME", str(home))
     patch.setenv("CUDA_VISIBLE_DEVICES", "")
-    patch.setattr("qlora_sweep.sweep.terminal.driving.drive", driving_on(measured))
+    simulate(patch)
     patch.chdir(home)
 
 
@@ -97,13 +100,13 @@ def test_an_example_does_what_its_command_says(
 ) -> None:
     if name == "dashboard" and find_spec("optuna_dashboard"):
         pytest.skip("it serves until it is stopped")
-    if name in TRAIN:
+    if name in NOT_RUN or is_run_elsewhere(line):
         commands()[name].make_context(name, shlex.split(line)[2:])
         return
     home = tmp_path / "home"
     shutil.copytree(prepared, home)
     at_home(home, monkeypatch)
-    program, *arguments = (SHORTER.get(word, word) for word in shlex.split(line))
+    program, *arguments = shlex.split(line)
     assert program == "sweep"
     assert arguments[0] == name
     before = set(os.listdir(home))

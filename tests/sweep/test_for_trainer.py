@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -53,9 +54,19 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def _document(said: Any) -> dict[str, Any]:
-    document: dict[str, Any] = json.loads(said.out)
-    return document
+Planned = Callable[..., dict[str, Any]]
+
+
+@pytest.fixture
+def planned(sweep: Sweep) -> Planned:
+    """Plans as it is typed; returns the document."""
+
+    def plan(*words: str | Path) -> dict[str, Any]:
+        said = sweep("plan", *words, "--json")
+        assert said.code == 0
+        return dict(json.loads(said.out))
+
+    return plan
 
 
 # Plans
@@ -63,11 +74,9 @@ def _document(said: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize(("trainer", "gpu"), list(zip(OTHERS, itertools.cycle(GPUS), strict=False)))
 def test_what_is_recommended_for_a_trainer_is_what_it_can_run(
-    sweep: Sweep, trainer: str, gpu: str
+    planned: Planned, trainer: str, gpu: str
 ) -> None:
-    said = sweep("plan", "--gpu", gpu, "--for", trainer, "--json")
-    assert said.code == 0
-    document = _document(said)
+    document = planned("--gpu", gpu, "--for", trainer)
     config = parse_config(document["recommended"]["config"])
     assert config.trainer == trainer
     setting = Setting(MISTRAL, "cuda", find_gpu(gpu).compute_capability)
@@ -77,9 +86,8 @@ def test_what_is_recommended_for_a_trainer_is_what_it_can_run(
     assert any(label in note for note in document["notes"]), "it says whose figures these are"
 
 
-def test_sweep_is_what_is_planned_for_where_nobody_says(sweep: Sweep) -> None:
-    named = _document(sweep("plan", "a10", "--for", "sweep", "--json"))
-    assert named == _document(sweep("plan", "a10", "--json"))
+def test_sweep_is_what_is_planned_for_where_nobody_says(planned: Planned) -> None:
+    assert planned("a10", "--for", "sweep") == planned("a10")
 
 
 def test_python_plans_for_a_trainer_too() -> None:
@@ -101,7 +109,7 @@ def test_memory_and_speed_are_of_what_trl_was_measured_to_do(sweep: Sweep, home:
 
 
 def test_what_a_line_or_an_exact_question_leaves_out_is_what_the_trainer_does(
-    sweep: Sweep, home: Path
+    sweep: Sweep, planned: Planned, home: Path
 ) -> None:
     asked = home / "asked.jsonl"
     asked.write_text('{}\n{"quantization": "none"}\n{"compile": true}\n')
@@ -112,8 +120,7 @@ def test_what_a_line_or_an_exact_question_leaves_out_is_what_the_trainer_does(
     assert sixteen["config"]["adapter_dtype"] == "fp32"
     assert not four["config"]["upcast_fp32"]
     assert compiled["invalid"]["rule"] == "trainer"
-    exact = _document(sweep("plan", "a10", "--for", "trl", "--exact", "--json"))
-    assert exact["config"] == four["config"]
+    assert planned("a10", "--for", "trl", "--exact")["config"] == four["config"]
 
 
 @pytest.mark.parametrize(
@@ -138,9 +145,9 @@ def test_a_typed_value_that_the_trainer_cannot_run_is_refused(
     assert sweep("run", "a10", "--for", trainer, "--set", typed, *options).code == 2
 
 
-def test_a_typed_type_of_the_adapters_has_the_base_that_goes_with_it(sweep: Sweep) -> None:
-    said = sweep("plan", "a10", "--for", "trl", "--set", "adapter_dtype=fp32", "--json")
-    config = _document(said)["recommended"]["config"]
+def test_a_typed_type_of_the_adapters_has_the_base_that_goes_with_it(planned: Planned) -> None:
+    found = planned("a10", "--for", "trl", "--set", "adapter_dtype=fp32")
+    config = found["recommended"]["config"]
     assert (config["adapter_dtype"], config["quantization"]) == ("fp32", "none")
 
 
@@ -168,7 +175,7 @@ def test_of_a_persons_own_list_what_the_trainer_cannot_run_is_left_out_and_named
     said = sweep("plan", space, "--for", "trl", "--json")
     assert said.code == 0
     assert "compile true" in said.err
-    config = _document(said)["recommended"]["config"]
+    config = json.loads(said.out)["recommended"]["config"]
     assert (config["compile"], config["checkpoint_fraction"]) == (False, 0.0)
     assert config["micro_batch_size"] in (2, 4), "nothing is added to a list"
 
@@ -182,11 +189,13 @@ def test_a_list_of_which_the_trainer_runs_nothing_is_refused(sweep: Sweep, home:
     assert "quantization" in said.err
 
 
-def test_shares_of_recomputed_layers_are_each_nth_of_the_models(sweep: Sweep, home: Path) -> None:
+def test_shares_of_recomputed_layers_are_each_nth_of_the_models(
+    planned: Planned, home: Path
+) -> None:
     space = home / "mine.yaml"
     searched = "checkpoint_fraction: {low: 0.2, high: 0.6}"
     space.write_text(f"gpu: a10\ndimensions:\n  micro_batch_size: [4]\n  {searched}\n")
-    found = _document(sweep("plan", space, "--for", "trl", "--json"))["recommended"]["config"]
+    found = planned(space, "--for", "trl")["recommended"]["config"]
     assert found["checkpoint_fraction"] in (0.25, 0.5)
 
 
@@ -220,7 +229,7 @@ def test_a_study_for_a_trainer_samples_what_it_can_run_and_says_so(
     # A script would hold the logits.
     assert sweep("export", "cpu-demo-trl", "--format", "script").code == 2
     verified = sweep("verify", "cpu-demo-trl", "--steps", "8", "--json")
-    assert _document(verified)["peak_allocated_bytes"]["ratio"] == pytest.approx(1.0, abs=0.05)
+    assert json.loads(verified.out)["peak_allocated_bytes"]["ratio"] == pytest.approx(1.0, abs=0.05)
 
 
 def test_a_study_for_a_trainer_that_no_trial_can_run_is_refused(sweep: Sweep) -> None:
@@ -274,14 +283,15 @@ def test_a_winner_that_runs_out_of_memory_in_its_trainer_is_not_written(
     assert sweep("export", a10, "--for", trainer, "-o", path, "--force").code == 0
 
 
-def test_the_best_that_a_trainer_can_do_fits_there(sweep: Sweep, a10: str, home: Path) -> None:
+def test_the_best_that_a_trainer_can_do_fits_there(
+    sweep: Sweep, planned: Planned, a10: str, home: Path
+) -> None:
     path = home / "trl.yaml"
     assert sweep("export", a10, "--for", "trl", "-o", path).code == 0
     record = json.loads((home / "trl.yaml.json").read_text())
     config = parse_config(record["config"])
     assert not list(TRAINERS["trl"].lacks(config, MISTRAL.hidden_layers))
-    asked = ["plan", "a10", "--exact", "--json", *_options(config, "--for", "trl")]
-    found = _document(sweep(*asked))
+    found = planned("a10", "--exact", *_options(config, "--for", "trl"))
     assert found["fits"] is True
     assert found["peak_allocated_bytes"] < A10.budget_bytes
     told = yaml.safe_load(path.read_text())

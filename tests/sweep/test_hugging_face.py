@@ -96,9 +96,26 @@ def test_the_libraries_own_way_says_what_it_leaves_out(weights: str, tmp_path: P
         assert tensors == exported.described(base)["tensors"]
 
 
+def trained_by(trainer: Any, arguments: Any, recipe: Record, weights: str, rows: Any) -> Any:
+    """Take two steps in one of TRL's trainers; return it with the callback that counts."""
+    from datasets import Dataset
+
+    said = ours.ThroughputCallback(recipe, lambda _: None)
+    kwargs = ours.model_kwargs(recipe)
+    ready = trainer(
+        model=transformers.AutoModelForCausalLM.from_pretrained(weights, **kwargs),
+        args=arguments,
+        peft_config=ours.peft_config(recipe),
+        train_dataset=Dataset.from_list(rows),
+        processing_class=transformers.AutoTokenizer.from_pretrained(weights),
+        callbacks=[said],
+    )
+    assert ready.train().global_step == 2
+    return ready, said
+
+
 @pytest.mark.filterwarnings("ignore")
 def test_trl_is_told_what_its_file_says_and_trains(weights: str, tmp_path: Path) -> None:
-    from datasets import Dataset
     from trl import SFTConfig, SFTTrainer
 
     config = tiny_config(optimizer="adamw_torch_fused", effective_batch_size=4)
@@ -111,16 +128,8 @@ def test_trl_is_told_what_its_file_says_and_trains(weights: str, tmp_path: Path)
     known = {field.name for field in dataclasses.fields(SFTConfig)} & written.keys()
     for key in known - {"output_dir", "report_to", "accelerator_config"}:
         assert getattr(arguments, key) == written[key], key
-    kwargs = ours.model_kwargs(recipe)
-    trainer = SFTTrainer(
-        model=transformers.AutoModelForCausalLM.from_pretrained(weights, **kwargs),
-        args=arguments,
-        peft_config=ours.peft_config(recipe),
-        train_dataset=Dataset.from_list([{"text": "the quick brown fox " * 9}] * 20),
-        processing_class=transformers.AutoTokenizer.from_pretrained(weights),
-        callbacks=[said := ours.ThroughputCallback(recipe, lambda _: None)],
-    )
-    assert trainer.train().global_step == 2
+    rows = [{"text": "the quick brown fox " * 9}] * 20
+    _, said = trained_by(SFTTrainer, arguments, recipe, weights, rows)
     assert said.tokens_per_second
 
 
@@ -136,23 +145,13 @@ def test_trl_is_told_of_a_template_that_marks_the_assistants_turns() -> None:
 def test_trl_trains_on_pairs_and_the_reference_counts_no_tokens(
     weights: str, tmp_path: Path
 ) -> None:
-    from datasets import Dataset
     from trl import DPOConfig, DPOTrainer
 
     recipe = a_recipe(tiny_config(method="dpo", loss_type="ipo", seq_len=64))
     arguments = ours.trl_args(recipe, output_dir=str(tmp_path), max_steps=2)
     assert (type(arguments), arguments.loss_type) == (DPOConfig, ["ipo"])
-    kwargs = ours.model_kwargs(recipe)
     pair = {"prompt": "the quick ", "chosen": "brown fox", "rejected": "lazy dog"}
-    trainer = DPOTrainer(
-        model=transformers.AutoModelForCausalLM.from_pretrained(weights, **kwargs),
-        args=arguments,
-        peft_config=ours.peft_config(recipe),
-        train_dataset=Dataset.from_list([pair] * 8),
-        processing_class=transformers.AutoTokenizer.from_pretrained(weights),
-        callbacks=[said := ours.ThroughputCallback(recipe, lambda _: None)],
-    )
-    assert trainer.train().global_step == 2
+    trainer, said = trained_by(DPOTrainer, arguments, recipe, weights, [pair] * 8)
     supervised = next(iter(trainer.get_train_dataloader()))["completion_mask"].sum()
     assert said.tokens_per_second is not None
     assert said.tokens_per_second * said.seconds()[1] == pytest.approx(int(supervised))

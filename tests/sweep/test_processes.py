@@ -66,14 +66,6 @@ def test_an_end_by_a_signal_is_told_with_its_name_or_its_number(shell: Shell) ->
 
 
 @pytest.mark.parametrize("how", ["exit 1", "sleep 600"])
-def test_grandchildren_end_with_a_child_however_it_ends(shell: Shell, how: str) -> None:
-    child = shell(f"for i in $(seq 20); do sleep 600 & echo $!; done; {how}")
-    numbers = [int(line(child)) for _ in range(20)]
-    child.end(patience=0.2)
-    assert ends_soon(*numbers)
-
-
-@pytest.mark.parametrize("how", ["exit 1", "sleep 600"])
 def test_what_left_the_process_group_is_found_too(shell: Shell, how: str) -> None:
     child = shell(f"setsid sh -c 'echo $$; exec sleep 600' & read line; {how}")
     number = int(line(child))
@@ -83,16 +75,6 @@ def test_what_left_the_process_group_is_found_too(shell: Shell, how: str) -> Non
     child.process.stdin.flush()
     child.end(patience=0.2)
     assert ends_soon(number)
-
-
-def test_looking_for_an_end_does_not_free_the_number(shell: Shell) -> None:
-    child = shell("exit 3")
-    while not child.has_ended():
-        time.sleep(0.01)
-    assert Path(f"/proc/{child.pid}").exists()
-    assert child.end() == child.end() == End(3)
-    assert not Path(f"/proc/{child.pid}").exists()
-    child.kill()
 
 
 def test_a_process_that_nothing_ends_is_given_up_in_time(
@@ -184,41 +166,6 @@ def test_a_childs_limit_of_processor_time_is_heard_of_before_it_kills_and_it_is_
         for of in (child.pid, "self")
     )
     assert score >= own
-
-
-def test_a_child_that_somebody_stopped_can_be_told_from_one_that_is_slow(shell: Shell) -> None:
-    child = shell("echo here; exec sleep 600")
-    assert line(child) == "here"
-    assert not child.is_stopped()
-    os.kill(child.pid, signal.SIGSTOP)
-    deadline = time.monotonic() + 5.0
-    while not child.is_stopped() and time.monotonic() < deadline:
-        time.sleep(0.001)
-    assert child.is_stopped()
-    child.end()
-    assert not child.is_stopped()
-
-
-@pytest.mark.parametrize(
-    ("script", "kills", "is_blamed"),
-    [
-        ("kill -KILL $$", [4, 5], True),
-        ("kill -KILL $$", [4, 4], False),
-        ("sleep 600", [4, 5], False),
-    ],
-)
-def test_the_hosts_memory_is_blamed_for_what_the_kernel_killed_alone(
-    shell: Shell,
-    script: str,
-    kills: list[int],
-    is_blamed: bool,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    counts = iter(kills)
-    monkeypatch.setattr("qlora_sweep.sweep.processes.oom_kills", lambda: next(counts))
-    end = shell(script).end(patience=5.0 if "kill" in script else 0.0)
-    assert end.is_host_out_of_memory is is_blamed
-    assert ("memory ran out" in str(end)) is is_blamed
 
 
 REAPER = """

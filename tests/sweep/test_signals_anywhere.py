@@ -17,14 +17,13 @@ from typing import Any
 
 import pytest
 
-from qlora_sweep.search_spaces.config import TrialConfig
 from qlora_sweep.storage.ledger import attempts
 from qlora_sweep.storage.reading import read_study
-from qlora_sweep.storage.records import Measured, Outcome
+from qlora_sweep.storage.records import Measured
 from qlora_sweep.sweep import cli
 from qlora_sweep.sweep.processes import STOP_SIGNALS
-from tests.sweep.simulated_device import a_measurement
-from tests.sweep.simulated_drive import driving_on
+from tests.sweep.signals import handled_by
+from tests.sweep.simulated_drive import simulate
 
 ROOT = str(Path(cli.__file__).parents[1])
 RUN = ("run", "cpu-demo", "--trials", "2", "--sampler", "random")
@@ -32,21 +31,12 @@ CALLS = 60_000
 """Of our functions while such a study runs, or fewer: then it ends before the signal."""
 
 
-def measured(config: TrialConfig) -> Outcome:
-    return Measured(measurement=a_measurement(config, peak_allocated_bytes=1000))
-
-
 @pytest.fixture
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setenv("SWEEP_HOME", str(tmp_path))
-    monkeypatch.setattr("qlora_sweep.sweep.terminal.driving.drive", driving_on(measured))
-    # Whoever started the suite may have them ignored.
-    before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
-    for number in STOP_SIGNALS:
-        signal.signal(number, signal.default_int_handler)
-    yield tmp_path
-    for number, handler in before.items():
-        signal.signal(number, handler)
+    simulate(monkeypatch)
+    with handled_by(signal.default_int_handler):
+        yield tmp_path
 
 
 def signalled(arguments: Sequence[str], at: Sequence[int], number: signal.Signals) -> int:

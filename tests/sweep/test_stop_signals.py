@@ -11,17 +11,13 @@ import pytest
 
 from qlora_sweep.sweep import stop_signals
 from qlora_sweep.sweep.processes import STOP_SIGNALS
+from tests.sweep.signals import handled_by
 
 
 @pytest.fixture(autouse=True)
 def defaults() -> Iterator[None]:
-    """Whoever started the suite may have them ignored."""
-    before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
-    for number in STOP_SIGNALS:
-        signal.signal(number, signal.SIG_DFL)
-    yield
-    for number, handler in before.items():
-        signal.signal(number, handler)
+    with handled_by(signal.SIG_DFL):
+        yield
 
 
 def raised_in_heard(number: signal.Signals) -> None:

@@ -165,15 +165,13 @@ def of_lengths(dataset: Path, *, seq_len: int) -> TruncatedDataset:
 @pytest.mark.slow
 @pytest.mark.parametrize("packing", ["none", "grouped", "packed"])
 def test_an_epoch_trains_on_what_is_not_cut(tmp_path: Path, packing: str) -> None:
-    from qlora_sweep.sweep.finetuning.protocol import TrainingResult
     from tests.sweep.data.prepared import prepared as prepared_rows
-    from tests.sweep.finetuning.trainings import job, run
+    from tests.sweep.finetuning.trainings import ended, job
 
     lengths = [5, 40, 12, 30, 9, 22, 17, 3, 28, 14, 33, 8, 19, 25, 60]
     answers = [3, 30, 2, 20, 8, 5, 9, 2, 27, 4, 30, 2, 3, 20, 10]
     dataset = prepared_rows(tmp_path / "texts", lengths, completions=answers)
-    end, _ = run(job(tmp_path / "out", dataset, packing=packing))
-    assert isinstance(end, TrainingResult), end
+    end = ended(job(tmp_path / "out", dataset, packing=packing))
     found = of_lengths(dataset, seq_len=32)
     trained, held_out = found.trained, found.held_out
     assert end.tokens == trained.supervised_tokens - trained.supervised_tokens_cut
@@ -212,29 +210,26 @@ def test_a_training_that_would_lose_much_stops_and_says_what_to_do(
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_with_yes_it_trains_and_gpu_and_json_say_what_was_cut(rows: Path, sweep: Sweep) -> None:
-    code, out, err = sweep(*TYPED, "--max-steps", "8", "--yes", "--json")
+def test_with_yes_it_trains_and_card_and_json_say_what_was_cut_and_predicted(
+    rows: Path, sweep: Sweep
+) -> None:
+    # Another length than the file's is planned, and compared with its plan.
+    more = ("--seq-len", "20", "--max-steps", "8", "--yes", "--json")
+    code, out, err = sweep(*TYPED, *more)
     assert code == 0, err
+    assert "predicted" in err.partition("2 x 20")[2]
     document = json.loads(out)
     assert document == json.loads((rows / "out" / "training.json").read_text())
+    assert document["config"]["seq_len"] == 20
     parts = document["truncation"]
-    assert parts["seq_len"] == 24
+    assert parts["seq_len"] == 20
     for key in ("examples", "examples_cut", "supervised_tokens", "supervised_tokens_cut"):
         assert parts["dataset"][key] == parts["trained"][key] + parts["held_out"][key]
     shares = parts["dataset"]
     assert shares["supervised_tokens_cut_share"] > CUT_MAX
-    gpu = (rows / "out" / "README.md").read_text()
-    assert f"cuts {shares['examples_cut']} of the 40 examples" in gpu
-    # Nothing was measured, and no other length was asked for.
-    assert document["promised_basis"] is None
-
-    # Another length than the file's is planned, needs no --yes, and is compared with its plan.
-    longer = (*TYPED[:-1], "longer", "--seq-len", "64", "--max-steps", "8")
-    code, out, err = sweep(*longer, "--json")
-    assert code == 0, err
-    assert "predicted" in err.partition("2 x 64")[2]
-    document = json.loads(out)
-    assert document["config"]["seq_len"] == 64
+    card = (rows / "out" / "README.md").read_text()
+    assert f"cuts {shares['examples_cut']} of the 40 examples" in card
+    assert "predicted" in card
     assert document["promised_basis"] == "predicted"
     low, high = document["promised_peak_allocated_bytes_range"]
     assert low < document["promised_peak_allocated_bytes"] < high
@@ -242,7 +237,6 @@ def test_with_yes_it_trains_and_gpu_and_json_say_what_was_cut(rows: Path, sweep:
         document["peak_allocated_bytes"] / document["promised_peak_allocated_bytes"]
     )
     assert document["ratios"]["tokens_per_second"] is None, "no speed of a CPU is predicted"
-    assert "predicted" in (rows / "longer" / "README.md").read_text()
 
 
 @pytest.mark.slow
@@ -290,14 +284,15 @@ def test_a_length_that_cannot_be_is_refused_with_what_can(rows: Path) -> None:
     with pytest.raises(InputError, match="beyond the 1024 positions"):
         prepared(rows, gpus=[A10], settings={"seq_len": 2048})
     long = json.dumps({"text": " ".join(f"w{n}" for n in range(600))})
-    (rows / "rows.jsonl").write_text(f"{long}\n" * 4400)
-    settings = {"seq_len": 1024, "micro_batch_size": 4000}
+    (rows / "rows.jsonl").write_text(f"{long}\n" * 440)
+    settings = {"seq_len": 1024, "micro_batch_size": 400}
+    small = GpuInfo("NVIDIA A9", 2 * 2**30, 2 * 2**30, (8, 6), None, None)
     with pytest.raises(NothingFits, match="the budget is") as refused:
-        prepared(rows, gpus=[A10], settings=settings)
+        prepared(rows, gpus=[small], settings=settings)
     size = re.search(r"--set micro_batch_size=(\d+)", str(refused.value))
     assert size is not None
     # What is named is what then fits.
-    fits = prepared(rows, gpus=[A10], settings={**settings, "micro_batch_size": int(size[1])})
+    fits = prepared(rows, gpus=[small], settings={**settings, "micro_batch_size": int(size[1])})
     assert fits.prediction is not None
     assert fits.prediction.fit is Fit.YES
 

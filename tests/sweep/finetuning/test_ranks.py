@@ -13,9 +13,9 @@ import pytest
 
 from qlora_sweep.search_spaces.config import TrialConfig
 from qlora_sweep.search_spaces.errors import InputError
-from qlora_sweep.storage.records import INTERRUPTED, Crashed
+from qlora_sweep.storage.records import Crashed
 from qlora_sweep.sweep.finetuning import checkpoints
-from qlora_sweep.sweep.finetuning.protocol import Event, Saved, TrainingProgress, TrainingResult
+from qlora_sweep.sweep.finetuning.protocol import Event, Saved, TrainingProgress
 from qlora_sweep.sweep.finetuning.training import (
     TrainingRequest,
     fault_of,
@@ -25,7 +25,14 @@ from qlora_sweep.sweep.finetuning.training import (
 )
 from qlora_sweep.sweep.running.device_info import GpuInfo
 from tests.sweep.data.prepared import prepared, prepared_pairs
-from tests.sweep.finetuning.trainings import adapter, job, run
+from tests.sweep.finetuning.trainings import (
+    adapter,
+    assert_same,
+    ended,
+    finished,
+    interrupted_and_resumed,
+    job,
+)
 from tests.sweep.running.teams import ranks
 
 LENGTHS = [5, 40, 12, 30, 9, 22, 17, 3, 28, 14, 33, 8, 19, 25, 6, 11, 21, 7, 16, 23]
@@ -49,8 +56,8 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("kind", "changes"),
     [
-        ("texts", {"packing": "grouped"}),
-        pytest.param("texts", {"packing": "packed", "epochs": 2}, marks=pytest.mark.integration),
+        ("dataset", {"packing": "grouped"}),
+        pytest.param("dataset", {"packing": "packed", "epochs": 2}, marks=pytest.mark.integration),
         pytest.param(
             "pairs",
             {"method": "dpo", "reference": "precomputed"},
@@ -63,11 +70,9 @@ def test_two_ranks_train_as_one_that_accumulates_over_the_micro_batches_of_both(
     tmp_path: Path, request: pytest.FixtureRequest, kind: str, changes: dict[str, Any]
 ) -> None:
     data = request.getfixturevalue(kind)
-    two = follow(job(tmp_path / "two", data, **EXACT, **TOGETHER, **changes))
-    assert isinstance(two, TrainingResult), two
+    two = finished(follow(job(tmp_path / "two", data, **EXACT, **TOGETHER, **changes)))
     alone = {**TOGETHER, "data_parallel": 1}
-    one, _ = run(job(tmp_path / "one", data, **EXACT, **alone, **changes))
-    assert isinstance(one, TrainingResult), one
+    one = ended(job(tmp_path / "one", data, **EXACT, **alone, **changes))
     for key in ("train_loss", "eval_loss"):
         assert getattr(two, key) == pytest.approx(getattr(one, key), rel=1e-5)
     for key in ("steps", "tokens", "eval_tokens", "eval_pairs", "eval_wins", "epochs"):
@@ -82,27 +87,15 @@ def test_a_stop_reaches_both_ranks_in_one_step_and_the_training_is_resumed_to_th
     tmp_path: Path, dataset: Path
 ) -> None:
     """Each drops elements of its own, so that its random state counts."""
-    whole = follow(job(tmp_path / "whole", dataset, epochs=2, **TOGETHER))
-    assert isinstance(whole, TrainingResult), whole
+    whole = finished(follow(job(tmp_path / "whole", dataset, epochs=2, **TOGETHER)))
     states = [Path(f"{whole.checkpoint}/rng_state_{rank}.pth") for rank in range(2)]
     assert states[0].read_bytes() != states[1].read_bytes()
 
     begun = job(tmp_path / "resumed", dataset, epochs=2, **TOGETHER)
 
-    def stop(event: Event) -> None:
-        if isinstance(event, Saved) and event.step == 3:
-            raise KeyboardInterrupt
-
-    assert follow(begun, observe=stop) == INTERRUPTED
-    newest = checkpoints.newest(tmp_path / "resumed")
-    assert newest is not None
+    newest, again = interrupted_and_resumed(begun, at=3)
     assert 3 <= checkpoints.step_of(newest) < whole.steps
-    again = follow(begun.model_copy(update={"resume_from": str(newest)}))
-    assert isinstance(again, TrainingResult), again
-    first, second = adapter(whole), adapter(again)
-    assert all(first[name].equal(second[name]) for name in first)
-    for key in ("train_loss", "eval_loss", "tokens"):
-        assert getattr(again, key) == getattr(whole, key)
+    assert_same(again, whole)
 
 
 @pytest.mark.integration

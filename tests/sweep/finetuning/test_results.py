@@ -196,12 +196,9 @@ def test_the_model_card_says_what_was_promised_and_reached_and_what_is_used() ->
         assert words in model_card_text
     for words in ("triton", "None", "double_quant", "Not as promised", "see each other"):
         assert words not in model_card_text
-    slow = trained(tokens_per_second=150.0, steps_measured=5, documents_apart=False)
-    words = slow.comparison.words()
-    for told in ("25.0 % below", "150 beside 200", "5 steps"):
-        assert told in words
-    assert words in model_card(slow)
-    assert "see each other" in model_card(slow)
+    slow = trained(tokens_per_second=150.0, documents_apart=False)
+    for words in ("25.0 % below", "see each other"):
+        assert words in model_card(slow)
 
 
 def test_model_card_and_json_say_what_8_bits_are_off_and_what_stays_in_16() -> None:

@@ -11,13 +11,11 @@ from typing import Any
 import pytest
 
 from qlora_sweep.search_spaces.config import TrialConfig, canonical
-from qlora_sweep.search_spaces.errors import InputError, NothingFits
+from qlora_sweep.search_spaces.errors import InputError
 from qlora_sweep.search_spaces.models import load_model_spec
 from qlora_sweep.storage.definition import StudySnapshot
 from qlora_sweep.sweep.finetuning.subject import (
-    candidates,
     next_smaller,
-    refuse_too_large,
     subject_of,
 )
 from qlora_sweep.sweep.predict.memory.prediction import Fit
@@ -99,17 +97,6 @@ def test_what_is_no_study_and_no_configuration_is_named(
         of(name, number=number, model="demo")
 
 
-def test_smaller_configurations_train_the_same_before_they_train_another_thing() -> None:
-    config = TrialConfig(micro_batch_size=6, seq_len=512, checkpoint_fraction=0.5)
-    found = list(candidates(config))
-    assert [c.micro_batch_size for c in found[:3]] == [3, 2, 1]
-    assert {c.samples_per_step for c in found} == {6}
-    assert found[3].checkpoint_fraction == 1.0
-    shortest = [c.seq_len for c in found]
-    assert shortest == sorted(shortest, reverse=True)
-    assert shortest[-1] == 1
-
-
 def forecaster(
     budget: int, needs: Callable[[TrialConfig], int] | None, is_valid: Any = lambda _: True
 ) -> Any:
@@ -132,21 +119,9 @@ def forecaster(
     return SimpleNamespace(budget_bytes=budget, expect=expect, is_valid=is_valid)
 
 
-def by_tokens(config: TrialConfig) -> int:
-    return config.tokens_per_micro_batch * 2**20
-
-
 def by_rows(config: TrialConfig) -> int:
     """Memory that is the same for two rows and more."""
     return 2**30 if config.micro_batch_size == 1 else 2**31
-
-
-def test_what_is_predicted_not_to_fit_is_refused_with_the_next_smaller_that_does() -> None:
-    with pytest.raises(NothingFits, match=r"2.00 GiB.*1.07 GiB.*micro_batch_size 2.*1.00 GiB"):
-        refuse_too_large(LARGE, forecaster(1100 * 2**20, by_tokens))
-    refuse_too_large(LARGE, forecaster(2**31, by_tokens))
-    refuse_too_large(LARGE, forecaster(1, None))
-    assert next_smaller(LARGE, forecaster(1, by_tokens)) is None
 
 
 @pytest.mark.parametrize(

@@ -5,13 +5,10 @@ The providers' own packages read the jobs in `tests/rented`.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import shlex
 import shutil
-import signal
-import sqlite3
 import subprocess
 import sys
 import time
@@ -215,19 +212,15 @@ def test_a_soak_and_a_typed_price_are_what_it_costs(
     [
         ("cpu-demo --on modal", "is for gpu cpu: name the GPU to rent with --gpu"),
         ("a10 --on modal --gpu rtx-4090", "Modal has no rtx-4090; it has t4, l4, a10"),
-        ("a10 --on modal --gpu b200", "no price is known of 1 x b200 on Modal"),
         ("a10 --on modal --gpu auto", "--gpu auto is no GPU to rent: name one"),
         ("a10 --on modal --devices 5", "--devices: Modal rents at most 4 a10, got 5"),
         ("a10 --on modal --set data_parallel=2 --devices 1", "data_parallel 2 trains on 2 GPUs"),
         ("a10 --on modal --max-dollars 0.01", "--max-dollars 0.01 pays for"),
         ("a10 --on modal --storage sqlite:///x.db", "--storage names what a rented machine"),
         ("a10 --on modal --with volume=gs://mine", "a volume of Modal's is named by"),
-        (f"a10 --on modal --with volume={'v' * 58}", "at most 57 letters"),
         ("a10 --on skypilot --with volume=r2://mine", "--with volume: a bucket is named by"),
-        ("a10 --on skypilot --with volume=s3://mine/../x", "--with volume: a bucket is named by"),
         ("a10 --on skypilot --with spot=true", "no price is known of 1 x a10 spot on"),
         ("a10 --on skypilot --with cloud=azur", "unknown cloud 'azur'"),
-        ("a10 --on skypilot --with cloud=aws", "AWS has no a10; it has t4, v100"),
         ("a10 --on skypilot --with cloud=lambda --with spot=true", "Lambda has no spot machines"),
         ("a10 --gpu l4 --on skypilot --with cloud=runpod", "volume: RunPod mounts no bucket"),
         (
@@ -439,7 +432,6 @@ def a_home(path: Path, volume: Path) -> Path:
         (path / name).mkdir(parents=True)
     volume.mkdir(exist_ok=True)
     (path / "sweep-volume").symlink_to(volume)
-    (path / ".sweep-rented-since").write_text(f"{int(time.time()) - 100}\n")
     a_program(path / "sweep-venv/bin/python", f'exec "{sys.executable}" "$@"')
     return path
 
@@ -476,9 +468,13 @@ def test_setup_installs_the_wheel_once_and_run_keeps_the_study_on_the_volume(
     python.unlink()
     a_program(python, f'exec "{sys.executable}" "$@"')
     run = task["run"].replace(f"run sweep-inputs/{REQUEST}", "presets")
-    assert "cpu-demo" in ended(start(run, home))
-    paid = json.loads((tmp_path / "volume" / "my study" / "paid.json").read_text())
-    assert 60 <= next(iter(paid["seconds"].values())) < 200
+    # A second start on one machine is paid for once, from when it was rented.
+    (home / ".sweep-rented-since").write_text(f"{int(time.time()) - 100}\n")
+    for _ in range(2):
+        assert "cpu-demo" in ended(start(run, home))
+    ledger = json.loads((tmp_path / "volume" / "my study" / "paid.json").read_text())
+    (paid,) = ledger["seconds"].values()
+    assert 160 <= paid < 300
 
 
 def ended(process: subprocess.Popen[str]) -> str:
@@ -486,38 +482,6 @@ def ended(process: subprocess.Popen[str]) -> str:
     out, _ = process.communicate(timeout=120)
     assert process.returncode == 0, out
     return out
-
-
-@pytest.mark.faults
-@pytest.mark.timeout(600)
-def test_a_real_study_survives_a_preemption_and_a_machine_that_is_gone(tmp_path: Path) -> None:
-    request = RunRequest(space="cpu-demo", study="mine", overrides={"trials": 12, "confirm": False})
-    script, volume = yaml.safe_load(a_rental("skypilot").text())["run"], tmp_path / "volume"
-    told: list[list[int]] = [[]]
-    for number, ended in enumerate((signal.SIGTERM, signal.SIGKILL, None)):
-        home = a_home(tmp_path / f"machine-{number}", volume)
-        (home / "sweep-inputs" / REQUEST).write_text(request.model_dump_json())
-        process, until = start(script, home), time.monotonic() + 120
-        while ended and len(trials(volume)) < 2 * (number + 1) and time.monotonic() < until:
-            time.sleep(0.2)
-        if ended:
-            process.send_signal(ended)
-        out, _ = process.communicate(timeout=240)
-        told.append(trials(volume))
-        assert told[-1][: len(told[-2])] == told[-2], out
-    assert process.returncode == 0, out
-    assert len(told[-1]) >= 4
-    assert (volume / "mine" / "runs" / "mine" / "report.html").exists()
-
-
-def trials(volume: Path) -> list[int]:
-    """Trials that have ended, of the database on the volume."""
-    path = volume / "mine" / "runs" / "sweep.db"
-    query = "select number from trials where state in ('COMPLETE', 'PRUNED') order by number"
-    if not path.exists():
-        return []
-    with contextlib.closing(sqlite3.connect(path)) as base:
-        return [number for (number,) in base.execute(query)]
 
 
 def test_jobs_go_with_their_study_and_nothing_else_does(tmp_path: Path) -> None:

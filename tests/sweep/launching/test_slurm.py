@@ -147,10 +147,9 @@ TWICE = "n=0; trap 'n=$((n + 1)); touch told$n; [ $n -lt 2 ] || exit 130' TERM"
     ("program", "warning", "signals", "came_to"),
     [
         ("exit 0", 3, (), (0, False)),
-        ("exit 2", 3, (), (2, False)),
         # Near its limit, whether the study stops or has to be killed.
         (f"trap '{RESULT}; exit 130' TERM; {LOOP}", 3, (WARNED,), (0, True)),
-        (f"trap 'echo asked >> spool.jsonl' TERM; {LOOP}", 3, (WARNED,), (0, True)),
+        (f"trap 'echo asked >> spool.jsonl' TERM; {LOOP}", 1, (WARNED,), (0, True)),
         # Cancelled: the job, the study alone, and behind the warning, but not at the limit.
         (f"trap 'exit 130' TERM; {RESULT}; {LOOP}", 3, (CANCELLED,), (130, False)),
         (f"{RESULT}; exit 130", 3, (), (130, False)),

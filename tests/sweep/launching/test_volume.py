@@ -262,25 +262,3 @@ def test_only_what_changed_is_copied_what_is_gone_goes_and_no_half_is_restored(
     made("volume", "sweep.db.part")
     made("volume", "mine/report.html")
     assert Copies(tmp_path / "volume", tmp_path / "new").restore() == 1
-
-
-def test_the_module_runs_sweep_and_a_second_start_on_one_machine_is_paid_for_once(
-    tmp_path: Path,
-) -> None:
-    since, volume = tmp_path / "since", tmp_path / "volume"
-    since.write_text(f"{int(time.time()) - 100}\n")
-    command = [
-        sys.executable,
-        "-P",
-        "-m",
-        "qlora_sweep.sweep.launching.volume",
-        volume,
-        "600",
-        "0",
-        since,
-    ]
-    for _ in range(2):
-        said = subprocess.check_output([*command, "presets"], text=True)
-        assert "cpu-demo" in said
-    (paid,) = json.loads((volume / "paid.json").read_text())["seconds"].values()
-    assert 100 <= paid < 200

@@ -224,11 +224,7 @@ def DIE_IDLE(worker: Worker) -> None:
     die()
 
 
-ANOTHER_CONFIGURATION = behaviour(
-    lambda worker: worker.answer(config={**worker.command["config"], "seq_len": 64})
-)
 UNUSABLE_LATE = behaviour(lambda worker: worker.say(kind="unusable", reason="it fell off the bus"))
-NESTED = behaviour(lambda worker: worker.write(b"[" * 100_000 + b"]" * 100_000 + b"\n"))
 
 
 @behaviour
@@ -274,12 +270,6 @@ def CLEAN_UP_AND_TRAIN_ON(worker: Worker) -> None:
     for step in range(10**9):
         worker.beat(step, "quality")
         time.sleep(0.01)
-
-
-@behaviour
-def LEAVE_ANOTHER_AND_DIE(worker: Worker) -> None:
-    worker.leave_outcome(config={**worker.command["config"], "seq_len": 64})
-    die(signal.SIGSEGV)
 
 
 @behaviour

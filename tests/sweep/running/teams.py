@@ -6,10 +6,15 @@ import os
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from qlora_sweep.search_spaces.gpus import GIB
 from qlora_sweep.search_spaces.models import ModelSpec, load_model_spec
 from qlora_sweep.storage.definition import Target
+from qlora_sweep.storage.records import Measurement
 from qlora_sweep.sweep.running.supervisor import SupervisedRunner
+
+LEARNED = ("train_loss", "eval_loss")
 
 
 def a_cpu_runner(
@@ -18,6 +23,18 @@ def a_cpu_runner(
     options.setdefault("target", Target(gpu="cpu", device="cpu", budget_bytes=budget_bytes))
     model = model or load_model_spec("demo")
     return SupervisedRunner(model, log_path=log, **options)
+
+
+def assert_learned_alike(
+    together: Measurement, alone: Measurement, *, rel: float, keys: tuple[str, ...] = LEARNED
+) -> None:
+    """Check that several GPUs learned what one does."""
+    assert together.loss_tokens_per_step == pytest.approx(alone.loss_tokens_per_step, rel=0.1)
+    assert together.quality is not None
+    assert alone.quality is not None
+    for key in keys:
+        learned = getattr(together.quality, key)
+        assert learned == pytest.approx(getattr(alone.quality, key), rel=rel)
 
 
 def ranks(module: str = "qlora_sweep.sweep.running") -> list[tuple[int, int]]:

@@ -53,12 +53,6 @@ def test_it_trains_and_prints_into_the_log(runner: SupervisedRunner, tmp_path: P
     assert ends_soon(number)
 
 
-def test_one_that_is_not_as_it_is_needed_is_replaced(runner: SupervisedRunner) -> None:
-    number = begun(worker_environment("cpu") | {"SOMETHING": "else"})
-    assert isinstance(runner.run(TRIAL), Measured)
-    assert not is_running(number)
-
-
 @pytest.mark.parametrize("is_writable", [True, False])
 def test_libraries_are_compiled_by_the_standard_library_where_that_is_kept(
     tmp_path: Path, is_writable: bool
@@ -75,14 +69,18 @@ def test_libraries_are_compiled_by_the_standard_library_where_that_is_kept(
     code = f"import os; {starting}; compile_libraries(); {wait}"
     paths = f"{library.parent}:{Path(__file__).parents[3]}"
     environment = os.environ | {"PYTHONPATH": paths, "PYTHONDONTWRITEBYTECODE": "1"}
-    subprocess.run([sys.executable, "-P", "-c", code], cwd=tmp_path, env=environment, check=True)
+    # With site-packages all that is there would be compiled too.
+    subprocess.run(
+        [sys.executable, "-P", "-S", "-c", code], cwd=tmp_path, env=environment, check=True
+    )
     assert (library / "__pycache__").exists() is is_writable
     assert not (tmp_path / "shadowed").exists()
 
 
-def test_one_that_nobody_needs_ends() -> None:
-    number = begun(worker_environment("cpu"))
-    assert take({}) is None
+def test_one_that_is_not_as_it_is_needed_ends() -> None:
+    environment = worker_environment("cpu")
+    number = begun(environment | {"SOMETHING": "else"})
+    assert take(environment) is None
     assert not is_running(number)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import errno
 import io
-import json
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -64,9 +63,7 @@ CPU = WorkerSettings(
 ATTEMPT = Attempt(id="a1", study="s1", number=0, started_at="2025-01-01T00:00:00+00:00")
 
 
-def served(
-    end: Outcome | BaseException, path: Path, *, attempt: Attempt | None = ATTEMPT
-) -> tuple[Any, Outcome | None]:
+def served(end: Outcome | BaseException, path: Path) -> tuple[Any, Outcome | None]:
     """Return what was sent of a trial with that end, and what was on disk at that moment."""
     from qlora_sweep.sweep.running.worker import TrialEnd, Worker
 
@@ -77,7 +74,7 @@ def served(
                 raise end
             return TrialEnd(end, retire="so that it ends")
 
-    request = TrialRequest(config=CONFIG, steps=StepBudget(), attempt=attempt)
+    request = TrialRequest(config=CONFIG, steps=StepBudget(), attempt=ATTEMPT)
     outcomes, sent, left = OutcomeFile(path), [], threading.Event()
 
     def send(message: WorkerMessage) -> None:
@@ -100,11 +97,6 @@ def test_a_disk_that_takes_nothing_fails_no_trial(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     message, left = served(OUTCOME, tmp_path / "file" / "outcome.json")
     assert (message.outcome, left) == (OUTCOME, None)
-
-
-def test_nothing_is_left_of_what_no_study_attempted(tmp_path: Path) -> None:
-    served(OUTCOME, tmp_path / "outcome.json", attempt=None)
-    assert list(tmp_path.iterdir()) == []
 
 
 def cuda_out_of_memory() -> Exception:
@@ -160,38 +152,17 @@ def test_a_model_of_a_type_that_nothing_here_has_is_not_tried_again() -> None:
 
 # What is read from a worker is a message, or says why it is none.
 
-PLAIN = TrialConfig()
-DONE = Finished(
-    run_id="1", config=PLAIN, outcome=Measured(measurement=a_measurement(PLAIN)), retire=None
-)
-
-
-def test_a_message_comes_back_as_it_was_sent() -> None:
-    assert read_line(to_line(DONE), worker_message_adapter) == DONE
-
-
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [
-        ("peak_allocated_bytes", 10**400),
-        ("tokens_per_second", float("inf")),
-        ("tokens_per_second", "NaN"),
-    ],
-)
-def test_a_number_that_nothing_measures_is_refused(key: str, value: Any) -> None:
-    said = json.loads(to_line(DONE))
-    said["outcome"]["measurement"][key] = value
-    with pytest.raises(UnreadableError, match=key):
-        read_line(json.dumps(said).encode(), worker_message_adapter)
-
-
+MEASURED = a_measurement(CONFIG).model_copy(update={"peak_allocated_bytes": 10**400})
+DONE = Finished(run_id="1", config=CONFIG, outcome=Measured(measurement=MEASURED), retire=None)
 PROGRESS = b'{"kind":"progress","phase":"measure","step":'
 
 
 @pytest.mark.parametrize(
     ("line", "words"),
     [
+        (to_line(DONE), "peak_allocated_bytes"),
         (PROGRESS[:-7] + b'"tokens_per_second":1e999}', "finite"),
+        (PROGRESS[:-7] + b'"tokens_per_second":"NaN"}', "tokens_per_second"),
         (PROGRESS + b"9" * 100_000 + b"}", "progress"),
         (PROGRESS + b'{"a":' * 5_000 + b"1" + b"}" * 5_000 + b"}", "progress"),
         (b'{"kind":"progress","phase":"\xff\xfe"}', "utf-8"),
@@ -216,7 +187,8 @@ pytestmark = pytest.mark.usefixtures("our_own_code")
 
 @pytest.fixture(scope="module")
 def dataset(tmp_path_factory: pytest.TempPathFactory) -> DatasetSettings:
-    lengths = np.random.default_rng(1).integers(3, 29, 60)
+    random = np.random.default_rng(1)
+    lengths = np.concatenate([random.integers(3, 29, 60), random.integers(20, 190, 80)])
     return prepared_settings(tmp_path_factory.mktemp("texts"), lengths)
 
 
@@ -282,21 +254,6 @@ def test_what_is_cut_before_it_is_known_what_it_learned_is_no_verdict(
     assert trained(runner, other, QUALITY)[0].quality is not None
 
 
-def test_a_shared_out_base_that_cannot_be_held_once_more_is_the_outcome(
-    dataset: DatasetSettings,
-) -> None:
-    from qlora_sweep.sweep.running.worker import Worker
-
-    several = dataclasses.replace(DEMO, config={**DEMO.config, "model_type": "gemma3"})
-    settings = CPU.model_copy(update={"model": several.to_json(), "dataset": dataset})
-    worker = Worker(settings, send=lambda _: None)
-    config = ON_TEXTS.model_copy(update={"data_parallel": 2, "sharding": "fsdp"})
-    once = Measured(measurement=a_measurement(config))
-    ended = worker._with_quality(once, config, QUALITY)
-    assert isinstance(ended.outcome, Invalid)
-    assert (ended.outcome.rule, ended.is_apart) == ("model", True)
-
-
 @pytest.mark.parametrize(
     ("changes", "words"),
     [({"fingerprint": "abd"}, "are others than"), ({"directory": "/gone"}, "cannot be read")],
@@ -311,8 +268,7 @@ def test_texts_that_are_not_those_of_the_study_are_refused(
         Worker(settings, send=lambda _: None)
 
 
-def test_kernels_for_every_width_of_texts_are_no_part_of_a_budget(tmp_path: Path) -> None:
-    dataset = prepared_settings(tmp_path / "texts", np.random.default_rng(3).integers(20, 190, 80))
+def test_kernels_for_every_width_of_texts_are_no_part_of_a_budget(runner: SupervisedRunner) -> None:
     config = TrialConfig(
         micro_batch_size=2,
         seq_len=192,
@@ -320,6 +276,5 @@ def test_kernels_for_every_width_of_texts_are_no_part_of_a_budget(tmp_path: Path
         upcast_fp32=False,
         packing="grouped",
     )
-    with a_cpu_runner(tmp_path / "worker.log", budget_bytes=32 * 2**20, dataset=dataset) as runner:
-        found = measured(runner.run(TrialRequest(config=config, steps=STEPS)))
+    found, _ = trained(runner, config)
     assert found.peak_allocated_bytes < 20 * 2**20

@@ -206,34 +206,8 @@ class Driver:
                 return True
         return False
 
-    def be_away(self, seconds: float) -> None:
-        self.seconds += seconds
-        self.clock.look()
-
     def hear(self, phase: Phase, step: int = 0) -> None:
         self.patience.hear(Progress(phase=phase, step=step))
-
-
-@pytest.mark.parametrize("phase", ["build", "attach", "warmup", "measure", "detach", "quality"])
-def test_silence_is_up_at_the_deadline_of_its_phase_and_counted_anew_after_an_absence(
-    phase: Phase,
-) -> None:
-    driver = Driver()
-    driver.hear(phase)
-    assert not driver.wait(DEADLINES.of(phase) - 1)
-    driver.be_away(8 * 3600.0)
-    assert not driver.wait(DEADLINES.of(phase) - 1)
-    assert driver.wait(2)
-
-
-def test_a_driver_that_is_slow_to_look_lays_no_more_than_a_second_a_look_to_the_worker() -> None:
-    driver = Driver()
-    driver.hear("measure", 1)
-    for _ in range(int(DEADLINES.measure) - 1):
-        driver.be_away(4.0)
-        assert driver.patience.exceeded() is None
-    driver.be_away(4.0)
-    assert driver.patience.exceeded() is not None
 
 
 def test_a_step_of_more_micro_batches_has_the_time_of_all_of_them() -> None:
@@ -254,13 +228,6 @@ def test_a_soak_of_hours_has_them_as_long_as_a_step_now_and_then_is_done() -> No
     for step in range(int(seconds / 100)):
         assert not driver.wait(100)
         driver.hear("measure", step)
-
-
-def test_the_limit_of_a_trial_leaves_the_slowest_that_is_legal_its_time() -> None:
-    """Every micro-step may take as long as a silence may last; two of each step are run."""
-    slowest = 2 * DEADLINES.measure * (STEPS.warmup_max + STEPS.measured_min)
-    whole = DEADLINES.build + DEADLINES.attach + DEADLINES.detach
-    assert DEADLINES.of_trial(STEPS) > whole + slowest
 
 
 @pytest.mark.parametrize(("phase", "tokens"), [("measure", 0), ("quality", 50_000)])

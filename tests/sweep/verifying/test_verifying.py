@@ -105,6 +105,7 @@ def exported_to(path: Path, config: TrialConfig, *, format: str, dataset: Any = 
 ON_PAIRS = TrialConfig(method="dpo", micro_batch_size=2, seq_len=32, reference="precomputed")
 
 
+@pytest.mark.integration
 def test_a_study_on_random_pairs_is_verified_by_a_training(home: Path) -> None:
     found = verify(on_cpu("json", config=ON_PAIRS), steps=8)
     assert found.steps == 8
