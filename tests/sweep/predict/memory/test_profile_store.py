@@ -158,8 +158,9 @@ def test_children_end_where_nobody_waits_for_their_answers() -> None:
     assert ends_soon(first["pid"])
 
 
-def test_two_children_trace_as_one(tracing_child: TracingChildren) -> None:
-    """Their profiles depend neither on who traced them nor on what was traced before."""
+def test_a_profile_does_not_depend_on_what_was_traced_before(
+    tracing_child: TracingChildren,
+) -> None:
     sizes = {"hidden_size": 64, "intermediate_size": 128, "vocab_size": 512}
     layers = {"num_hidden_layers": 3, "num_attention_heads": 4}
     model = ModelSpec("small", "directory", {"model_type": "llama", **sizes, **layers})
@@ -173,9 +174,8 @@ def test_two_children_trace_as_one(tracing_child: TracingChildren) -> None:
         for config in configs
         for is_checkpointed in (True, False)
     ]
-    answers = dict(TracingChildren(2).trace_all(model, asked))
-    for structure in reversed(asked):
-        assert answers[structure] == trace(tracing_child, model, structure)
+    answers = dict(tracing_child.trace_all(model, asked))
+    assert dict(tracing_child.trace_all(model, asked[::-1])) == answers
     shared = [s for s in asked if (twin := s.in_bf16()) and answers[twin]["is_same_in_fp16"]]
     assert shared
     assert all(answers[s] == answers[s.in_bf16()] for s in shared)

@@ -17,11 +17,10 @@ from qlora_sweep.search_spaces.errors import InputError
 from qlora_sweep.search_spaces.linears import parameters, unquantized
 from qlora_sweep.search_spaces.models import ModelSpec, load_model_spec
 from qlora_sweep.search_spaces.rules import attention_of, own_settings, violation
-from qlora_sweep.sweep.predict.memory.prediction import Fit, MemoryPrediction, WholeMemory
+from qlora_sweep.sweep.predict.memory.prediction import MemoryPrediction, WholeMemory
 from qlora_sweep.sweep.predict.memory.predictor import TracingPredictor
 from qlora_sweep.sweep.predict.memory.profile_store import TRACED_BY, TracingChildren, source_files
 from qlora_sweep.sweep.predict.memory.profiles import Profile, Structure, Untraceable
-from qlora_sweep.sweep.predict.memory.replay import runs_under
 from tests.search_spaces.shipped_types import one_of_each_type
 from tests.sweep.predict.memory.imagined_profile import MODEL, ImaginedTracer
 from tests.sweep.shared_tracing import trace
@@ -329,19 +328,6 @@ def test_a_head_that_is_the_embedding_is_there_throughout(tmp_path: Path) -> Non
 def test_what_was_never_measured_is_less_sure(tiny: TracingPredictor) -> None:
     measured = predict(tiny, **SHARED, data_parallel=2).uncertainty
     assert predict(tiny, **SHARED, data_parallel=4).uncertainty > measured
-
-
-@pytest.mark.parametrize(
-    ("gpus", "kernels", "batch"),
-    [(2, "fused-loss", 16), (8, "hf", 1)],
-)
-def test_what_fits_runs(tiny: TracingPredictor, gpus: int, kernels: str, batch: int) -> None:
-    settings = {"data_parallel": gpus, "kernels": kernels, "micro_batch_size": batch}
-    shared = predict(tiny, **{**SHARED, **settings})
-    for times in (1.1, 1.2, 1.43, 1.6, 2.0):
-        budget = int(times * shared.peak_allocated_bytes)
-        if shared.fits(budget) is Fit.YES:
-            assert runs_under(shared.step, limit_bytes=budget)
 
 
 def test_what_nobody_knows_the_layers_of_has_no_prediction_for_its_shares(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ import pytest
 from qlora_sweep.search_spaces.config import TrialConfig, parse_config
 from qlora_sweep.search_spaces.errors import InputError
 from qlora_sweep.search_spaces.gpus import GpuSpec, Interconnect, find_gpu, gpu_catalogue
-from qlora_sweep.search_spaces.models import ModelSpec, load_model_spec
+from qlora_sweep.search_spaces.models import load_model_spec
 from qlora_sweep.sweep.predict.speed.kernels import MASKED_DOUBT, KernelShapes, attention
 from qlora_sweep.sweep.predict.speed.predictor import (
     EIGHT_BIT_SPREAD,
@@ -62,18 +62,6 @@ def test_each_of_many_configurations_takes_as_long_as_it_does_alone(
         assert times.log_spread[row] == pytest.approx(alone.log_spread, rel=1e-9)
         assert sum(alone.terms.values()) == pytest.approx(alone.step_seconds, rel=1e-9)
         assert min(alone.terms.values()) >= 0.0
-
-
-def test_what_is_not_known_has_no_step_time() -> None:
-    unknown = ModelSpec("new", "directory", {**MISTRAL.config, "model_type": "new"})
-    times = StepTimes(mixed_configs(3), model=unknown, gpu=find_gpu("a10"))
-    assert np.isnan(times.seconds).all()
-    assert np.isnan(times.log_spread).all()
-    # Nor has a compute type that the GPU has no rate for.
-    configs = [TrialConfig(compute_dtype=dtype) for dtype in ("bf16", "fp16")]
-    times = StepTimes(configs, model=MISTRAL, gpu=find_gpu("t4"))
-    assert np.isnan(times.seconds).tolist() == [True, False]
-    assert StepTimes([], model=MISTRAL, gpu=find_gpu("a10")).seconds.shape == (0,)
 
 
 # What GPUs that train together wait for each other: physics that must hold
@@ -243,14 +231,6 @@ def test_what_8_bits_are_expected_to_bring_is_as_the_page_says(gpu: str, kind: s
     doubt = math.exp(1.645 * ratio_is_off(narrow, wide, gpu_spec))
     ratio = speeds[0] / speeds[1]
     assert (ratio, ratio / doubt, ratio * doubt) == pytest.approx(GAINS[gpu, kind], abs=0.06)
-
-
-def test_the_stated_spread_is_that_of_the_published_rates() -> None:
-    """docs/lab/speed.md has their sources; each is over what 16 bits and the data sheet imply."""
-    fp8 = [3432.5 / 4500 / (1696 / 2250), 1570 / 1979 / (790 / 989), 1453.4 / 1979 / (790 / 989)]
-    fp8 += [1125.5 / (2 * 585.2), 388.9 / 419 / (237 / 209.5), 580.4 / (2 * 433)]
-    int8 = [1100 / 1979 / (790 / 989), 247 / (2 * 267)]
-    assert math.sqrt(np.mean(np.log(fp8 + int8) ** 2)) == pytest.approx(EIGHT_BIT_SPREAD, abs=0.01)
 
 
 # The mask that keeps packed texts apart costs what was measured of it on a GPU
