@@ -82,15 +82,6 @@ def test_a_script_and_what_lies_beside_it_need_nothing_of_ours(
         assert not any(name.startswith("qlora_sweep") for name in names)
 
 
-def test_modules_that_are_joined_share_no_name() -> None:
-    module = ast.parse(exported(a_study(), format="script").beside["rows.py"])
-    defined = [node.name for node in module.body if hasattr(node, "name")]
-    for node in module.body:
-        if isinstance(node, ast.Assign):
-            defined += [target.id for target in node.targets if isinstance(target, ast.Name)]
-    assert len({*defined}) == len(defined)
-
-
 def read(text: str, *, format: str) -> dict[str, Any]:
     """Return what a file says, by the names it says it with."""
     if format in ("json", "peft"):
@@ -196,6 +187,9 @@ def test_no_setting_is_dropped_without_a_word(format: str) -> None:
     for key in OTHER.keys() - {"packing"}:
         changed = BASE.model_copy(update={key: OTHER[key]})
         assert export(a_study(changed), format=format) != plain, key
+    packed = BASE.model_copy(update={"packing": "packed"})
+    on_texts = export(a_study(BASE, dataset=some_dataset()), format=format)
+    assert export(a_study(packed, dataset=some_dataset()), format=format) != on_texts
     if format in ("peft", "unsloth"):
         return
     on_pairs = BASE.model_copy(update={"method": "dpo"})
@@ -205,13 +199,6 @@ def test_no_setting_is_dropped_without_a_word(format: str) -> None:
         if (format, key) != ("llama-factory", "loss_type"):
             changed = on_pairs.model_copy(update={key: value})
             assert export(a_study(changed), format=format) != plain, key
-
-
-@pytest.mark.parametrize("format", format_names())
-def test_packing_is_not_dropped_without_a_word(format: str) -> None:
-    packed = BASE.model_copy(update={"packing": "packed"})
-    plain = export(a_study(BASE, dataset=some_dataset()), format=format)
-    assert export(a_study(packed, dataset=some_dataset()), format=format) != plain
 
 
 def test_every_setting_is_tried() -> None:
@@ -433,19 +420,6 @@ def test_no_two_exports_share_an_output_directory() -> None:
     places = {read(text, format=format)["output_dir"] for text, format in made}
     assert len(places) == len(made)
     assert all(Path(place).parts[0] == "outputs" and ".." not in place for place in places)
-
-
-def test_peft_loads_the_configuration_of_the_adapters(tmp_path: Path) -> None:
-    from peft import LoraConfig, PeftConfig
-
-    config = TrialConfig(lora_rank=8, lora_alpha=24.5, lora_dropout=0.1, target_modules="qv")
-    (tmp_path / "adapter_config.json").write_text(export(a_study(config), format="peft"))
-    # A key that PEFT does not know would be a warning, and so an error here.
-    loaded = PeftConfig.from_pretrained(str(tmp_path))
-    assert isinstance(loaded, LoraConfig)
-    assert (loaded.r, loaded.lora_alpha, loaded.lora_dropout) == (8, 24.5, 0.1)
-    assert set(loaded.target_modules) == {"q_proj", "v_proj"}
-    assert loaded.auto_mapping["provenance"]["study"] == "a10-mistral"
 
 
 def test_a_decoder_that_is_stored_with_others_is_no_other_trainers() -> None:
