@@ -90,26 +90,6 @@ def test_what_cannot_exist_is_not_made_of_what_can(changes: dict[str, Any]) -> N
         config.changed(**changes)
 
 
-@given(
-    st.integers(1, 64),
-    st.integers(1, 8),
-    st.integers(1, 4),
-    st.integers(1, 64),
-)
-def test_a_micro_batch_is_taken_where_the_configuration_exists(
-    micro: int, gpus: int, steps: int, other: int
-) -> None:
-    config = TrialConfig(
-        micro_batch_size=micro, data_parallel=gpus, effective_batch_size=micro * gpus * steps
-    )
-    try:
-        exists = bool(config.changed(micro_batch_size=other))
-    except ValidationError:
-        exists = False
-    assert config.takes_micro_batch(other) == exists
-    assert config.changed(effective_batch_size=None).takes_micro_batch(other)
-
-
 # Settings
 
 
@@ -132,13 +112,6 @@ def test_configurations_that_train_the_same_way_are_one(
     assert canonical(resolved) == resolved
 
 
-def test_a_share_of_layers_is_spread_evenly_and_begins_with_the_first() -> None:
-    config = TrialConfig(quantized_fraction=0.75, checkpoint_fraction=0.5)
-    assert config.quantized_layers(8) == {0, 1, 2, 4, 5, 6}
-    assert config.checkpointed_layers(8) == {0, 2, 4, 6}
-    assert TrialConfig(quantization="none").quantized_layers(8) == frozenset()
-
-
 # Ranges
 
 
@@ -153,13 +126,6 @@ def test_no_value_of_a_range_lies_beyond_its_ends(low: float, width: float, step
 def test_a_range_ends_at_its_last_whole_step_and_tenths_are_tenths() -> None:
     assert IntRange(low=8, high=20, step=8).values() == (8, 16)
     assert FloatRange(low=0.0, high=0.4, step=0.1).values() == (0.0, 0.1, 0.2, 0.3, 0.4)
-
-
-def test_half_way_along_a_log_range_is_the_geometric_mean() -> None:
-    line = FloatRange(low=1e-5, high=1e-3, log=True)
-    assert [line.at(share) for share in (-1, 0.5, 2)] == pytest.approx([1e-5, 1e-4, 1e-3])
-    assert line.share_of(1e-4) == pytest.approx(0.5)
-    assert FloatRange(low=1.0, high=3.0).at(0.5) == 2.0
 
 
 # Spaces

@@ -45,11 +45,8 @@ FA2, FP32 = among("flash_attention_2"), among("fp32")
         (TURING, {"lora_rank": RANKS, "compute_dtype": among("bf16")}, [NEEDS_AMPERE]),
         # One valid value is enough, wherever it stands.
         (TURING, {"lora_rank": RANKS, "compute_dtype": among("bf16", "fp16")}, []),
-        # The default of what is in neither dimensions nor fixed counts as well.
-        (TURING, {"lora_rank": RANKS}, [NEEDS_AMPERE]),
         # A range without steps that no rule reads stands in no rule's way.
         (TURING, {"lora_dropout": DROPOUT}, [NEEDS_AMPERE]),
-        (AMPERE, {"target_modules": among(["q_pj"], ["w1"])}, ["unknown-target-module"]),
         # A rule that leaves something is not named beside one that leaves nothing.
         (
             TURING,

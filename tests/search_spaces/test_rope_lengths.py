@@ -19,7 +19,7 @@ YARN_OF_QWEN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embed
 YARN_OF_4096 = {"rope_type": "yarn", "original_max_position_embeddings": 4096}
 LLAMA_3 = {
     "rope_type": "llama3",
-    "factor": 32.0,
+    "factor": 8.0,
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
@@ -56,8 +56,8 @@ def test_a_factor_lengthens_by_the_type(
         # Qwen2.5 and Qwen3, as their model cards say to lengthen them.
         ({"model_type": "qwen3", "rope_scaling": YARN_OF_QWEN}, 40_960, 131_072),
         ({"model_type": "qwen3", "rope_parameters": YARN_OF_QWEN}, 131_072, 131_072),
-        # Llama 3.1 and 3.2: the factor times the original length is less, or more, than is stated.
-        ({"rope_scaling": {**LLAMA_3, "factor": 8.0}}, 131_072, 131_072),
+        # Llama 3.1: the factor times the original length is less than is stated.
+        ({"rope_scaling": LLAMA_3}, 131_072, 131_072),
         # Phi-3 and Phi-4-mini.
         (
             {"rope_scaling": LONG, "original_max_position_embeddings": 4096},
@@ -91,16 +91,12 @@ def test_a_factor_lengthens_by_the_type(
             {
                 "model_type": "olmo3",
                 "rope_parameters": {
-                    "full_attention": {
-                        "rope_type": "yarn",
-                        "factor": 8.0,
-                        "original_max_position_embeddings": 8192,
-                    },
+                    "full_attention": {**YARN_OF_4096, "factor": 8.0},
                     "sliding_attention": {"rope_type": "default"},
                 },
             },
-            8192,
-            65_536,
+            4096,
+            32_768,
         ),
         # Llama 4 Scout has more positions than any other; a factor that is null is the stated one.
         ({"rope_scaling": None}, 10_485_760, 10_485_760),
