@@ -13,26 +13,26 @@ from qlora_sweep.search_spaces.config import TrialConfig, canonical, parse_confi
 from qlora_sweep.search_spaces.dimensions import Choices, FloatRange, IntRange
 from qlora_sweep.search_spaces.errors import InputError, words_of
 from qlora_sweep.search_spaces.space import SearchSpace
+from tests.tables import cases
 
 
 @pytest.mark.parametrize(
     ("values", "expected"),
-    [
-        ({}, (32.0, 4, 1, 2048, 2048)),
-        (
-            {"micro_batch_size": 4, "effective_batch_size": 16, "seq_len": 100},
-            (32.0, 16, 4, 400, 1600),
-        ),
+    cases(
+        """
+        {} | [32.0, 4, 1, 2048, 2048]
+        {micro_batch_size: 4, effective_batch_size: 16, seq_len: 100} | [32.0, 16, 4, 400, 1600]
         # A step is of all GPUs, a micro-batch of each.
-        ({"data_parallel": 2, "effective_batch_size": 32}, (32.0, 32, 4, 2048, 16384)),
-    ],
+        {data_parallel: 2, effective_batch_size: 32} | [32.0, 32, 4, 2048, 16384]
+        """
+    ),
 )
 def test_sizes_of_a_step_follow_from_the_batches(
     values: dict[str, Any], expected: tuple[float, ...]
 ) -> None:
     config = parse_config(values)
     found = (config.alpha, config.samples_per_step, config.accumulation_steps)
-    assert (*found, config.tokens_per_micro_batch, config.tokens_per_step) == expected
+    assert (*found, config.tokens_per_micro_batch, config.tokens_per_step) == tuple(expected)
 
 
 def test_the_key_does_not_depend_on_the_order_or_form_of_values() -> None:
@@ -95,14 +95,16 @@ def test_what_cannot_exist_is_not_made_of_what_can(changes: dict[str, Any]) -> N
 
 @pytest.mark.parametrize(
     ("one", "other", "same"),
-    [
-        ({"quantization": "none"}, {"quantization": "none", "double_quant": False}, True),
-        ({}, {"double_quant": False}, False),
-        ({"lora_rank": 8}, {"lora_rank": 8, "lora_alpha": 16}, True),
-        ({"lora_rank": 8}, {"lora_rank": 8, "lora_alpha": 8}, False),
-        ({"micro_batch_size": 8}, {"micro_batch_size": 8, "effective_batch_size": 8}, True),
-        ({"micro_batch_size": 8}, {"micro_batch_size": 4, "effective_batch_size": 8}, False),
-    ],
+    cases(
+        """
+        {quantization: none} | {quantization: none, double_quant: false} | true
+        {} | {double_quant: false} | false
+        {lora_rank: 8} | {lora_rank: 8, lora_alpha: 16} | true
+        {lora_rank: 8} | {lora_rank: 8, lora_alpha: 8} | false
+        {micro_batch_size: 8} | {micro_batch_size: 8, effective_batch_size: 8} | true
+        {micro_batch_size: 8} | {micro_batch_size: 4, effective_batch_size: 8} | false
+        """
+    ),
 )
 def test_configurations_that_train_the_same_way_are_one(
     one: dict[str, Any], other: dict[str, Any], same: bool
@@ -150,14 +152,16 @@ def test_a_baseline_carries_the_fixed_values_unless_it_names_them() -> None:
 
 @pytest.mark.parametrize(
     ("fixed", "baseline", "expected"),
-    [
-        ({"effective_batch_size": 8}, {}, (4, 8)),
-        ({"effective_batch_size": 6}, {}, (3, 6)),
-        ({"effective_batch_size": 7}, {}, (1, 7)),
-        ({"micro_batch_size": 3}, {"effective_batch_size": 8}, (2, 8)),
-        ({"effective_batch_size": 8}, {"micro_batch_size": 2}, (2, 8)),
-        ({"effective_batch_size": 6}, {"effective_batch_size": None}, (4, None)),
-    ],
+    cases(
+        """
+        {effective_batch_size: 8} | {} | [4, 8]
+        {effective_batch_size: 6} | {} | [3, 6]
+        {effective_batch_size: 7} | {} | [1, 7]
+        {micro_batch_size: 3} | {effective_batch_size: 8} | [2, 8]
+        {effective_batch_size: 8} | {micro_batch_size: 2} | [2, 8]
+        {effective_batch_size: 6} | {effective_batch_size: null} | [4, null]
+        """
+    ),
 )
 def test_the_micro_batch_that_a_baseline_inherits_gives_way_to_its_effective_batch(
     fixed: dict[str, Any], baseline: dict[str, Any], expected: tuple[int, int | None]
@@ -165,18 +169,20 @@ def test_the_micro_batch_that_a_baseline_inherits_gives_way_to_its_effective_bat
     searched = {"dimensions": {"micro_batch_size": {"choices": [1]}}}
     more = {} if "micro_batch_size" in {*fixed, *baseline} else searched
     found = a_space(fixed=fixed, baseline=baseline, **more).baseline_config()
-    assert (found.micro_batch_size, found.effective_batch_size) == expected
+    assert (found.micro_batch_size, found.effective_batch_size) == tuple(expected)
 
 
 @pytest.mark.parametrize(
     ("dimension", "alpha", "is_held"),
-    [
+    cases(
+        """
         # Twice the rank where nothing is said.
-        ({"choices": [None, 64]}, 32, True),
-        ({"choices": [None, 64]}, 33, False),
-        ({"low": 16.0, "high": 40.0}, None, True),
-        ({"low": 16.0, "high": 40.0}, 50, False),
-    ],
+        {choices: [null, 64]} | 32 | true
+        {choices: [null, 64]} | 33 | false
+        {low: 16.0, high: 40.0} | | true
+        {low: 16.0, high: 40.0} | 50 | false
+        """
+    ),
 )
 def test_a_space_holds_what_trains_as_one_of_its_configurations(
     dimension: dict[str, Any], alpha: float | None, is_held: bool

@@ -16,6 +16,7 @@ from qlora_sweep.search_spaces.loading import Length, load_space, with_dataset, 
 from qlora_sweep.search_spaces.models import load_model_spec
 from qlora_sweep.search_spaces.rules import Setting, violation
 from qlora_sweep.search_spaces.space import SearchSpace
+from tests.tables import cases
 
 MISTRAL = load_model_spec("mistral-7b-v0.3")
 TURING, AMPERE = (7, 5), (8, 0)
@@ -138,7 +139,6 @@ QUALITY = {
     "weights": "pretrained",
     "data": "mine.jsonl",
 }
-TOKENS = {"texts": "mine.jsonl", "quality_tokens": 500}
 
 
 def a_space(**changes: Any) -> SearchSpace:
@@ -207,21 +207,27 @@ def test_lengths_that_a_person_named_are_kept(held: tuple[str, ...]) -> None:
 
 @pytest.mark.parametrize(
     ("changes", "said"),
-    [
-        ({"dimensions": {"packing": {"choices": ["none", "grouped"]}}}, "packing grouped needs a"),
-        ({"baseline": {"packing": "packed"}}, "packing packed needs a dataset.*--data"),
-        ({"objectives": ["eval_loss"]}, "eval_loss needs a dataset.*weights: pretrained"),
-        ({**QUALITY, "weights": "random", "model": "./b"}, "eval_loss needs weights: pre.*'./b'"),
-        ({**QUALITY, "data": {"texts": "x", "eval_fraction": 0.0}}, "data.eval_fraction above 0"),
-        ({"data": TOKENS}, r"quality_tokens 500 .*add eval_loss .*or leave"),
-        ({"fixed": {"packing": "packed"}, "data": "x.jsonl"}, None),
-        (QUALITY, None),
-        ({**QUALITY, "data": TOKENS}, None),
-    ],
+    cases(
+        """
+        {dimensions: {packing: {choices: [none, grouped]}}} | packing grouped needs a
+        {baseline: {packing: packed}} | packing packed needs a dataset.*--data
+        {objectives: [eval_loss]} | "eval_loss needs a dataset.*weights: pretrained"
+        {data: {texts: x, quality_tokens: 500}} | quality_tokens 500 .*add eval_loss .*or leave
+        {fixed: {packing: packed}, data: x.jsonl}
+        # With a loss that is measured.
+        {eval_loss: true, weights: random, model: ./b} | "eval_loss needs weights: pre.*'./b'"
+        {eval_loss: true, data: {texts: x, eval_fraction: 0.0}} | data.eval_fraction above 0
+        {eval_loss: true}
+        {eval_loss: true, data: {texts: x, quality_tokens: 500}}
+        """
+    ),
 )
 def test_what_needs_a_dataset_is_refused_without_one_with_what_to_do(
     changes: dict[str, Any], said: str | None
 ) -> None:
+    if changes.get("eval_loss"):
+        changes = {**QUALITY, **changes}
+        del changes["eval_loss"]
     if said is None:
         refuse_without_dataset(a_space(**changes))
         return

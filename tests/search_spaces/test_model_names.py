@@ -28,6 +28,7 @@ from qlora_sweep.search_spaces.models import (
     translate,
 )
 from tests.search_spaces.small import SMALL
+from tests.tables import cases
 
 GOOD: dict[str, Any] = {"model_type": "llama", **SMALL, "max_position_embeddings": 256}
 
@@ -146,14 +147,16 @@ def test_a_config_that_lies_is_refused_by_file_key_and_value(
 
 @pytest.mark.parametrize(
     ("name", "message"),
-    [
-        ("mistral-7b", "unknown model 'mistral-7b'; did you mean 'mistral-7b-v0.3'?"),
-        ("bad\0name", "unknown model"),
-        ("./nowhere", "model './nowhere': no such directory"),
-        ("~nobody-of-that-name/x", "no such directory"),
-        ("{here}", "config.json: no such file; a model's directory needs"),
-        ("{here}/file", "is a file: name the directory"),
-    ],
+    cases(
+        r"""
+        mistral-7b | unknown model 'mistral-7b'; did you mean 'mistral-7b-v0.3'?
+        "bad\u0000name" | unknown model
+        ./nowhere | "model './nowhere': no such directory"
+        ~nobody-of-that-name/x | no such directory
+        "{here}" | "config.json: no such file; a model's directory needs"
+        "{here}/file" | "is a file: name the directory"
+        """
+    ),
 )
 def test_what_names_no_model_is_refused(tmp_path: Path, name: str, message: str) -> None:
     (tmp_path / "file").write_text("{}")

@@ -23,6 +23,7 @@ from qlora_sweep.sweep.export.formats import exported
 from tests.sweep.export.studies import a_study, some_dataset
 from tests.sweep.export.weights import written_dataset
 from tests.sweep.training.tiny import TINY, UNSUITED, tiny_base, tiny_config, trial_on
+from tests.tables import column
 
 Script = Callable[[StudySnapshot], ModuleType]
 
@@ -50,15 +51,17 @@ def described(model: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     "settings",
-    [
-        {"upcast_fp32": False, "checkpoint_fraction": 0.0, "target_modules": "all-linear"},
-        {"checkpoint_fraction": 0.5, "lora_alpha": 6.0, "target_modules": "qv"},
-        {"quantization": "fp4", "double_quant": False, "adapter_dtype": "bf16"},
-        {"quantization": "none", "compute_dtype": "fp32", "attention": "eager"},
-        {"quantization": "fp8", "compute_dtype": "fp8"},
-        {"quantization": "nf4", "compute_dtype": "int8", "target_modules": "all-linear"},
-        {"quantization": "int8", "lora_dropout": 0.1, "quantized_fraction": 0.5},
-    ],
+    column(
+        """
+        {upcast_fp32: false, checkpoint_fraction: 0.0, target_modules: all-linear}
+        {checkpoint_fraction: 0.5, lora_alpha: 6.0, target_modules: qv}
+        {quantization: fp4, double_quant: false, adapter_dtype: bf16}
+        {quantization: none, compute_dtype: fp32, attention: eager}
+        {quantization: fp8, compute_dtype: fp8}
+        {quantization: nf4, compute_dtype: int8, target_modules: all-linear}
+        {quantization: int8, lora_dropout: 0.1, quantized_fraction: 0.5}
+        """
+    ),
     ids=str,
 )
 def test_the_script_builds_what_was_measured(

@@ -25,6 +25,7 @@ from tests.sweep.export.studies import HOSTILE, a_study, export, imported, some_
 from tests.sweep.export.test_export_formats import dataset_info
 from tests.sweep.export.weights import a_row, prepared_by_sweep, written_dataset
 from tests.sweep.training.tiny import tiny_config
+from tests.tables import cases
 
 
 def script_of(
@@ -151,16 +152,18 @@ def test_a_tokenizer_that_was_named_is_that_of_every_export(
 
 @pytest.mark.parametrize(
     ("name", "format", "kind", "told"),
-    [
-        ("x.tsv.gz", "axolotl", "text", "commas alone"),
-        ("x.csv.gz", "axolotl", "text", "NA, null or an empty cell"),
-        ("x[1].jsonl", "axolotl", "text", "for a pattern"),
-        ("x.tsv", "trl", "conversations", "does not look for JSON in a cell"),
-        ("texts", "trl", "text", "the most frequent"),
-        ("saved", "trl", "text", "what save_to_disk left"),
-        ("saved", "axolotl", "text", None),
-        ("x.ndjson", "llama-factory", "text", "it refuses a file"),
-    ],
+    cases(
+        """
+        x.tsv.gz | axolotl | text | commas alone
+        x.csv.gz | axolotl | text | NA, null or an empty cell
+        x[1].jsonl | axolotl | text | for a pattern
+        x.tsv | trl | conversations | does not look for JSON in a cell
+        texts | trl | text | the most frequent
+        saved | trl | text | what save_to_disk left
+        saved | axolotl | text
+        x.ndjson | llama-factory | text | it refuses a file
+        """
+    ),
 )
 def test_what_a_trainer_does_not_read_is_said(
     name: str, format: str, kind: Any, told: str | None, tmp_path: Path

@@ -19,6 +19,7 @@ from tests.sweep.export.studies import PAIR, a_study, export, some_dataset
 from tests.sweep.export.test_export_formats import studies
 from tests.sweep.export.weights import written_dataset
 from tests.sweep.training.tiny import tiny_config
+from tests.tables import cases
 
 pytestmark = [
     # TRL deprecates Liger, and pins nothing in a loader that never has a GPU.
@@ -160,12 +161,14 @@ def test_trl_puts_adapters_on_the_layers_that_are_named(targets: Any) -> None:
 
 @pytest.mark.parametrize(
     ("kind", "settings", "completions_only"),
-    [
-        (None, {"kernels": "fused-loss"}, False),
-        (None, {"kernels": "liger"}, False),
-        ("prompt-completion", {"packing": "grouped"}, True),
-        ("messages", {"packing": "packed"}, True),
-    ],
+    cases(
+        """
+        null | {kernels: fused-loss} | false
+        null | {kernels: liger} | false
+        prompt-completion | {packing: grouped} | true
+        messages | {packing: packed} | true
+        """
+    ),
 )
 def test_trl_trains_two_steps_of_a_file(
     kind: Any,

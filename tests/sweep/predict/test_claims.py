@@ -17,6 +17,7 @@ from qlora_sweep.search_spaces.models import load_model_spec
 from qlora_sweep.sweep.predict.memory.predictor import Fit, MemoryPrediction
 from tests.sweep.predict.predicted_steps import predict_step
 from tests.sweep.predict.rows import TABLE, config_of
+from tests.tables import cases
 
 MISTRAL, LLAMA, THIRTEEN = "mistral-7b-v0.3", "llama-3.1-8b", "llama-2-13b"
 LEAN = {"kernels": "liger", "upcast_fp32": False}
@@ -129,13 +130,20 @@ def test_parameters_of_grouped_queries(keys: dict[str, Any], ours: int) -> None:
 
 @pytest.mark.parametrize(
     ("model", "gpu", "keys", "published_seconds", "utilization"),
-    [
+    cases(
+        """
         # As an optimizer step, each of these would need more than every FLOP of the GPU.
-        (MISTRAL, "a100-40gb", PUBLISHED, 1.7, 1.862),
-        (LLAMA, "a10g", {**PUBLISHED, "target_modules": "qv"}, 3.0, 4.942),
+        mistral-7b-v0.3 | a100-40gb | {micro_batch_size: 4, seq_len: 2048, effective_batch_size: 16}
+            | 1.7
+            | 1.862
+        llama-3.1-8b | a10g
+            | {micro_batch_size: 4, seq_len: 2048, effective_batch_size: 16, target_modules: qv}
+            | 3.0
+            | 4.942
         # This one the GPU can do; it was published with a utilization of 45 to 50 %.
-        (MISTRAL, "a10", {}, 8 / 1.46, 0.173),
-    ],
+        mistral-7b-v0.3 | a10 | {} | 5.47945205479452 | 0.173
+        """
+    ),
 )
 def test_a_published_speed_is_held_against_the_gpus_peak(
     model: str, gpu: str, keys: dict[str, Any], published_seconds: float, utilization: float

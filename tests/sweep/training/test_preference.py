@@ -30,6 +30,7 @@ from tests.sweep.training.tiny import (
     tiny_config,
     tiny_loop,
 )
+from tests.tables import column
 
 PAIRS: tuple[dict[str, list[int]], ...] = (
     {"prompt_ids": [5, 6, 7], "chosen_ids": [8, 9, 10, 2], "rejected_ids": [11, 2]},
@@ -52,12 +53,14 @@ def on_pairs(**settings: Any) -> TrialConfig:
 
 @pytest.mark.parametrize(
     "settings",
-    [
-        {"reference": "precomputed"},
-        {"loss_type": "ipo", "dpo_beta": 0.5, "effective_batch_size": 4},
-        {"checkpoint_fraction": 0.0, "micro_batch_size": 3},
-        {"lora_dropout": 0.1, "loss_type": "hinge"},
-    ],
+    column(
+        """
+        {reference: precomputed}
+        {loss_type: ipo, dpo_beta: 0.5, effective_batch_size: 4}
+        {checkpoint_fraction: 0.0, micro_batch_size: 3}
+        {lora_dropout: 0.1, loss_type: hinge}
+        """
+    ),
     ids=str,
 )
 def test_a_trial_on_pairs_is_a_real_one(settings: dict[str, Any]) -> None:

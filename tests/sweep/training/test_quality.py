@@ -19,7 +19,6 @@ from tests.sweep.training.tiny import dataset_in, tiny_base, tiny_config
 torch = lazily("torch")
 batching = lazily("qlora_sweep.sweep.data.batches")
 devices = lazily("tests.sweep.training.devices")
-preparing = lazily("tests.sweep.data.prepared")
 LENGTHS = np.random.default_rng(1).integers(3, 40, 80)
 ASKED = QualityCommand(tokens=200, seed=3, eval_seq_len=32, eval_tokens=100)
 

@@ -31,6 +31,7 @@ from tests.sweep.training.tiny import (
     tiny_loop,
     trial_on,
 )
+from tests.tables import cases, column
 
 devices = lazily("tests.sweep.training.devices")
 torch = lazily("torch")
@@ -40,13 +41,15 @@ CONFIG = tiny_config()
 
 @pytest.mark.parametrize(
     "settings",
-    [
-        {"checkpoint_fraction": 0.5, "quantized_fraction": 0.5},
-        {"checkpoint_fraction": 0.0, "upcast_fp32": False, "optimizer": "adamw_torch_fused"},
-        {"quantization": "fp4", "double_quant": False, "effective_batch_size": 8},
-        {"quantization": "none", "double_quant": False, "compute_dtype": "fp32"},
-        {"attention": "eager", "lora_dropout": 0.1, "target_modules": "all-linear"},
-    ],
+    column(
+        """
+        {checkpoint_fraction: 0.5, quantized_fraction: 0.5}
+        {checkpoint_fraction: 0.0, upcast_fp32: false, optimizer: adamw_torch_fused}
+        {quantization: fp4, double_quant: false, effective_batch_size: 8}
+        {quantization: none, double_quant: false, compute_dtype: fp32}
+        {attention: eager, lora_dropout: 0.1, target_modules: all-linear}
+        """
+    ),
     ids=str,
 )
 def test_every_setting_the_cpu_has_is_trained_for_real(settings: dict[str, object]) -> None:
@@ -181,12 +184,14 @@ def test_a_trial_that_spilled_into_the_hosts_memory_does_not_fit() -> None:
 
 @pytest.mark.parametrize(
     ("rooms", "is_flagged"),
-    [
-        ((80, 80, 79), True),
+    cases(
+        """
+        [80, 80, 79] | true
         # The libraries' own kernels, loaded with the first steps.
-        ((80, 79.5, 79.5), False),
-        ((80, 70, 70), True),
-    ],
+        [80, 79.5, 79.5] | false
+        [80, 70, 70] | true
+        """
+    ),
     ids=["measuring", "kernels", "warming"],
 )
 def test_memory_that_others_take_meanwhile_is_a_neighbours(

@@ -47,6 +47,7 @@ from tests.sweep.predict.memory.imagined_profile import (
     ImaginedTracer,
 )
 from tests.sweep.predict.mixed_space import mixed_configs
+from tests.tables import cases
 
 WORKSPACES = 64 * MIB
 PARTS = ("weights", "adapters", "gradients", "optimizer", "activations", "loss")
@@ -99,15 +100,17 @@ def test_accumulated_gradients_are_there_throughout(predict: Predict) -> None:
 
 @pytest.mark.parametrize(
     ("optimizer", "rank", "bytes_by_tensor"),
-    [
+    cases(
+        """
         # Two moments in fp32 below 4,096 elements; in a byte each above, with a scale for 256.
-        ("adamw_8bit", 3, 2 * 4 * 3 * 1024),
-        ("adamw_8bit", 16, 2 * 16 * 1024 + 2 * 512),
+        adamw_8bit | 3 | 24576
+        adamw_8bit | 16 | 33792
         # A state of 100,000 elements or more is not on the GPU, but its scales are.
-        ("paged_adamw_8bit", 97, 2 * 97 * 1024 + 2 * 2048),
-        ("paged_adamw_8bit", 98, 2 * 2048),
-        ("adamw_torch_fused", 16, 2 * 4 * 16 * 1024 + 512),
-    ],
+        paged_adamw_8bit | 97 | 202752
+        paged_adamw_8bit | 98 | 4096
+        adamw_torch_fused | 16 | 131584
+        """
+    ),
 )
 def test_an_optimizer_keeps_states(
     predict: Predict, optimizer: str, rank: int, bytes_by_tensor: int

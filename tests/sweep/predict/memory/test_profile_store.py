@@ -22,6 +22,7 @@ from qlora_sweep.sweep.predict.memory.profiles import Structure
 from tests.sweep.predict.memory.imagined_profile import MODEL, ImaginedTracer
 from tests.sweep.shared_tracing import trace
 from tests.sweep.test_processes import ends_soon
+from tests.tables import cases
 
 SPACE = [
     TrialConfig(upcast_fp32=upcast, kernels=kernels, target_modules=targets, seq_len=length)
@@ -49,12 +50,14 @@ def test_a_whole_space_is_traced_ahead_and_then_predicted_without_tracing(tmp_pa
 
 @pytest.mark.parametrize(
     ("setting", "values", "structures"),
-    [
+    cases(
+        """
         # Recomputed layers and others are of two kinds, and so are those of a mixed base.
-        ("checkpoint_fraction", [1.0], 1),
-        ("checkpoint_fraction", [0.0, 0.25, 1.0], 2),
-        ("quantized_fraction", [1.0, 0.75, 0.5, 0.25], 2),
-    ],
+        checkpoint_fraction | [1.0] | 1
+        checkpoint_fraction | [0.0, 0.25, 1.0] | 2
+        quantized_fraction | [1.0, 0.75, 0.5, 0.25] | 2
+        """
+    ),
 )
 def test_kinds_of_layers_are_traced_where_a_configuration_has_them(
     tmp_path: Path, setting: str, values: list[float], structures: int
@@ -212,15 +215,17 @@ def child_of(monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
 
 @pytest.mark.parametrize(
     ("program", "said"),
-    [
-        ("os.kill(os.getpid(), signal.SIGSEGV)", "it ended with signal SIGSEGV"),
-        ("subprocess.Popen(['sleep', '600']); os._exit(7)", "it ended with exit status 7"),
-        ("print('no JSON', flush=True)", "is no answer: 'no JSON'"),
-        ("os.write(1, b'\\xff\\xfe\\n')", "is no answer"),
-        ("os.kill(os.getpid(), signal.SIGSTOP)", "it took too long"),
-        ("os.close(1); time.sleep(60)", "it closed its pipe"),
-        ("[os.write(1, b'x' * 65536) for _ in iter(int, 1)]", "is no answer"),
-    ],
+    cases(
+        r"""
+        os.kill(os.getpid(), signal.SIGSEGV) | it ended with signal SIGSEGV
+        subprocess.Popen(['sleep', '600']); os._exit(7) | it ended with exit status 7
+        print('no JSON', flush=True) | "is no answer: 'no JSON'"
+        os.write(1, b'\xff\xfe\n') | is no answer
+        os.kill(os.getpid(), signal.SIGSTOP) | it took too long
+        os.close(1); time.sleep(60) | it closed its pipe
+        "[os.write(1, b'x' * 65536) for _ in iter(int, 1)]" | is no answer
+        """
+    ),
 )
 def test_what_it_does_instead_of_answering_is_told_as_it_was(
     child_of: Start, monkeypatch: pytest.MonkeyPatch, program: str, said: str

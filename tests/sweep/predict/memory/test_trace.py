@@ -24,6 +24,7 @@ from qlora_sweep.sweep.predict.memory.profiles import Profile, Structure, Untrac
 from tests.search_spaces.shipped_types import one_of_each_type
 from tests.sweep.predict.memory.imagined_profile import MODEL, ImaginedTracer
 from tests.sweep.shared_tracing import trace
+from tests.tables import column
 
 SMALL = {
     "hidden_size": 256,
@@ -233,12 +234,14 @@ LAYERS = 6
 
 @pytest.mark.parametrize(
     "settings",
-    [
-        {},
-        {"kernels": "liger", "checkpoint_fraction": 0.0, "target_modules": "all-linear"},
-        {"compile": True, "upcast_fp32": False, "checkpoint_fraction": 0.0},
-        {"expandable_segments": True, "upcast_fp32": False, "checkpoint_fraction": 0.0},
-    ],
+    column(
+        """
+        {}
+        {kernels: liger, checkpoint_fraction: 0.0, target_modules: all-linear}
+        {compile: true, upcast_fp32: false, checkpoint_fraction: 0.0}
+        {expandable_segments: true, upcast_fp32: false, checkpoint_fraction: 0.0}
+        """
+    ),
     ids=str,
 )
 def test_what_is_put_together_takes_what_is_traced_as_a_whole(

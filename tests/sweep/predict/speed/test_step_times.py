@@ -31,6 +31,7 @@ from qlora_sweep.sweep.predict.speed.steps import ATTENTION_EFFICIENCY, ELEMENTW
 from tests.sweep.predict.mixed_space import mixed_configs
 from tests.sweep.predict.predicted_steps import predict_step
 from tests.sweep.predict.rows import EIGHT_BIT, SEVERAL_GPUS, config_of, describe, model_of
+from tests.tables import cases
 
 MISTRAL = load_model_spec("mistral-7b-v0.3")
 H200 = find_gpu("h200")
@@ -265,9 +266,6 @@ def test_a_mask_slows_attention_as_it_was_measured_to() -> None:
 
 # Behaviour of the speed prediction: physics that must hold, accuracy against measured steps
 
-LIGER = {"kernels": "liger", "upcast_fp32": False}
-WIDE = {"lora_rank": 64, "target_modules": "all-linear"}
-
 
 EIGHT_BITS = (("int8", "int8"), ("fp8", "fp8"), ("fp8", "nf4"))
 DRAWN = [
@@ -302,17 +300,19 @@ def test_recomputing_never_makes_a_step_shorter(more: float) -> None:
 
 @pytest.mark.parametrize(
     ("slower", "faster"),
-    [
-        ({"upcast_fp32": True}, {"upcast_fp32": False}),
-        ({"kernels": "hf"}, {"kernels": "liger"}),
-        ({"attention": "eager"}, {"attention": "sdpa"}),
-        ({"lora_dropout": 0.1}, {"lora_dropout": 0.0}),
-        ({"target_modules": "all-linear"}, {"target_modules": "qv"}),
-        ({"compute_dtype": "fp16"}, {"compute_dtype": "bf16"}),
-        ({}, {"quantized_fraction": 0.75, "upcast_fp32": False}),
-        ({"adapter_dtype": "fp32"}, {"adapter_dtype": "bf16"}),
-        ({"quantization": "nf4"}, {"quantization": "none", "upcast_fp32": True}),
-    ],
+    cases(
+        """
+        {upcast_fp32: true} | {upcast_fp32: false}
+        {kernels: hf} | {kernels: liger}
+        {attention: eager} | {attention: sdpa}
+        {lora_dropout: 0.1} | {lora_dropout: 0.0}
+        {target_modules: all-linear} | {target_modules: qv}
+        {compute_dtype: fp16} | {compute_dtype: bf16}
+        {} | {quantized_fraction: 0.75, upcast_fp32: false}
+        {adapter_dtype: fp32} | {adapter_dtype: bf16}
+        {quantization: nf4} | {quantization: none, upcast_fp32: true}
+        """
+    ),
 )
 def test_more_work_costs_time(slower: dict[str, Any], faster: dict[str, Any]) -> None:
     assert predicted(**slower).step_seconds > predicted(**faster).step_seconds
@@ -320,11 +320,13 @@ def test_more_work_costs_time(slower: dict[str, Any], faster: dict[str, Any]) ->
 
 @pytest.mark.parametrize(
     ("config", "bottleneck"),
-    [
-        ({"micro_batch_size": 1}, "launch"),
-        ({"micro_batch_size": 64, **LIGER}, "compute"),
-        ({"micro_batch_size": 64, **WIDE}, "bandwidth"),
-    ],
+    cases(
+        """
+        {micro_batch_size: 1} | launch
+        {micro_batch_size: 64, kernels: liger, upcast_fp32: false} | compute
+        {micro_batch_size: 64, lora_rank: 64, target_modules: all-linear} | bandwidth
+        """
+    ),
 )
 def test_the_bottleneck_is_what_a_step_waits_for(config: dict[str, Any], bottleneck: str) -> None:
     assert predicted(**config).bottleneck == bottleneck
