@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from qlora_sweep.search_spaces.dimensions import Choices, FloatRange, IntRange
+from qlora_sweep.search_spaces.dimensions import Choices, IntRange
 from qlora_sweep.search_spaces.errors import InputError
 from qlora_sweep.search_spaces.feasibility import obstacles, refuse_without_dataset
 from qlora_sweep.search_spaces.loading import Length, load_space, with_dataset, with_fixed
@@ -20,8 +20,6 @@ from tests.tables import cases
 
 MISTRAL = load_model_spec("mistral-7b-v0.3")
 TURING, AMPERE = (7, 5), (8, 0)
-RANKS, DROPOUT = IntRange(low=1, high=256), FloatRange(low=0.0, high=0.1)
-NEEDS_AMPERE = "bf16-needs-ampere"
 
 
 def among(*values: Any) -> Choices:
@@ -37,47 +35,35 @@ def rules_against(
     return [one.rule for one in found]
 
 
-FA2, FP32 = among("flash_attention_2"), among("fp32")
+LEAVING_NOTHING = """
+# GPU, the values of each setting, the rules that are named.
+turing | {lora_rank: [1, 9], compute_dtype: [bf16]} | [bf16-needs-ampere]
+# One valid value is enough, wherever it stands.
+turing | {lora_rank: [1, 9], compute_dtype: [bf16, fp16]} | []
+# A range without steps that no rule reads stands in no rule's way.
+turing | {lora_dropout: {low: 0.0, high: 0.1}} | [bf16-needs-ampere]
+# A rule that leaves something is not named beside one that leaves nothing.
+turing | {compute_dtype: [bf16, fp16], target_modules: [[w1], [w2]]} | [unknown-target-module]
+# Rules that leave nothing only together are all named.
+ampere
+    | {compute_dtype: [fp32, int8], attention: [flash_attention_2], seq_len: [9], micro_batch_size: [1]}
+    | [flash-attention-2, eight-bit]
+# A rule may read what follows from one setting: how many layers are held in 4 bits.
+ampere | {lora_dropout: {low: 0.0, high: 0.1}, quantized_fraction: [0.001]}
+    | [quantized-fraction-of-no-layer]
+ampere | {lora_dropout: {low: 0.0, high: 0.1}, quantized_fraction: [0.001, 0.5]} | []
+"""
 
 
-@pytest.mark.parametrize(
-    ("gpu", "dimensions", "rules"),
-    [
-        (TURING, {"lora_rank": RANKS, "compute_dtype": among("bf16")}, [NEEDS_AMPERE]),
-        # One valid value is enough, wherever it stands.
-        (TURING, {"lora_rank": RANKS, "compute_dtype": among("bf16", "fp16")}, []),
-        # A range without steps that no rule reads stands in no rule's way.
-        (TURING, {"lora_dropout": DROPOUT}, [NEEDS_AMPERE]),
-        # A rule that leaves something is not named beside one that leaves nothing.
-        (
-            TURING,
-            {"compute_dtype": among("bf16", "fp16"), "target_modules": among(["w1"], ["w2"])},
-            ["unknown-target-module"],
-        ),
-        # Rules that leave nothing only together are all named.
-        (
-            AMPERE,
-            {
-                "compute_dtype": among("fp32", "int8"),
-                "attention": FA2,
-                "seq_len": among(16),
-                "micro_batch_size": among(1),
-            },
-            ["flash-attention-2", "eight-bit"],
-        ),
-        # A rule may read what follows from one setting: how many layers are held in 4 bits.
-        (
-            AMPERE,
-            {"lora_dropout": DROPOUT, "quantized_fraction": among(0.001)},
-            ["quantized-fraction-of-no-layer"],
-        ),
-        (AMPERE, {"lora_dropout": DROPOUT, "quantized_fraction": among(0.001, 0.5)}, []),
-    ],
-)
+@pytest.mark.parametrize(("gpu", "dimensions", "rules"), cases(LEAVING_NOTHING))
 def test_the_rules_that_leave_nothing_are_named(
-    gpu: tuple[int, int] | None, dimensions: dict[str, Any], rules: list[str]
+    gpu: str, dimensions: dict[str, Any], rules: list[str]
 ) -> None:
-    assert rules_against(gpu, **dimensions) == rules
+    capability = {"turing": TURING, "ampere": AMPERE}[gpu]
+    searched = {}
+    for key, values in dimensions.items():
+        searched[key] = {"choices": values} if isinstance(values, list) else values
+    assert rules_against(capability, **searched) == rules
 
 
 def test_a_huge_space_is_decided_by_some_of_it() -> None:

@@ -20,7 +20,6 @@ from tests.search_spaces.small import broken, small_model
 from tests.tables import cases
 
 MISTRAL = load_model_spec("mistral-7b-v0.3")
-PHI3 = small_model("phi3")
 UNKNOWN = small_model("brand_new")
 QWEN3_30B = small_model(
     "qwen3_moe",
@@ -173,36 +172,29 @@ def test_an_unknown_gpu_is_not_held_against_a_configuration() -> None:
     assert broken({}, MISTRAL, None, device="cuda") is None
 
 
-@pytest.mark.parametrize(
-    ("targets", "model", "modules"),
-    [
-        ("qv", MISTRAL, ("q_proj", "v_proj")),
-        ("all-linear", MISTRAL, known_linear_modules(MISTRAL)),
-        (["v_proj", "q_proj"], MISTRAL, ("q_proj", "v_proj")),
-        ("attention", PHI3, ("qkv_proj", "o_proj")),
-        ("all-linear", PHI3, ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")),
-        ("all-linear", UNKNOWN, ("all-linear",)),
-        ("attention", small_model("gpt_neox"), ("query_key_value", "dense")),
-        ("attention", small_model("phi"), ("q_proj", "k_proj", "v_proj", "dense")),
-        # The name alone would be the feed-forward block's output as well.
-        ("attention", small_model("gpt2"), ("c_attn", "attn.c_proj")),
-        ("attention", small_model("mpt"), ("Wqkv", "out_proj")),
-        (
-            "attention",
-            small_model("deepseek_v3"),
-            ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"),
-        ),
-        (
-            "attention",
-            small_model("deepseek_v2", q_lora_rank=None),
-            ("q_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"),
-        ),
-    ],
-)
-def test_target_sets_become_module_names(
-    targets: Any, model: ModelSpec, modules: tuple[str, ...]
-) -> None:
-    assert resolve_targets(parse_config({"target_modules": targets}), model) == modules
+TARGETS = """
+# Targets, their modules, model.
+qv | [q_proj, v_proj]
+all-linear | [q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj]
+[v_proj, q_proj] | [q_proj, v_proj]
+attention | [qkv_proj, o_proj] | phi3
+all-linear | [qkv_proj, o_proj, gate_up_proj, down_proj] | phi3
+all-linear | [all-linear] | brand_new
+attention | [query_key_value, dense] | gpt_neox
+attention | [q_proj, k_proj, v_proj, dense] | phi
+# The name alone would be the feed-forward block's output as well.
+attention | [c_attn, attn.c_proj] | gpt2
+attention | [Wqkv, out_proj] | mpt
+attention | [q_a_proj, q_b_proj, kv_a_proj_with_mqa, kv_b_proj, o_proj] | deepseek_v3
+attention | [q_proj, kv_a_proj_with_mqa, kv_b_proj, o_proj]
+    | {model_type: deepseek_v2, q_lora_rank: null}
+"""
+
+
+@pytest.mark.parametrize(("targets", "modules", "model"), cases(TARGETS))
+def test_target_sets_become_module_names(targets: Any, modules: list[str], model: Any) -> None:
+    config = parse_config({"target_modules": targets})
+    assert resolve_targets(config, model_of(model)) == tuple(modules)
 
 
 def test_what_is_not_known_is_not_guessed() -> None:

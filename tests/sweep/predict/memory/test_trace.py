@@ -24,7 +24,7 @@ from qlora_sweep.sweep.predict.memory.profiles import Profile, Structure, Untrac
 from tests.search_spaces.shipped_types import one_of_each_type
 from tests.sweep.predict.memory.imagined_profile import MODEL, ImaginedTracer
 from tests.sweep.shared_tracing import trace
-from tests.tables import column
+from tests.tables import cases, column
 
 SMALL = {
     "hidden_size": 256,
@@ -91,17 +91,21 @@ def test_without_flash_attention_grouped_heads_cost_the_scores(predictor: Any) -
 
 @pytest.mark.parametrize(
     ("spec", "keys", "names"),
-    [
-        (model("llama"), {"target_modules": ["q_prj"]}, r"no linear layer 'q_prj'.*'q_proj'"),
-        (model("llama", num_key_value_heads=3), {}, "self_attn"),
-        (model("llama", num_attention_heads="many"), {}, "cannot be built"),
-        (model("gemma3"), {}, r"multimodal.*model_type 'gemma3_text'"),
-        (model("t5"), {}, "t5"),
-    ],
+    cases(
+        r"""
+        {model_type: llama} | {target_modules: [q_prj]} | no linear layer 'q_prj'.*'q_proj'
+        {model_type: llama, num_key_value_heads: 3} | {} | self_attn
+        {model_type: llama, num_attention_heads: many} | {} | cannot be built
+        {model_type: gemma3} | {} | multimodal.*model_type 'gemma3_text'
+        {model_type: t5} | {} | t5
+        """
+    ),
 )
-def test_bad_configs(predictor: Any, spec: ModelSpec, keys: dict[str, Any], names: str) -> None:
+def test_bad_configs(
+    predictor: Any, spec: dict[str, Any], keys: dict[str, Any], names: str
+) -> None:
     with pytest.raises(InputError, match=names) as caught:
-        predictor(spec).predict(parse_config(keys))
+        predictor(model(spec["model_type"], **spec)).predict(parse_config(keys))
     assert not isinstance(caught.value, Untraceable)
 
 
