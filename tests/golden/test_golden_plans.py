@@ -39,8 +39,9 @@ ASKED = {
     "cpu-demo": ("cpu-demo",),
     "of_configurations": ("--gpu", "h100-80gb", "--from-file", "drawn.jsonl"),
 }
-SLOW = {"of_configurations", "h200_on_b200"}
-"""Tenths of seconds a line, and a space that is far too large: with the tests that take longer."""
+SLOW = {"of_configurations", "h200_on_b200", "h200_on_l4", "a10_on_b200", "a10_on_rtx-4090"}
+"""Tenths of seconds a line, or a space on a GPU between or far beyond others that are planned: with
+the tests that take longer."""
 LINES = 500
 SHARDED = {"data_parallel": 2, "sharding": "fsdp"}
 ODD: tuple[dict[str, Any], ...] = yaml.safe_load(

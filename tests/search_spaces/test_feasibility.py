@@ -45,8 +45,7 @@ turing | {lora_dropout: {low: 0.0, high: 0.1}} | [bf16-needs-ampere]
 # A rule that leaves something is not named beside one that leaves nothing.
 turing | {compute_dtype: [bf16, fp16], target_modules: [[w1], [w2]]} | [unknown-target-module]
 # Rules that leave nothing only together are all named.
-ampere
-    | {compute_dtype: [fp32, int8], attention: [flash_attention_2], seq_len: [9], micro_batch_size: [1]}
+ampere | {compute_dtype: [fp32, int8], attention: [flash_attention_2], seq_len: [4]}
     | [flash-attention-2, eight-bit]
 # A rule may read what follows from one setting: how many layers are held in 4 bits.
 ampere | {lora_dropout: {low: 0.0, high: 0.1}, quantized_fraction: [0.001]}
