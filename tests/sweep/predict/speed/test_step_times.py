@@ -19,7 +19,6 @@ from qlora_sweep.search_spaces.gpus import GpuSpec, Interconnect, find_gpu, gpu_
 from qlora_sweep.search_spaces.models import load_model_spec
 from qlora_sweep.sweep.predict.speed.kernels import MASKED_DOUBT, KernelShapes, attention
 from qlora_sweep.sweep.predict.speed.predictor import (
-    EIGHT_BIT_SPREAD,
     FACTORS,
     Calibration,
     SpeedPrediction,
@@ -197,14 +196,6 @@ def test_trials_in_8_bits_make_it_as_sure_as_any_and_those_in_16_do_not() -> Non
 def ratio_is_off(one: TrialConfig, other: TrialConfig, gpu: GpuSpec) -> float:
     times = StepTimes([one, other], model=MISTRAL, gpu=gpu)
     return ratio_spread(*times.slopes(np.zeros(len(FACTORS)), slice(None)), gpu=gpu)
-
-
-def test_a_ratio_of_two_classes_is_surer_than_the_speeds_of_either() -> None:
-    l4, configs = find_gpu("l4"), (config(**FP8), config(**BF16))
-    spread = ratio_is_off(*configs, l4)
-    assert ratio_is_off(*configs, H200) < spread < EIGHT_BIT_SPREAD
-    assert ratio_is_off(configs[0], configs[0], l4) == 0.0
-    assert spread < fast_step(l4, **FP8).log_spread
 
 
 GAINS = """
