@@ -135,7 +135,7 @@ def parse_space(text: str, *, label: str) -> SearchSpace:
     return space
 
 
-def with_fixed(space: SearchSpace, held: Mapping[str, Any]) -> SearchSpace | TrialConfig:
+def with_fixed(space: SearchSpace, fixed_settings: Mapping[str, Any]) -> SearchSpace | TrialConfig:
     """Return ``space`` with the values in ``held`` fixed; one configuration where nothing is free.
 
     What a typed value needs of settings that are neither typed nor searched is fixed too, and a
@@ -147,7 +147,9 @@ def with_fixed(space: SearchSpace, held: Mapping[str, Any]) -> SearchSpace | Tri
             is of pairs and the space is not.
     """
     options = Document("options")
-    values = {key: read_value(key, value, document=options) for key, value in held.items()}
+    values = {
+        key: read_value(key, value, document=options) for key, value in fixed_settings.items()
+    }
     if values.get("trainer") == "sweep" and "trainer" not in space.fixed:
         # That is what a space says where it names none.
         del values["trainer"]
@@ -206,7 +208,7 @@ def with_own_settings(
     model: ModelSpec,
     *,
     is_preset: bool,
-    held: Collection[str] = (),
+    fixed_settings: Collection[str] = (),
 ) -> Offered:
     """Return a space with the settings that the model decides (`own_settings`), where the person
     named none.
@@ -215,7 +217,7 @@ def with_own_settings(
         space: as it was named.
         model: what is trained.
         is_preset: whether what the space says of them is ours.
-        held: settings that were typed.
+        fixed_settings: settings that were typed.
     """
     free = dict(space.dimensions)
     fixed = dict(space.fixed)
@@ -223,7 +225,7 @@ def with_own_settings(
     reasons = []
     for key, (value, why) in own_settings(model).items():
         is_named = key in space.dimensions or key in space.fixed
-        if key in held or (is_named and not is_preset):
+        if key in fixed_settings or (is_named and not is_preset):
             continue
         free.pop(key, None)
         baseline.pop(key, None)
@@ -262,7 +264,7 @@ def with_dataset(
     lengths: Sequence[Length],
     *,
     names_its_lengths: bool,
-    held: Collection[str] = (),
+    fixed_settings: Collection[str] = (),
     is_on_pairs: bool = False,
 ) -> Offered:
     """Return a space that searches what a dataset makes worth searching.
@@ -274,7 +276,7 @@ def with_dataset(
         space: as it was named.
         lengths: to offer, at least one.
         names_its_lengths: whether the space's lengths are the person's own.
-        held: settings that were typed.
+        fixed_settings: settings that were typed.
         is_on_pairs: whether the texts are pairs, which are never packed.
 
     Raises:
@@ -283,11 +285,11 @@ def with_dataset(
     dimensions: dict[str, Any] = dict(space.dimensions)
     fixed = dict(space.fixed)
     notes = []
-    if not any("packing" in named for named in (dimensions, fixed, held)):
+    if not any("packing" in named for named in (dimensions, fixed, fixed_settings)):
         packings = [packing for packing in PACKINGS if packing != "packed" or not is_on_pairs]
         dimensions["packing"] = Choices(choices=tuple(packings))
         notes.append(f"Packing is searched as well: {', '.join(packings)}.")
-    if not names_its_lengths and "seq_len" not in held:
+    if not names_its_lengths and "seq_len" not in fixed_settings:
         fixed.pop("seq_len", None)
         choices = []
         cuts = []

@@ -21,7 +21,7 @@ def for_trainer(
     model: ModelSpec,
     *,
     is_preset: bool,
-    held: Mapping[str, Any] = MappingProxyType({}),
+    fixed_settings: Mapping[str, Any] = MappingProxyType({}),
 ) -> Offered:
     """Return what of a space the trainer can run that was typed, or that the space names.
 
@@ -32,14 +32,14 @@ def for_trainer(
         space: as it was named.
         model: what is trained.
         is_preset: whether no person wrote the space, so that what it fixes gives way too.
-        held: settings that were typed.
+        fixed_settings: settings that were typed.
 
     Raises:
         InputError: what was typed, or all that a person lists of a setting, is what the trainer
             cannot run; the message names the trainer, the setting and the value.
     """
-    name: TrainerName = held.get("trainer", space.values_of("trainer")[0])
-    trainer = trainer_named(name, held.get("method", space.values_of("method")[0]))
+    name: TrainerName = fixed_settings.get("trainer", space.values_of("trainer")[0])
+    trainer = trainer_named(name, fixed_settings.get("method", space.values_of("method")[0]))
     if trainer.runs_everything:
         return Offered(space)
     free: dict[str, Any] = dict(space.dimensions)
@@ -50,7 +50,7 @@ def for_trainer(
     for key in list(trainer.runs) + ["checkpoint_fraction"]:
         if key == "method":
             continue
-        named = _named(key, space, held)
+        named = _named(key, space, fixed_settings)
         allowed = trainer.runs.get(key) or _recomputable(named, trainer, model)
         kept = []
         dropped = []
@@ -60,17 +60,17 @@ def for_trainer(
             else:
                 dropped.append(as_typed(value))
         is_named = key in free or key in fixed
-        is_own = key in held or (is_named and not is_preset)
+        is_own = key in fixed_settings or (is_named and not is_preset)
         if not kept and is_own:
             raise _refusal(trainer, key, named, allowed)
         is_listed = key not in free or free[key].values() is not None
-        if key in held or (len(kept) == len(named) and is_listed):
+        if key in fixed_settings or (len(kept) == len(named) and is_listed):
             continue
         if key in free and dropped:
             left_out.append(f"{key} {', '.join(dropped)}")
         _put(key, kept or [allowed[0]], free, fixed)
     if trainer.decides_adapter_dtype:
-        _check_adapters(trainer, free, fixed, held)
+        _check_adapters(trainer, free, fixed, fixed_settings)
         free.pop("adapter_dtype", None)
         fixed.pop("adapter_dtype", None)
     notes: tuple[str, ...] = ()
@@ -101,11 +101,11 @@ def _baseline(
     return {**space.baseline, **run.changed(method=asked.method).changes_from(asked)}
 
 
-def _named(key: str, space: SearchSpace, held: Mapping[str, Any]) -> Sequence[Any]:
+def _named(key: str, space: SearchSpace, fixed_settings: Mapping[str, Any]) -> Sequence[Any]:
     """Return the values of a setting that a space has, or the one that was typed; of a range
     without steps those in it that a trainer may take."""
-    if key in held:
-        return (held[key],)
+    if key in fixed_settings:
+        return (fixed_settings[key],)
     dimension = space.dimensions.get(key)
     if not isinstance(dimension, FloatRange) or dimension.values() is not None:
         return space.values_of(key)
@@ -133,17 +133,17 @@ def _check_adapters(
     trainer: Trainer,
     free: dict[str, Any],
     fixed: dict[str, Any],
-    held: Mapping[str, Any],
+    fixed_settings: Mapping[str, Any],
 ) -> None:
     """Keep the bases that the trainer gives a typed type of the adapters, and refuse one that it
     gives none of the space."""
-    if "adapter_dtype" not in held:
+    if "adapter_dtype" not in fixed_settings:
         return
-    bases: Sequence[Any] = [held.get("quantization", fixed.get("quantization", "nf4"))]
-    is_free = "quantization" in free and "quantization" not in held
+    bases: Sequence[Any] = [fixed_settings.get("quantization", fixed.get("quantization", "nf4"))]
+    is_free = "quantization" in free and "quantization" not in fixed_settings
     if is_free:
         bases = free["quantization"].values()
-    typed = held["adapter_dtype"]
+    typed = fixed_settings["adapter_dtype"]
     given = {base: trainer.adapter_dtypes[QUANTIZATIONS[base].bits < 16][0] for base in bases}
     kept = [base for base in bases if given[base] == typed]
     if not kept:

@@ -24,7 +24,7 @@ _NAME_BYTES_MAX = 200
 """A file system's names end at 255 bytes, and the lock's begins with the database's."""
 _OF_DATASET = ("data.eval_fraction", "data.quality_tokens", "seed")
 """What says which examples are trained on, and how."""
-_RECIPE = TrialConfig().model_dump(mode="json")
+_BASELINE = TrialConfig().model_dump(mode="json")
 NINE_IN_TEN = 1.645
 """Standard deviations to either side that hold nine in ten."""
 
@@ -129,7 +129,7 @@ def _compared(definition: StudyDefinition) -> dict[str, tuple[object, str]]:
     values = {key: dumped[key] for key in ("weights", "objectives", "numerics", "leave_out")}
     # What is neither searched nor fixed is the recipe's, and a baseline is what it resolves to:
     # writing a default out changes nothing.
-    fixed = _RECIPE | dumped["fixed"]
+    fixed = _BASELINE | dumped["fixed"]
     for key in space.dimensions:
         if key not in dumped["fixed"]:
             fixed.pop(key, None)

@@ -109,7 +109,7 @@ def objective_value(objective: Objective, measured: Measurement) -> float:
             assert_never(objective)
 
 
-def merit(objective: Objective, value: float) -> float:
+def goodness(objective: Objective, value: float) -> float:
     """Return an objective's value, turned so that larger is better."""
     if objective in LESS_IS_BETTER:
         return -float(value)
@@ -508,7 +508,7 @@ class Ranking:
                     value = trial.estimate.value
                 if objective == "eval_loss" and quality and best:
                     value = _leveled(quality, best)
-                values.append(merit(objective, value))
+                values.append(goodness(objective, value))
             merits[trial.number] = tuple(values)
         return merits
 
@@ -518,7 +518,7 @@ class Ranking:
         return undominated(self._merits)
 
     @cached_property
-    def _by_merit(self) -> tuple[RankedTrial, ...]:
+    def _best_first(self) -> tuple[RankedTrial, ...]:
         """The trials of the space that fit, each configuration once, best first; of speed alone
         those of the asked capacity class first.
 
@@ -548,7 +548,7 @@ class Ranking:
     def ranked(self) -> tuple[RankedTrial, ...]:
         """The trials of the space that fit, each configuration once, the recommended one first."""
         recommended = self._recommended
-        return tuple(sorted(self._by_merit, key=lambda trial: trial is not recommended))
+        return tuple(sorted(self._best_first, key=lambda trial: trial is not recommended))
 
     @property
     def winner(self) -> RankedTrial | None:
@@ -569,7 +569,7 @@ class Ranking:
     @cached_property
     def _recommended(self) -> RankedTrial | None:
         """The trial that is recommended; None where nothing fits."""
-        ordered = self._by_merit
+        ordered = self._best_first
         if not ordered:
             return None
         if self.is_for_speed_alone:
@@ -796,7 +796,7 @@ class Ranking:
                 return trial
         return None
 
-    def recipe_for(self, config: TrialConfig) -> TrialConfig:
+    def baseline_for(self, config: TrialConfig) -> TrialConfig:
         """Return the baseline in the capacity class of ``config``: itself in its own, however that
         spells its modules."""
         if self.is_of_baselines_class(config):
@@ -810,8 +810,8 @@ class Ranking:
         class what was measured of the recipe there; None where it was not."""
         if self.is_of_baselines_class(config):
             return self.baseline
-        recipe = self.recipe_for(config)
-        return self._fitting.get(canonical(recipe)) or self._confirmed(recipe)
+        baseline = self.baseline_for(config)
+        return self._fitting.get(canonical(baseline)) or self._confirmed(baseline)
 
     def _confirmed(self, config: TrialConfig) -> RankedTrial | None:
         """Return what the confirmation measured of a configuration that no trial was of."""
@@ -842,7 +842,7 @@ class Ranking:
         """Return what a trial gained within its capacity class, or why that is not stated."""
         over = self.reference_for(trial.config)
         if over is None:
-            if canonical(self.recipe_for(trial.config)) in self.confirmations.fallen:
+            if canonical(self.baseline_for(trial.config)) in self.confirmations.fallen:
                 return RankedGain(reason="did_not_fit")
             return RankedGain(reason="not_measured")
         ratio = self.ratio(trial, over)

@@ -302,7 +302,7 @@ def tune(
     request = RunRequest(
         space=os.fspath(space),
         overrides=overrides,
-        held=settings,
+        fixed_settings=settings,
         study=study,
         devices=None if devices is None else str(devices),
     )

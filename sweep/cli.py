@@ -156,7 +156,7 @@ def run(
             raise InputError(f"{space} is a whole request: no option goes with it")
         request = RunRequest.read(space)
     else:
-        held, of_space = opt.settings(typed, settings)
+        fixed_settings, of_space = opt.settings(typed, settings)
         keys = ("gpu", "model", "trials", "max_dollars", "seed", "sampler")
         overrides = {key: typed[key] for key in keys}
         overrides |= {
@@ -169,7 +169,7 @@ def run(
             overrides["confirm"] = False
         request = RunRequest(
             overrides={key: value for key, value in overrides.items() if value is not None},
-            held=held,
+            fixed_settings=fixed_settings,
             **{key: typed[key] for key in RunRequest.model_fields.keys() & typed.keys()},
         )
     refuse_mistakes(request, storage=storage_url(request.storage))

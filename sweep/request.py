@@ -124,7 +124,7 @@ class RunRequest(BaseModel):
     """Keys of the space with what was typed instead; None leaves the space's value. Under
     ``confirm`` false, or some keys of the section, which they switch on; under ``data`` some keys
     of the section."""
-    held: dict[str, Any] = {}
+    fixed_settings: dict[str, Any] = {}
     """Settings that are fixed, while the rest of the space is searched."""
     study: str | None = None
     storage: str | None = None
@@ -193,7 +193,7 @@ class RunRequest(BaseModel):
             InputError: something that was typed or named is not right.
         """
         space, changed = overridden(self.space, self.overrides, None)
-        space, changed = held_in(space, self.held, changed, typed=self.space)
+        space, changed = fixed_in(space, self.fixed_settings, changed, typed=self.space)
         name = self.study
         if name is None:
             name = default_study_name(space, changed)
@@ -220,7 +220,9 @@ def refuse_mistakes(request: RunRequest, *, storage: str) -> None:
     if space.gpu not in ("auto", "cpu"):
         find_gpu(space.gpu)
     is_preset = preset_name(request.space) is not None
-    refuse_unmeasured(for_trainer(space, model, is_preset=is_preset, held=request.held).space)
+    refuse_unmeasured(
+        for_trainer(space, model, is_preset=is_preset, fixed_settings=request.fixed_settings).space
+    )
     if choice is None or is_on_hub(choice.texts):
         return
     is_known = (runs_directory() / name).is_dir()
@@ -303,21 +305,21 @@ def _for_what_is_there(
     return preset_space(preset, gpu, model)
 
 
-def held_in(
-    space: SearchSpace, held: Mapping[str, Any], changed: Mapping[str, Any], *, typed: str
+def fixed_in(
+    space: SearchSpace, fixed_settings: Mapping[str, Any], changed: Mapping[str, Any], *, typed: str
 ) -> tuple[SearchSpace, Mapping[str, Any]]:
     """Return the space, as it was typed, with what was fixed and all that was changed.
 
     Raises:
         InputError: a value that a configuration does not take, or nothing left free.
     """
-    refuse_planned_alone(held.get("method") or space.values_of("method")[0])
-    if not held:
+    refuse_planned_alone(fixed_settings.get("method") or space.values_of("method")[0])
+    if not fixed_settings:
         return space, changed
-    rest = with_fixed(space, held)
+    rest = with_fixed(space, fixed_settings)
     if isinstance(rest, SearchSpace):
         fixed: dict[str, Any] = {}
-        for key in held:
+        for key in fixed_settings:
             if key in rest.fixed and rest.fixed[key] != space.fixed.get(key):
                 fixed[key] = rest.fixed[key]
         return rest, {**changed, **fixed}

@@ -109,7 +109,7 @@ def space_with_dataset(
     *,
     model: ModelSpec,
     is_preset: bool,
-    held: Mapping[str, Any] = MappingProxyType({}),
+    fixed_settings: Mapping[str, Any] = MappingProxyType({}),
 ) -> Offered:
     """Return the space as its texts make it, and what that changed.
 
@@ -118,12 +118,12 @@ def space_with_dataset(
         dataset: what its trials would train on.
         model: what would be trained.
         is_preset: whether it was not written for this dataset.
-        held: settings that were typed.
+        fixed_settings: settings that were typed.
 
     Raises:
         InputError: what is left makes no space.
     """
-    refuse_other_kind(held.get("method", space.values_of("method")[0]), dataset)
+    refuse_other_kind(fixed_settings.get("method", space.values_of("method")[0]), dataset)
     has_length = "seq_len" in space.dimensions or "seq_len" in space.fixed
     is_own = has_length and not is_preset
     epochs = StudyEpochs.of_all(dataset)
@@ -135,17 +135,17 @@ def space_with_dataset(
         space,
         [Length(length, epochs.truncation(length).supervised_share) for length in lengths],
         names_its_lengths=is_own,
-        held=held,
+        fixed_settings=fixed_settings,
         is_on_pairs=are_pairs,
     )
-    if not is_own and "seq_len" not in held:
+    if not is_own and "seq_len" not in fixed_settings:
         return offered
     noun = "example"
     if are_pairs:
         noun = "pair"
     named = offered.space.values_of("seq_len")
-    if "seq_len" in held:
-        named = (held["seq_len"],)
+    if "seq_len" in fixed_settings:
+        named = (fixed_settings["seq_len"],)
     notes = list(offered.notes)
     for length in named:
         truncation = epochs.truncation(length)

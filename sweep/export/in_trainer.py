@@ -168,7 +168,7 @@ class InTrainer:
     def _recommended(self, space: SearchSpace, fixed: Mapping[str, Any]) -> Best | None:
         try:
             typed = {**fixed, "trainer": self.name}
-            supported = for_trainer(space, self._model, is_preset=True, held=typed).space
+            supported = for_trainer(space, self._model, is_preset=True, fixed_settings=typed).space
             searched = with_fixed(supported, fixed)
             if isinstance(searched, TrialConfig):
                 forecast: Forecast | None = self.forecaster.expect(searched)

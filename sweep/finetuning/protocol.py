@@ -45,7 +45,7 @@ class TrainingJob(ChildSettings):
     """Steps between two checkpoints; None leaves it to the time that passes."""
     resume_from: str | None = None
     """A whole checkpoint to resume from."""
-    meeting: str = ""
+    rendezvous: str = ""
     """File by which the ranks that train together find each other; none of the first."""
 
     @property

@@ -40,7 +40,7 @@ from qlora_sweep.sweep.finetuning.rows import is_keeping_apart, rows_of
 from qlora_sweep.sweep.running import worker
 from qlora_sweep.sweep.running.ranks import Ranks
 from qlora_sweep.sweep.running.wire import Finished
-from qlora_sweep.sweep.training import team
+from qlora_sweep.sweep.training import process_group
 from qlora_sweep.sweep.training.adapters import Attached, attached
 from qlora_sweep.sweep.training.device import Device, open_device
 from qlora_sweep.sweep.training.exceptions import setting_at_fault
@@ -153,7 +153,7 @@ class AdapterTrainer(Trainer):
 
     def _save_rng_state(self, output_dir: str) -> None:
         """Write every rank's, as they have gathered them."""
-        if team.world_size() == 1:
+        if process_group.world_size() == 1:
             super()._save_rng_state(output_dir)
             return
         for number, states in enumerate(self._random_states):
@@ -177,11 +177,11 @@ class AdapterTrainer(Trainer):
     def save_checkpoint(self, output: Path, steps: Steps) -> str | None:
         """Write a whole checkpoint of this step, on rank 0 for all; return why the disk does not
         take it, None where it does."""
-        self._random_states = team.gathered(random_states(self.own_device))
+        self._random_states = process_group.all_gathered(random_states(self.own_device))
         refusal = None
-        if team.rank() == 0:
+        if process_group.rank() == 0:
             refusal = self._write_checkpoint(output, steps)
-        return team.gathered(refusal)[0]
+        return process_group.all_gathered(refusal)[0]
 
     def _write_checkpoint(self, output: Path, steps: Steps) -> str | None:
         """Write one; Trainer's own way to save would end the training where the disk is full."""
@@ -272,9 +272,9 @@ class Training(TrainerCallback):
         size = job.config.data_parallel
         try:
             self._enter("build")
-            meeting = job.meeting
+            rendezvous = job.rendezvous
             if size > 1 and self._rank == 0:
-                meeting = self._others.start(size, "qlora_sweep.sweep.finetuning")
+                rendezvous = self._others.start(size, "qlora_sweep.sweep.finetuning")
             base = build_base(
                 job.config,
                 spec=job.spec,
@@ -286,7 +286,9 @@ class Training(TrainerCallback):
             device.reset_peak()
             if size > 1:
                 self._others.await_ready()
-                team.join(self._rank, size, meeting=Path(meeting), device=device.torch_device)
+                process_group.join(
+                    self._rank, size, rendezvous=Path(rendezvous), device=device.torch_device
+                )
             # Adapters of a seed are the same whatever building the base drew.
             torch.manual_seed(job.seed)
             self._enter("attach")
@@ -309,7 +311,7 @@ class Training(TrainerCallback):
                 return records.Ineffective(setting=setting, detail=detail)
             return worker.crashed(self._phase, error)
         finally:
-            team.leave()
+            process_group.leave()
 
     def _train(self, attachment: Attached) -> TrainingOutcome:
         """Train all that is left on attached adapters, and return how it ended."""
@@ -436,10 +438,10 @@ class Training(TrainerCallback):
         counts = [self._counted.popleft() for _ in self._losses]
         tokens = sum(tokens for tokens, _ in counts)
         computed = sum(computed for _, computed in counts)
-        loss = team.mean(sum(self._losses[1:], self._losses[0]))
+        loss = process_group.mean(sum(self._losses[1:], self._losses[0]))
         self._losses = []
         is_due = self._is_due(step) or course.fault_step is not None
-        of_ranks = team.gathered((tokens, computed, self.stop.is_set(), is_due))
+        of_ranks = process_group.all_gathered((tokens, computed, self.stop.is_set(), is_due))
         # When to stop and to pause is the first one's to say.
         is_asked, is_due = of_ranks[0][2:]
         course.end_step(
@@ -508,13 +510,13 @@ class Training(TrainerCallback):
         self._course.begin_stretch()
         budget = self._job.budget_bytes
         if budget is not None and self._end is None:
-            memories = team.gathered(self._device.memory())
+            memories = process_group.all_gathered(self._device.memory())
             peak = max(memory.peak_allocated_bytes for memory in memories)
             over = records.over_budget(peak, budget_bytes=budget, stage="forward")
             self._end = over and over.model_copy(update={"step": self._step})
 
     def _note_peak(self) -> None:
-        for memory in team.gathered(self._device.memory()):
+        for memory in process_group.all_gathered(self._device.memory()):
             self._course.steps.note_peak(memory)
 
     def _is_due(self, step: int) -> bool:
@@ -569,10 +571,10 @@ class Training(TrainerCallback):
         path = self._output / protocol.REFERENCE
         rows = self._rows.training.rows
         is_known = path.exists() and len(load_file(path)[REFERENCE]) == 2 * len(rows)
-        if team.agreed(is_known):
+        if process_group.agreed(is_known):
             rows.reference = load_file(path)[REFERENCE]
             return
-        ranks = team.world_size()
+        ranks = process_group.world_size()
         share = DataLoader(
             Subset(rows, range(self._rank, len(rows), ranks)),
             batch_size=self._job.config.micro_batch_size,
@@ -587,7 +589,7 @@ class Training(TrainerCallback):
         with self._trainer.accelerator.autocast():
             log_probabilities = pairs.references_of(batches())
         whole = torch.empty(len(rows), 2)
-        for number, of_rank in enumerate(team.gathered(log_probabilities)):
+        for number, of_rank in enumerate(process_group.all_gathered(log_probabilities)):
             whole[number::ranks] = of_rank.view(-1, 2)
         rows.reference = whole.flatten()
         if self._rank == 0:
@@ -607,7 +609,7 @@ class Training(TrainerCallback):
         trainer = self._trainer
         device = self._device.torch_device
         assert rows.held_out is not None
-        share = range(self._rank, min(count, len(rows.held_out)), team.world_size())
+        share = range(self._rank, min(count, len(rows.held_out)), process_group.world_size())
         batches = DataLoader(
             Subset(rows.held_out, share),
             batch_size=config.micro_batch_size,
@@ -635,7 +637,7 @@ class Training(TrainerCallback):
                 total += float(loss) * weight
                 weights += weight
                 self._tell()
-        totals, counts, won = zip(*team.gathered((total, weights, wins)), strict=True)
+        totals, counts, won = zip(*process_group.all_gathered((total, weights, wins)), strict=True)
         return sum(totals) / sum(counts), sum(counts), sum(won)
 
     def _finish(self) -> TrainingOutcome:

@@ -513,15 +513,15 @@ def follow(
     )
     phase: records.Phase = "start"
     is_stopping = False
-    silence = limits.start
+    quiet_seconds = limits.start
     heard_at = clock.look()
     try:
         while True:
             try:
                 message = process.next_message(protocol.message_adapter)
                 if message is None:
-                    if clock.now >= heard_at + silence:
-                        raise child.WorkerSilent(f"no sign of life for {silence:g} s")
+                    if clock.now >= heard_at + quiet_seconds:
+                        raise child.WorkerSilent(f"no sign of life for {quiet_seconds:g} s")
                     continue
                 heard_at = clock.now
                 match message:
@@ -531,7 +531,7 @@ def follow(
                         raise EnvironmentFault(f"the training cannot begin: {child.shown(reason)}")
                     case Ready():
                         if not is_stopping:
-                            silence = limits.build
+                            quiet_seconds = limits.build
                     case _:
                         phase = getattr(message, "phase", phase)
                         observe(message)
@@ -539,7 +539,7 @@ def follow(
                 if is_stopping:
                     raise
                 is_stopping = True
-                silence = limits.start
+                quiet_seconds = limits.start
                 heard_at = clock.look()
                 process.send(to_line(StopCommand()))
             except child.WorkerFault as fault:

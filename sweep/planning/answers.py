@@ -342,7 +342,7 @@ def _cheapest(question: PlanQuestion, progress: Progress) -> Cheapest:
     return Cheapest(
         model=question.model,
         workload=bills[0].workload if bills else None,
-        held=question.held,
+        fixed_settings=question.fixed_settings,
         deadline_seconds=request.within_seconds,
         gpus=ranked(gpus),
     )

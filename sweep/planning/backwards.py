@@ -42,7 +42,7 @@ NOTHING: Mapping[str, Any] = {}
 
 
 def job(
-    held: Mapping[str, Any],
+    fixed_settings: Mapping[str, Any],
     *,
     fixed: Mapping[str, Any] = NOTHING,
     spaces: Sequence[SearchSpace] = (),
@@ -51,41 +51,45 @@ def job(
     modules, length and effective batch.
 
     Args:
-        held: what was typed.
+        fixed_settings: what was typed.
         fixed: what the space that was named has no other value of.
         spaces: what would be searched; none where one configuration is asked about.
     """
     given: dict[str, Any] = {}
-    for key, value in {**fixed, **held}.items():
+    for key, value in {**fixed, **fixed_settings}.items():
         if value is not None:
             given[key] = value
     standard = TrialConfig()
     made_same: dict[str, Any] = {}
     for key in JOB_KEYS:
         made_same[key] = given.get(key, getattr(standard, key))
-    effective = whole_step(EFFECTIVE_BATCH, held=given, spaces=spaces)
+    effective = whole_step(EFFECTIVE_BATCH, fixed_settings=given, spaces=spaces)
     made_same["effective_batch_size"] = given.get("effective_batch_size", effective)
-    return {**made_same, **held}
+    return {**made_same, **fixed_settings}
 
 
-def whole_step(least: int, *, held: Mapping[str, Any], spaces: Sequence[SearchSpace] = ()) -> int:
+def whole_step(
+    least: int, *, fixed_settings: Mapping[str, Any], spaces: Sequence[SearchSpace] = ()
+) -> int:
     """Return the fewest samples of an optimizer step, so many at least, that the GPUs of a trial
     make of whole micro-batches: of those that are held, else of each space's smallest, or of the
     standard recipe's where there is no space.
     """
     multiples: list[int] = []
     for space in spaces or (None,):
-        micro_batches = _values("micro_batch_size", held, space)
-        gpus = _values("data_parallel", held, space)
+        micro_batches = _values("micro_batch_size", fixed_settings, space)
+        gpus = _values("data_parallel", fixed_settings, space)
         multiples.append(min(micro_batches) * math.lcm(*gpus))
     multiple = math.lcm(*multiples)
     return -(-least // multiple) * multiple
 
 
-def _values(key: str, held: Mapping[str, Any], space: SearchSpace | None) -> tuple[int, ...]:
+def _values(
+    key: str, fixed_settings: Mapping[str, Any], space: SearchSpace | None
+) -> tuple[int, ...]:
     """Return the values of a setting that are asked about."""
-    if held.get(key) is not None:
-        return (held[key],)
+    if fixed_settings.get(key) is not None:
+        return (fixed_settings[key],)
     if space is None:
         return (getattr(TrialConfig(), key),)
     return space.values_of(key)
@@ -146,7 +150,7 @@ class Cheapest:
     model: ModelSpec
     workload: Workload | None
     """None where no GPU can do it."""
-    held: Mapping[str, Any]
+    fixed_settings: Mapping[str, Any]
     deadline_seconds: float | None
     gpus: tuple[GpuForJob, ...]
     """Those that do the job, the cheapest first, then the others by name."""
@@ -350,7 +354,7 @@ def longest_rows(
     batches: Sequence[int] = BATCHES
     if isinstance(about, SearchSpace):
         batches = shown_batches(about)
-    elif "micro_batch_size" in asked.held:
+    elif "micro_batch_size" in asked.fixed_settings:
         batches = [about.micro_batch_size]
     able_of: dict[int, list[TrialConfig]] = {}
     for batch in batches:

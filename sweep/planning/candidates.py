@@ -41,7 +41,7 @@ class PlanOptions:
 
     kind: SpaceKind | None = None
     """None where one configuration is asked about, and no space."""
-    held: Mapping[str, Any] = field(default_factory=dict)
+    fixed_settings: Mapping[str, Any] = field(default_factory=dict)
     """Settings that were typed: they are fixed, and the rest of the space is searched."""
     run_command: str = ""
     """What to type to measure on the GPU what is searched here."""

@@ -237,7 +237,7 @@ def _about(plan: GpuPlan | Longest) -> dict[str, Any]:
         "gpu": gpu,
         "model": forecaster.model.name,
         "space_kind": plan.asked.kind,
-        "held": dict(plan.asked.held),
+        "held": dict(plan.asked.fixed_settings),
     }
 
 
@@ -449,7 +449,7 @@ def cheapest_document(answer: Cheapest) -> dict[str, Any]:
 
     return {
         "model": answer.model.name,
-        "held": dict(answer.held),
+        "held": dict(answer.fixed_settings),
         "within_seconds": answer.deadline_seconds,
         **_of(answer.workload, "steps", "samples", "tokens"),
         **_leading("cheapest", names(answer.perhaps_cheapest)),

@@ -159,7 +159,7 @@ class PlanQuestion:
         return {key: value for key, (value, _) in own_settings(self.model).items()}
 
     @cached_property
-    def held(self) -> Mapping[str, Any]:
+    def fixed_settings(self) -> Mapping[str, Any]:
         """Settings that are the same on every GPU: what was typed, and what makes jobs the same."""
         typed = self._typed
         if self.is_grpo:
@@ -185,7 +185,7 @@ class PlanQuestion:
         if not is_free or "effective_batch_size" in typed:
             return typed
         completions = self.grpo["num_generations"]
-        samples = whole_step(PROMPTS * completions, held=typed, spaces=self._searched)
+        samples = whole_step(PROMPTS * completions, fixed_settings=typed, spaces=self._searched)
         return {"effective_batch_size": math.lcm(samples, completions), **typed}
 
     @property
@@ -220,14 +220,14 @@ class PlanQuestion:
         """
         asked: SearchSpace | TrialConfig
         if self.request.is_exact:
-            given = {**self.own_settings, **needed_by(self.held), **self.held}
+            given = {**self.own_settings, **needed_by(self.fixed_settings), **self.fixed_settings}
             asked = parse_config(_with_micro_batch(given), where="options")
         else:
             space, kind = self.spaces[gpu.name]
             refuse_without_dataset(space)
             asked = self._of_grpo(self._offered(gpu).space)
-            if self.held:
-                asked = with_fixed(asked, self.held)
+            if self.fixed_settings:
+                asked = with_fixed(asked, self.fixed_settings)
             if isinstance(asked, SearchSpace) and kind != "file":
                 asked = with_offered_batches(asked, self.model, gpu.budget_bytes)
         # Of the cheapest GPU's space the answer itself says what is not possible.
@@ -274,29 +274,39 @@ class PlanQuestion:
         if not self.request.is_exact:
             return self._offered(gpu).notes
         own = own_settings(self.model)
-        return tuple(dict.fromkeys(f"{own[key][1]}." for key in own if key not in self.held))
+        return tuple(
+            dict.fromkeys(f"{own[key][1]}." for key in own if key not in self.fixed_settings)
+        )
 
     def _offered(self, gpu: GpuSpec) -> Offered:
         """Return the space of a GPU as the trainer, the model and the dataset leave it."""
         space, kind = self.spaces[gpu.name]
         is_preset = kind != "file"
-        able = for_trainer(space, self.model, is_preset=is_preset, held=self.held)
-        own = with_own_settings(able.space, self.model, is_preset=is_preset, held=self.held)
+        able = for_trainer(
+            space, self.model, is_preset=is_preset, fixed_settings=self.fixed_settings
+        )
+        own = with_own_settings(
+            able.space, self.model, is_preset=is_preset, fixed_settings=self.fixed_settings
+        )
         notes = able.notes + own.notes
         if self.dataset is None:
             return Offered(own.space, notes)
         offered = space_with_dataset(
-            own.space, self.dataset, model=self.model, is_preset=is_preset, held=self.held
+            own.space,
+            self.dataset,
+            model=self.model,
+            is_preset=is_preset,
+            fixed_settings=self.fixed_settings,
         )
         return Offered(offered.space, notes + offered.notes)
 
     def asked(self, gpu: GpuSpec) -> PlanOptions:
         """Return what was asked of a GPU, for the answer to say."""
         if self.request.is_exact:
-            return PlanOptions(held=self.held, grpo=self.grpo)
+            return PlanOptions(fixed_settings=self.fixed_settings, grpo=self.grpo)
         _, kind = self.spaces[gpu.name]
-        held = self._typed if self.is_grpo else self.held
-        return PlanOptions(kind, held, run_command=self._run_command(gpu), grpo=self.grpo)
+        fixed_settings = self._typed if self.is_grpo else self.fixed_settings
+        return PlanOptions(kind, fixed_settings, run_command=self._run_command(gpu), grpo=self.grpo)
 
     def _run_command(self, gpu: GpuSpec) -> str:
         """Return what to type to measure on a GPU what is searched here."""

@@ -335,7 +335,7 @@ class WorkerProcess:
                 settings.device,
                 weights=settings.weights,
                 gpus=settings.gpus,
-                neighbours=settings.neighbours,
+                concurrent_jobs=settings.concurrent_jobs,
             )
             # By this process, as the compiler would leave the rights to the umask.
             with contextlib.suppress(OSError):

@@ -31,7 +31,7 @@ from qlora_sweep.sweep.running.wire import (
     to_line,
     worker_message_adapter,
 )
-from qlora_sweep.sweep.training import team
+from qlora_sweep.sweep.training import process_group
 
 _BEAT_SECONDS = 1.0
 """Between two signs of life while the others are waited for."""
@@ -83,7 +83,7 @@ class Ranks:
         is_new_group = bool(ended) or size != self._size
         if is_new_group:
             # What is started now would take itself for one of the old group.
-            team.leave()
+            process_group.leave()
         for rank in range(1, size):
             if rank not in self._all:
                 self._all[rank] = _Rank(rank, self._settings, self._on_failure)
@@ -99,7 +99,7 @@ class Ranks:
             self._meetings = self._meetings[-1:]
             self._meetings.append(os.fdopen(os.memfd_create("sweep-ranks"), "r+b"))
         if self._meetings:
-            command = command.model_copy(update={"meeting": self._meeting()})
+            command = command.model_copy(update={"rendezvous": self._rendezvous()})
         for process in commanded:
             process.tell(command)
         return command
@@ -112,11 +112,11 @@ class Ranks:
             OSError: one cannot be started.
         """
         self._meetings.append(os.fdopen(os.memfd_create("sweep-ranks"), "r+b"))
-        settings = self._settings.model_copy(update={"meeting": self._meeting()})
+        settings = self._settings.model_copy(update={"rendezvous": self._rendezvous()})
         for rank in range(1, size):
             process = _Rank(rank, settings, self._on_failure, module=module, run_id="")
             self._of_trial.append(process)
-        return self._meeting()
+        return self._rendezvous()
 
     def await_ready(self) -> None:
         """Return once all that were started have their GPUs.
@@ -127,7 +127,7 @@ class Ranks:
         for process in self._of_trial:
             process.await_ready(self._beat)
 
-    def _meeting(self) -> str:
+    def _rendezvous(self) -> str:
         return f"/proc/{os.getpid()}/fd/{self._meetings[-1].fileno()}"
 
     def end(self) -> str | None:

@@ -444,7 +444,7 @@ class Cluster:
                     name = re.sub(r"[^\w.-]", "-", f"{node.address}-{node.id[:8]}-{number}")
                     runner = RayRunner(
                         self.ray,
-                        partial(new_runner, neighbours=count - 1),
+                        partial(new_runner, concurrent_jobs=count - 1),
                         # Another database may have a study of this name, and the same nodes.
                         home=f"{study}-{token}/{name}",
                         device=device,

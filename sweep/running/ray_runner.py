@@ -28,7 +28,7 @@ from qlora_sweep.sweep.running.device_info import read_gpu
 from qlora_sweep.sweep.running.runner import Observer, Runner, keep_going
 from qlora_sweep.sweep.running.wire import Progress, TrialRequest
 
-SILENCE_SECONDS = 60.0
+QUIET_SECONDS = 60.0
 """Without a word of an actor, which says that it lives every `_ALIVE_SECONDS`: no machine is away
 for so long and comes back."""
 START_SECONDS = 180.0
@@ -191,7 +191,7 @@ class RayRunner(Runner):
     device: DeviceName
     node_id: str
     address: str
-    silence_seconds: float = SILENCE_SECONDS
+    quiet_seconds: float = QUIET_SECONDS
     _has_spoken: bool = False
     _phase: Phase = "start"
     _is_cancelled: bool = False
@@ -323,7 +323,7 @@ class RayRunner(Runner):
         clock = AttentiveClock()
         longest = START_SECONDS
         if self._has_spoken:
-            longest = self.silence_seconds
+            longest = self.quiet_seconds
         while not self.ray.wait([reference], timeout=_LOOK_SECONDS, fetch_local=False)[0]:
             if self._is_cancelled:
                 break

@@ -183,7 +183,7 @@ def take(environment: dict[str, str], module: str = MODULE) -> Starting | None:
 
 
 def worker_environment(
-    device: str, *, weights: str = "random", gpus: Sequence[str] = (), neighbours: int = 0
+    device: str, *, weights: str = "random", gpus: Sequence[str] = (), concurrent_jobs: int = 0
 ) -> dict[str, str]:
     """Return the variables that a worker starts with.
 
@@ -191,17 +191,17 @@ def worker_environment(
         device: ``cuda`` or ``cpu``.
         weights: ``pretrained`` ones may need the hub's token.
         gpus: those that it sees, as CUDA names them; none for those of this process.
-        neighbours: others that share the machine's cores with it.
+        concurrent_jobs: others that share the machine's cores with it.
     """
     inherited = child_environment(with_hub_token=weights == "pretrained")
     # Images forbid to write bytecode, and each worker would compile its libraries: half its start.
     inherited.pop("PYTHONDONTWRITEBYTECODE", None)
     # By default the compiler's files are in /tmp, and gone with the next start of the machine.
     kept = {"TORCHINDUCTOR_CACHE_DIR": str(compiler_directory())}
-    if neighbours:
+    if concurrent_jobs:
         # Each would take every core to compile, and the steps that another measures would wait:
         # each keeps one to train with, and compiles on its share of the others.
-        workers = neighbours + 1
+        workers = concurrent_jobs + 1
         share = max(1, (len(os.sched_getaffinity(0)) - workers) // workers)
         kept["TORCHINDUCTOR_COMPILE_THREADS"] = str(share)
     of_device = {}

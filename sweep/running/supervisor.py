@@ -143,14 +143,14 @@ class Patience:
 
     def exceeded(self) -> str | None:
         """Return which limit was passed, in words; None where none was."""
-        silence = self.deadlines.of(self.phase)
+        quiet_seconds = self.deadlines.of(self.phase)
         progress = self.deadlines.of_progress(self.phase, micro_steps=self.micro_steps)
         whole = self.deadlines.of_trial(self.steps, micro_steps=self.micro_steps)
         if self.quality_tokens:
             whole += self.deadlines.of_quality(self.quality_tokens)
         back = self.clock.returned_at
-        if self.clock.now >= max(self._heard_at, back) + silence:
-            return f"no sign of life for {silence:g} s"
+        if self.clock.now >= max(self._heard_at, back) + quiet_seconds:
+            return f"no sign of life for {quiet_seconds:g} s"
         if self.clock.now >= max(self._progress_at, back) + progress:
             return f"signs of life, but no step further for {progress:g} s"
         if self.clock.now >= self._begun_at + whole:

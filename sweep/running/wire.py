@@ -32,7 +32,7 @@ class ChildSettings(Message):
     """Random, or loaded with transformers, who may need the hub's token."""
     gpus: tuple[str, ...] = ()
     """Those that it sees, as CUDA names them; none for those of the process that starts it."""
-    neighbours: int = 0
+    concurrent_jobs: int = 0
     """Others that share the machine's cores with it."""
     log_path: str | None = None
     """Where it prints from now on; None for where it does."""
@@ -102,7 +102,7 @@ class RunCommand(Message):
     request: TrialRequest
     run_id: str = ""
     """Of this command, for the answer to name."""
-    meeting: str = ""
+    rendezvous: str = ""
     """File by which the ranks that run it find each other; a new one is a new process group."""
     stop_at: float | None = None
     """When it is stopped between two steps, by this machine's monotonic clock; None for never."""

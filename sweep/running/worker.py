@@ -57,7 +57,7 @@ from qlora_sweep.sweep.running.wire import (
     command_adapter,
     to_line,
 )
-from qlora_sweep.sweep.training import team
+from qlora_sweep.sweep.training import process_group
 from qlora_sweep.sweep.training.adapters import import_compiler, start_compiler_processes
 from qlora_sweep.sweep.training.device import DEVICE_TYPES
 from qlora_sweep.sweep.training.exceptions import is_gpu_out_of_memory, is_host_out_of_memory
@@ -151,7 +151,7 @@ class Worker:
             beat=lambda: self._send(Progress(phase=self.phase)),
             on_failure=self._fail,
         )
-        self._meeting = ""
+        self._rendezvous = ""
         """Of the process group that it is in."""
         self._speeds: dict[str, tuple[float | None, Measured]] = {}
         """What was measured on the way to a configuration's quality, with its learning rate."""
@@ -254,11 +254,11 @@ class Worker:
             self._send(Progress(phase="build"))
         if self._rank == 0:
             command = self._others.begin(command)
-        is_new_group = command.meeting != self._meeting
+        is_new_group = command.rendezvous != self._rendezvous
         if is_new_group:
             # Whatever libraries look for other processes must not find the last trial's.
-            team.leave()
-            self._meeting = command.meeting
+            process_group.leave()
+            self._rendezvous = command.rendezvous
         if self._rank >= ranks:
             return TrialEnd(INTERRUPTED)
         failed = self._resident.hold(config)
@@ -269,7 +269,9 @@ class Worker:
             return TrialEnd(failed)
         if is_new_group and ranks > 1:
             device = self._resident.device.torch_device
-            team.join(self._rank, ranks, meeting=Path(command.meeting), device=device)
+            process_group.join(
+                self._rank, ranks, rendezvous=Path(command.rendezvous), device=device
+            )
             # Another rank that reaches this GPU is no neighbour.
             self._resident.gpu.remember()
         before = self._resident.device.allocated_bytes()
@@ -297,21 +299,23 @@ class Worker:
         request = command.request
         config = request.config
         self.phase = "attach"
-        limit = team.TimeLimit(command.stop_at)
-        earlier = team.gathered(self._known_speed(request))[0]
+        limit = process_group.TimeLimit(command.stop_at)
+        earlier = process_group.all_gathered(self._known_speed(request))[0]
         if earlier is not None:
             ended = TrialEnd(earlier)
         else:
             ended = self._trained(request, started=started, limit=limit)
         if request.quality is None or ended.is_apart:
             return ended
-        outcome = team.gathered(ended.outcome)[0]
+        outcome = process_group.all_gathered(ended.outcome)[0]
         if not isinstance(outcome, Measured):
             return TrialEnd(outcome)
         self._speeds[_speed_key(request)] = config.learning_rate, outcome
         return self._with_quality(outcome, config, request.quality, limit)
 
-    def _trained(self, request: TrialRequest, *, started: float, limit: team.TimeLimit) -> TrialEnd:
+    def _trained(
+        self, request: TrialRequest, *, started: float, limit: process_group.TimeLimit
+    ) -> TrialEnd:
         """Train for speed and memory."""
         base = self._resident.base
         assert base is not None, "a trial has a base"
@@ -348,7 +352,7 @@ class Worker:
         outcome: Measured,
         config: TrialConfig,
         asked: QualityCommand,
-        limit: team.TimeLimit = team.NO_LIMIT,
+        limit: process_group.TimeLimit = process_group.NO_LIMIT,
     ) -> TrialEnd:
         """Train a configuration that fits once more, for what it learns of the texts."""
         if self._dataset is None:

@@ -26,7 +26,7 @@ from qlora_sweep.search_spaces.linears import CapacityClass, nearest_capacity
 from qlora_sweep.search_spaces.models import ModelSpec
 from qlora_sweep.search_spaces.space import Objective, SearchSpace, StepBudget
 from qlora_sweep.storage import codec
-from qlora_sweep.storage.ranking import merit, objective_value
+from qlora_sweep.storage.ranking import goodness, objective_value
 from qlora_sweep.storage.records import NEIGHBOUR, Measured, OutOfMemory, PrunedSlow, TrialRecord
 from qlora_sweep.sweep.predict.forecast import Forecaster, Progress, silent
 from qlora_sweep.sweep.predict.memory.prediction import CAPPED_EXPANDABLE, stated_uncertainty
@@ -228,7 +228,7 @@ class _Weighed:
     """What each row promises; the candidates come first."""
 
     world: _World
-    merits: Array
+    goodness: Array
     """By which one is chosen: expected gain per second, with `BOLDNESS`; minus infinity for what
     was tried."""
     gains: Array
@@ -385,22 +385,22 @@ class GuidedSampler(CandidateSampler):
         weighed = self._weighed(trials)
         world = weighed.world
         gains = weighed.of_asked(weighed.gains)
-        merits = weighed.of_asked(weighed.merits)
+        goodness = weighed.of_asked(weighed.goodness)
         most = gains[: len(world.candidates)].max(initial=-np.inf)
         if self._settled_below is not None and most < self._settled_below:
             # Trials are to be used up.
-            gains, merits = weighed.gains, weighed.merits
-        row = self._first_acceptable(world, merits)
+            gains, goodness = weighed.gains, weighed.goodness
+        row = self._first_acceptable(world, goodness)
         if row is not None and gains[row] < WORTH_BOLDNESS:
             # What looks best is as good as found: what may be better by surprise has its turn.
             row = self._first_acceptable(world, gains / weighed.seconds)
         if row is None:
-            row = self._first_acceptable(world, weighed.merits)
+            row = self._first_acceptable(world, weighed.goodness)
         if row is None:
             chosen = _leanest(world, trials)
         else:
             chosen = world.candidates[row]
-            order = np.argsort(-merits[: len(world.candidates)])[:REFINED]
+            order = np.argsort(-goodness[: len(world.candidates)])[:REFINED]
             self._best = tuple(world.candidates[at].params for at in order)
         if chosen is None:
             return {}
@@ -483,17 +483,17 @@ class GuidedSampler(CandidateSampler):
     def _read(self, study: optuna.Study, *, besides: int | None) -> Trials:
         trials = super()._read(study, besides=besides)
         measured = [record for record in trials.records if record.measurement is not None]
-        merits = np.array([self._merit_of(record) for record in measured])
-        trials.learned = [measured[at] for at in most_telling(merits, most=LEARNED_MAX)]
+        goodness = np.array([self._goodness_of(record) for record in measured])
+        trials.learned = [measured[at] for at in most_telling(goodness, most=LEARNED_MAX)]
         return trials
 
-    def _merit_of(self, record: TrialRecord) -> float:
+    def _goodness_of(self, record: TrialRecord) -> float:
         """Return what a trial reached; minus infinity where it was stopped."""
         if record.number not in self._merits:
             reached = -math.inf
             if isinstance(record.outcome, Measured):
                 measured = record.outcome.measurement
-                reached = merit(self._objective, objective_value(self._objective, measured))
+                reached = goodness(self._objective, objective_value(self._objective, measured))
             self._merits[record.number] = reached
         return self._merits[record.number]
 
@@ -546,19 +546,19 @@ class GuidedSampler(CandidateSampler):
         share = 1.0
         if world.forecasts.physics is not None:
             share = BOLDNESS
-        merits = expected_improvement(expected.surer(share), best)[0] * fit
+        goodness = expected_improvement(expected.surer(share), best)[0] * fit
         if len(best):
             gains = gains * fit
-            merits = merits / seconds
+            goodness = goodness / seconds
         else:
             gains = np.full(len(gains), np.inf)
         # Equals are told apart by seed and trial, so that a study that resumes is where it was.
-        draws = np.random.default_rng([self._seed, len(trials.tried)]).random(len(merits))
-        merits = merits * (1.0 + 1e-6 * draws)
+        draws = np.random.default_rng([self._seed, len(trials.tried)]).random(len(goodness))
+        goodness = goodness * (1.0 + 1e-6 * draws)
         is_tried = _is_tried(world, trials)
-        merits[is_tried] = -np.inf
+        goodness[is_tried] = -np.inf
         gains[is_tried] = -np.inf
-        return replace(known, merits=merits, gains=gains, chances=chances * fit, asked=asked)
+        return replace(known, goodness=goodness, gains=gains, chances=chances * fit, asked=asked)
 
     def _asked(self, known: _Weighed, trials: Trials) -> Flags:
         """Return which rows the recommendation is chosen from: of speed alone those of the capacity
@@ -627,7 +627,7 @@ class GuidedSampler(CandidateSampler):
             if asked[row] and is_predicted:
                 reached.append(float(known.speeds[row]))
             elif asked[row]:
-                reached.append(self._merit_of(of_row[row]))
+                reached.append(self._goodness_of(of_row[row]))
         return np.array(reached)
 
     def _seconds(self, world: _World, trials: Trials, speed: Mixture) -> Array:

@@ -114,11 +114,11 @@ class ConfirmationPlan:
             return None
         return baseline
 
-    def _newest_of(self, recipe: TrialConfig) -> TrialRecord | None:
+    def _newest_of(self, baseline: TrialConfig) -> TrialRecord | None:
         """Return the last trial of a canonical configuration; None where it had none."""
         newest = None
         for record in self.ranking.records:
-            if canonical(record.config) == recipe:
+            if canonical(record.config) == baseline:
                 newest = record
         return newest
 
@@ -190,25 +190,25 @@ class ConfirmationPlan:
         winner = ranking.winner
         if winner is None:
             return ()
-        references = self._recipe_of(winner)
+        references = self._baseline_of(winner)
         fastest = ranking.fastest_of_baselines_class
         if fastest is not None and not ranking.is_of_baselines_class(winner.config):
             references.append(Contender.of(fastest))
-            references += self._recipe_of(fastest)
+            references += self._baseline_of(fastest)
         return tuple(references)
 
-    def _recipe_of(self, trial: RankedTrial) -> list[Contender]:
+    def _baseline_of(self, trial: RankedTrial) -> list[Contender]:
         """Return the baseline in a trial's class; none where that is known not to run."""
-        config = self.ranking.recipe_for(trial.config)
-        recipe = canonical(config)
-        newest = self._newest_of(recipe)
+        config = self.ranking.baseline_for(trial.config)
+        baseline = canonical(config)
+        newest = self._newest_of(baseline)
         if newest is not None and newest.measurement is None:
             return []
         if newest is not None:
             return [Contender.of(newest)]
-        if recipe in self.ranking.confirmations.fallen:
+        if baseline in self.ranking.confirmations.fallen:
             return []
-        return [Contender(recipe, config)]
+        return [Contender(baseline, config)]
 
     @cached_property
     def _winner(self) -> Contender | None:

@@ -41,7 +41,7 @@ from qlora_sweep.sweep.request import (
     RunRequest,
     checked_name,
     default_study_name,
-    held_in,
+    fixed_in,
     overridden,
     refuse_unmeasured,
     with_confirm,
@@ -150,7 +150,7 @@ def prepare(
         InputError: something that was typed, written or named is not right.
         EnvironmentFault: the GPU, or the network for a hub id, is not to be had.
     """
-    held = request.held
+    fixed_settings = request.fixed_settings
     is_preset = preset_name(request.space) is not None
     definition = None
     if request.study is not None:
@@ -158,25 +158,32 @@ def prepare(
     typed_space, changed = overridden(request.space, request.overrides, definition)
     typed_space = narrowed(typed_space)
     model = load_model_spec(typed_space.model)
-    able = for_trainer(typed_space, model, is_preset=is_preset, held=held)
+    able = for_trainer(typed_space, model, is_preset=is_preset, fixed_settings=fixed_settings)
     refuse_unmeasured(able.space)
-    _, changed_as_typed = held_in(typed_space, held, changed, typed=request.space)
-    _refuse_without_dataset(able.space, held)
+    _, changed_as_typed = fixed_in(typed_space, fixed_settings, changed, typed=request.space)
+    _refuse_without_dataset(able.space, fixed_settings)
     here = read_gpu() if able.space.gpu != "cpu" else None
     # Texts may take a minute to read: what can be refused without them is refused before.
     resolved = resolve_target(able.space, here)
     if able.space.weights == "pretrained":
         check_weights(model)
-    of_model = with_own_settings(able.space, model, is_preset=is_preset, held=held)
-    if able.space.data is not None and definition is None and request.study is None and not held:
+    of_model = with_own_settings(
+        able.space, model, is_preset=is_preset, fixed_settings=fixed_settings
+    )
+    if (
+        able.space.data is not None
+        and definition is None
+        and request.study is None
+        and not fixed_settings
+    ):
         definition = stored(default_study_name(able.space, changed))
     dataset = _dataset_of(able.space, model, definition, read_dataset)
     offered = Offered(of_model.space)
     if dataset is not None:
         offered = space_with_dataset(
-            of_model.space, dataset, model=model, is_preset=is_preset, held=held
+            of_model.space, dataset, model=model, is_preset=is_preset, fixed_settings=fixed_settings
         )
-    space, changed = held_in(offered.space, held, changed, typed=request.space)
+    space, changed = fixed_in(offered.space, fixed_settings, changed, typed=request.space)
     if able.space is not typed_space:
         # What a trainer cannot run is not what was typed: the name is as it is told elsewhere.
         changed = changed_as_typed
@@ -194,10 +201,10 @@ def prepare(
     return _checked(checked_name(name), begun.space, model, here, dataset, notes)
 
 
-def _refuse_without_dataset(space: SearchSpace, held: Mapping[str, Any]) -> None:
+def _refuse_without_dataset(space: SearchSpace, fixed_settings: Mapping[str, Any]) -> None:
     """Refuse what needs texts, of the space with what was fixed, where anything is left free."""
-    if held:
-        rest = with_fixed(space, held)
+    if fixed_settings:
+        rest = with_fixed(space, fixed_settings)
         if isinstance(rest, SearchSpace):
             space = rest
     refuse_without_dataset(space)

@@ -65,7 +65,7 @@ def supervised_runner(prepared: Prepared) -> Lanes:
         runner = prepared.new_runner(
             log_path=worker_log_path(prepared.name, lane=number),
             gpus=tuple(gpu.cuda_name for gpu in team),
-            neighbours=max(0, len(prepared.gpus) - 1),
+            concurrent_jobs=max(0, len(prepared.gpus) - 1),
         )
         lanes.append(Lane(runner, name))
     return Lanes(lanes)

@@ -100,7 +100,7 @@ class Board:
         """What runs, by number."""
         self.tracing: events.SpaceTraced | None = None
         """How far tracing the space is, while it is traced."""
-        self.foreseen: events.GainForeseen | None = None
+        self.predicted_gain: events.GainForeseen | None = None
         """What the sampler expects of the next trial; None from one that cannot tell."""
         self.confirming: events.ConfirmationStarted | None = None
         """What is measured again, once the search has ended."""
@@ -128,7 +128,7 @@ class Board:
                 if event.done >= event.of:
                     self.tracing = None
             case events.GainForeseen():
-                self.foreseen = event
+                self.predicted_gain = event
             case events.TrialStarted():
                 self.running[event.number] = ShownTrial(event, self.clock(), self.clock())
             case events.TrialProgress() if (running := self.running.get(event.number)) is not None:

@@ -27,8 +27,8 @@ from qlora_sweep.search_spaces.redaction import redact, redacted, shown
 
 STDOUT = "-"
 """Name of standard output, where a file is named."""
-SILENCE_SECONDS = 1.25
-LONGEST_SILENCE_SECONDS = 60.0
+QUIET_SECONDS = 1.25
+LONGEST_PAUSE_SECONDS = 60.0
 """Seconds without a line after which progress is printed, and the longest that they become."""
 PATIENCE_SECONDS = 20.0
 """Of one wait, after which the time to the next line doubles, up to a minute."""
@@ -271,8 +271,8 @@ class Rhythm:
     def begin(self) -> None:
         """Wait for something else."""
         self._begun_seconds = self._clock()
-        self._silence_seconds = SILENCE_SECONDS
-        self._due_seconds = self._begun_seconds + SILENCE_SECONDS
+        self._quiet_seconds = QUIET_SECONDS
+        self._due_seconds = self._begun_seconds + QUIET_SECONDS
 
     @property
     def is_due(self) -> bool:
@@ -283,8 +283,8 @@ class Rhythm:
         """Something was said of what is waited for."""
         now = self._clock()
         if now - self._begun_seconds >= PATIENCE_SECONDS:
-            self._silence_seconds = min(2 * self._silence_seconds, LONGEST_SILENCE_SECONDS)
-        self._due_seconds = now + self._silence_seconds
+            self._quiet_seconds = min(2 * self._quiet_seconds, LONGEST_PAUSE_SECONDS)
+        self._due_seconds = now + self._quiet_seconds
 
 
 @contextlib.contextmanager
@@ -327,10 +327,10 @@ def working(doing: str) -> Iterator[Callable[[str], Callable[[int, int], None]]]
         if status is not None:
             status.update(words)
 
-    def break_silence() -> None:
+    def show_progress() -> None:
         if rhythm.is_due:
             note(f"{words} ({time.monotonic() - began:.0f} s)")
             rhythm.go_on()
 
-    with status or ticking(break_silence, seconds=SILENCE_SECONDS / 4):
+    with status or ticking(show_progress, seconds=QUIET_SECONDS / 4):
         yield lambda what: partial(hear, what)

@@ -36,8 +36,8 @@ def demonstrate(surface: str, replay: str) -> int:
     live = _study(RunRequest(space="cpu-demo", study="demo"), None)
     typed = "sweep run a10 --rank 16 --target-modules qv"
     note(f"\n2 of 2: a recorded GPU (`{typed} --on recorded:{surface} --study demo-a10`).")
-    held = {"lora_rank": 16, "target_modules": "qv"}
-    request = RunRequest(space="a10", study="demo-a10", held=held)
+    fixed_settings = {"lora_rank": 16, "target_modules": "qv"}
+    request = RunRequest(space="a10", study="demo-a10", fixed_settings=fixed_settings)
     recorded = _study(request, f"recorded:{surface}")
     lines = [""]
     lines += _found(live)

@@ -489,7 +489,7 @@ def _cost(
         gpus=(gpu.name,),
         model=request.overrides.get("model"),
         data=request.overrides.get("data") or {},
-        configuration=request.held,
+        configuration=request.fixed_settings,
         prices=prices,
         typed_prices=typed_prices,
     )

@@ -287,8 +287,8 @@ def time_line(board: Board) -> str:
         return f"{done}, about {whole} left{of_it}"
     least = units.error(board.definition.space.stop_below_gain)
     sooner = f"the search ends once less than {least} is expected to be gained"
-    if board.foreseen is not None and board.foreseen.gain != math.inf:
-        gain = units.share(board.foreseen.gain)
+    if board.predicted_gain is not None and board.predicted_gain.gain != math.inf:
+        gain = units.share(board.predicted_gain.gain)
         sooner = f"{gain} expected of the next trial, the search ends below {least}"
     return f"{done}, at most some {whole} more{of_it}: {sooner}"
 

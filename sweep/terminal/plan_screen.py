@@ -508,7 +508,7 @@ def _searched(plans: Sequence[GpuPlan]) -> Iterator[Fact]:
             words += _how_searched(survey)
         if not spaces:
             # They are the same on every GPU.
-            fixed = _in_words({key: space.fixed[key] for key in plan.asked.held})
+            fixed = _in_words({key: space.fixed[key] for key in plan.asked.fixed_settings})
         spaces[words] = None
         for key in space.dimensions:
             if len(space.values_of(key)) != 1:
@@ -531,8 +531,8 @@ def _how_searched(survey: Survey) -> str:
     return f"; {found.fit:,} surely fit, {found.uncertain:,} may fit, {cannot:,} cannot"
 
 
-def _in_words(held: Mapping[str, Any]) -> str:
-    return ", ".join(units.phrase(key, value) for key, value in held.items())
+def _in_words(fixed_settings: Mapping[str, Any]) -> str:
+    return ", ".join(units.phrase(key, value) for key, value in fixed_settings.items())
 
 
 def _next(plan: GpuPlan) -> Iterator[Fact]:
@@ -666,8 +666,8 @@ def longest(answers: Sequence[Longest], *, is_detailed: bool) -> RenderableType:
         said.append(("generation", GENERATION))
     tried = units.plural(first.configurations, "configuration")
     said.append(("searched", f"lengths in steps of {LENGTH_STEP} tokens, {tried} at each size"))
-    if first.asked.held:
-        said.append(("you fixed", _in_words(first.asked.held)))
+    if first.asked.fixed_settings:
+        said.append(("you fixed", _in_words(first.asked.fixed_settings)))
     if is_unsure:
         said.append(("perhaps", "is too close to the budget to be sure"))
     if is_at_limit:

@@ -31,7 +31,7 @@ from qlora_sweep.search_spaces.linears import resolve_targets
 from qlora_sweep.sweep.training import eight_bit
 from qlora_sweep.sweep.training.eight_bit import changed
 from qlora_sweep.sweep.training.model import DTYPES, LINEAR, BaseModel, decoder_layers
-from qlora_sweep.sweep.training.team import Gathered, build_shares
+from qlora_sweep.sweep.training.process_group import GatheredWeights, build_shares
 
 _SHAPES_MAX = 1_000_000
 """Graphs of one layer that are kept; torch keeps eight, and would not compile what comes after."""
@@ -73,7 +73,7 @@ class Attached:
     """Numbers of the layers that the base is stored with in 16 bits."""
     recomputed: set[int] = field(default_factory=set)
     """Layers that really went through checkpointing."""
-    gathered: Gathered | None = None
+    gathered: GatheredWeights | None = None
     """What was seen of a packed weight that is put together from shares."""
     compilation: Compilation | None = None
     """What the compiler did; None where nothing is compiled."""

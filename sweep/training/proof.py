@@ -34,8 +34,8 @@ from qlora_sweep.sweep.training.eight_bit import EightBitLinear
 from qlora_sweep.sweep.training.in_trl import InTrl
 from qlora_sweep.sweep.training.model import DTYPES, compute_type
 from qlora_sweep.sweep.training.preference import Preference
+from qlora_sweep.sweep.training.process_group import Look
 from qlora_sweep.sweep.training.step import TrainingLoop, rate_of
-from qlora_sweep.sweep.training.team import Look
 
 _BEYOND_A_CPUS_KERNEL = (
     "attention_dropout",

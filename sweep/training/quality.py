@@ -29,8 +29,14 @@ from qlora_sweep.sweep.training.adapters import Attached, attached
 from qlora_sweep.sweep.training.device import Device
 from qlora_sweep.sweep.training.messages import Progress, QualityCommand
 from qlora_sweep.sweep.training.model import BaseModel
+from qlora_sweep.sweep.training.process_group import (
+    NO_LIMIT,
+    TimeLimit,
+    all_gathered,
+    rank,
+    world_size,
+)
 from qlora_sweep.sweep.training.step import TrainingLoop, out_of_memory, told_in_evaluation
-from qlora_sweep.sweep.training.team import NO_LIMIT, TimeLimit, gathered, rank, world_size
 
 _EVALUATED_AT_ONCE = 4096
 """Tokens of a micro-batch of the evaluation at most, unless one text has more: the logits of all
@@ -128,7 +134,7 @@ class Quality:
             loss = loop.step(on_micro_step=self._beat)
             # It is on its way to the host until then.
             self.device.mark().wait()
-            of_ranks = gathered(float(loss))
+            of_ranks = all_gathered(float(loss))
             losses.append(sum(of_ranks) / len(of_ranks))
             self._steps = step + 1
             self._tell()

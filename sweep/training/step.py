@@ -47,7 +47,7 @@ from qlora_sweep.sweep.training.fitting import Fitted, fit
 from qlora_sweep.sweep.training.in_trl import trained
 from qlora_sweep.sweep.training.model import compute_type
 from qlora_sweep.sweep.training.preference import REFERENCE
-from qlora_sweep.sweep.training.team import fsdp_plugin, rank, shard_on_cpu, world_size
+from qlora_sweep.sweep.training.process_group import fsdp_plugin, rank, shard_on_cpu, world_size
 
 _DISTINCT_BATCHES = 3
 """accelerate fetches one batch ahead, but at the end of the loader. With two batches every second

@@ -16,10 +16,10 @@ from qlora_sweep.storage.records import Diverged
 from qlora_sweep.sweep.training.device import Device, Mark
 from qlora_sweep.sweep.training.exceptions import TrialEnded
 from qlora_sweep.sweep.training.meter import Meter, fastest_median
+from qlora_sweep.sweep.training.process_group import TimeLimit, agreed
 from qlora_sweep.sweep.training.step import TrainingLoop
-from qlora_sweep.sweep.training.team import TimeLimit, agreed
 
-SILENCE_SECONDS = 10.0
+QUIET_SECONDS = 10.0
 """Of queueing, after which a micro-step that is queued is a sign of life: where one takes so long,
 the host is hardly ahead of the device. A beat costs the host what a short step cannot spare."""
 
@@ -69,7 +69,7 @@ class StepQueue:
         limit: TimeLimit,
         round_steps: int,
         tell: Callable[..., bool],
-        silence_seconds: float,
+        quiet_seconds: float,
     ) -> None:
         self.loss = 0.0
         self.is_measuring = False
@@ -81,7 +81,7 @@ class StepQueue:
         self._limit = limit
         self._round_steps = round_steps
         self._tell = tell
-        self._silence_seconds = silence_seconds
+        self._quiet_seconds = quiet_seconds
         self._queued: deque[_Queued] = deque()
         """The oldest first."""
         self._step_seconds = 0.0
@@ -116,7 +116,7 @@ class StepQueue:
 
         def note_end() -> None:
             queued.ended.append(self._device.mark())
-            if time.perf_counter() - started >= self._silence_seconds:
+            if time.perf_counter() - started >= self._quiet_seconds:
                 self._tell()
 
         def note_gradients() -> None:

@@ -49,19 +49,19 @@ from qlora_sweep.sweep.training.meter import (
     median_interval,
 )
 from qlora_sweep.sweep.training.model import BaseModel
-from qlora_sweep.sweep.training.proof import KernelWatch, ProductWatch, StepEvidence, ineffective
-from qlora_sweep.sweep.training.step import TrainingLoop, out_of_memory
-from qlora_sweep.sweep.training.step_queue import SILENCE_SECONDS, StepQueue
-from qlora_sweep.sweep.training.team import (
+from qlora_sweep.sweep.training.process_group import (
     NO_LIMIT,
     Look,
     TimeLimit,
     agreed,
+    all_gathered,
     fingerprint,
-    gathered,
     rank,
     world_size,
 )
+from qlora_sweep.sweep.training.proof import KernelWatch, ProductWatch, StepEvidence, ineffective
+from qlora_sweep.sweep.training.step import TrainingLoop, out_of_memory
+from qlora_sweep.sweep.training.step_queue import QUIET_SECONDS, StepQueue
 
 TOO_FEW_EXAMPLES = "texts-make-no-micro-batch"
 UNKNOWN_TOKENS = "tokens-beyond-vocabulary"
@@ -118,7 +118,7 @@ class TrialTask:
     is_soak: bool = False
     limit: TimeLimit = NO_LIMIT
     micro_steps_max: int = MICRO_STEPS_TIMED
-    silence_seconds: float = SILENCE_SECONDS
+    quiet_seconds: float = QUIET_SECONDS
 
 
 class Trial:
@@ -289,7 +289,7 @@ class Trial:
             memory=self._device.memory(),
             loss=loss,
         )
-        self._looks = gathered(look)
+        self._looks = all_gathered(look)
         for look in self._looks:
             where = f"GPU {look.rank}: " if look.rank else ""
             self._check_peak(look.memory, where)
@@ -341,7 +341,7 @@ class Trial:
                 limit=self._task.limit,
                 round_steps=round_steps,
                 tell=self._tell,
-                silence_seconds=self._task.silence_seconds,
+                quiet_seconds=self._task.quiet_seconds,
             )
             if world_size() > 1:
                 # What was sent to make all adapters alike is not a step's.

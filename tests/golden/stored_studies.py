@@ -127,7 +127,9 @@ def _of_gpus() -> StudySnapshot:
 
 
 def _of_nothing_that_fits() -> StudySnapshot:
-    foreseen = ended.PredictionRecord(peak_allocated_bytes=28 * GIB, peak_reserved_bytes=29 * GIB)
+    predicted_gain = ended.PredictionRecord(
+        peak_allocated_bytes=28 * GIB, peak_reserved_bytes=29 * GIB
+    )
     outcomes: tuple[ended.Outcome, ...] = (
         ended.OutOfMemory(stage="backward", requested_bytes=GIB, peak_allocated_bytes=21 * GIB),
         ended.DominatedOutOfMemory(by=0),
@@ -135,4 +137,6 @@ def _of_nothing_that_fits() -> StudySnapshot:
     )
     configs = [TrialConfig(micro_batch_size=batch) for batch in (8, 16, 24)]
     trials = map(record, range(3), outcomes, configs)
-    return snapshot((t.model_copy(update={"prediction": foreseen}) for t in trials), name="memory")
+    return snapshot(
+        (t.model_copy(update={"prediction": predicted_gain}) for t in trials), name="memory"
+    )

@@ -166,7 +166,7 @@ def test_packing_that_somebody_named_is_kept(
     changes: dict[str, Any], held: tuple[str, ...]
 ) -> None:
     space = a_space(**changes)
-    offered = with_dataset(space, LENGTHS, names_its_lengths=False, held=held).space
+    offered = with_dataset(space, LENGTHS, names_its_lengths=False, fixed_settings=held).space
     assert offered.fixed == space.fixed
     assert "packing" not in offered.dimensions
     # The baseline does not pack though every trial does.
@@ -185,7 +185,7 @@ def test_a_presets_lengths_give_way_to_those_of_the_texts_and_that_is_said() -> 
 @pytest.mark.parametrize("held", [(), ("seq_len",)])
 def test_lengths_that_a_person_named_are_kept(held: tuple[str, ...]) -> None:
     space = a_space(dimensions={"seq_len": {"choices": [64, 128]}})
-    offered = with_dataset(space, LENGTHS, names_its_lengths=not held, held=held)
+    offered = with_dataset(space, LENGTHS, names_its_lengths=not held, fixed_settings=held)
     assert choices_of(offered.space, "seq_len") == (64, 128)
     assert not any("Lengths" in note for note in offered.notes)
 

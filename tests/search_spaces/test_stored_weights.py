@@ -132,7 +132,7 @@ def test_a_preset_takes_what_is_stored_and_a_space_of_ones_own_keeps_what_it_nam
     own = parse_space(
         "dimensions: {quantization: [nf4, fp4], lora_rank: [8, 16]}", label="own.yaml"
     )
-    kept = with_own_settings(own, spec, is_preset=False, held={"double_quant"})
+    kept = with_own_settings(own, spec, is_preset=False, fixed_settings={"double_quant"})
     assert kept.space.values_of("quantization") == ("nf4", "fp4")
     assert "double_quant" not in kept.space.fixed
 

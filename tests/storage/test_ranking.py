@@ -218,8 +218,8 @@ def test_the_baseline_has_a_recipe_in_every_class() -> None:
     other = classed(1, fits(300.0), lora_rank=64, target_modules="qv", micro_batch_size=8)
     recipe = classed(2, fits(150.0), lora_rank=64, target_modules="qv")
     ranking = ranked(base, other, dimensions=CLASSES)
-    assert ranking.recipe_for(base.config) == TrialConfig()
-    assert ranking.recipe_for(other.config) == recipe.config
+    assert ranking.baseline_for(base.config) == TrialConfig()
+    assert ranking.baseline_for(other.config) == recipe.config
     assert ranking.reference_for(base.config).record == base
     assert ranking.reference_for(other.config) is None
     ranking = ranked(base, other, recipe, dimensions=CLASSES)

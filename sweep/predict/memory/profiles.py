@@ -20,7 +20,7 @@ the model's code a prime is a number like any other: it compares, pads and slice
 Some profiles are made of traced ones. A model part of whose layers are in 4 bits is put together
 out of the profiles of one kind each: both are traced of the same layers, so that the layers of one
 are put behind those of the other, and each layer of the model is told which of them stands for it.
-A base that FSDP2 shards is cut up as `sweep.training.team` and accelerate do it: each decoder
+A base that FSDP2 shards is cut up as `sweep.training.process_group` and accelerate do it: each decoder
 layer is a group, so are the embedding, and the head. What is gathered is received in one tensor and
 copied out of it, so that for a moment it is there twice. Constants of 4-bit weights are no
 parameters, so every GPU holds all of them.
@@ -561,13 +561,13 @@ _WIDE_BYTES = 2
 """Of an element of the base that is not packed."""
 _ADAPTER_BYTES = 4
 """Of one of the adapters, which are gathered as they are stored."""
-LAYERS_GATHERED = 2
+LAYERS_ALL_GATHERED = 2
 """Decoder layers that are whole at once: the one that computes, and one that is on its way, or was
 and is not let go of yet."""
 
 
 @dataclass(frozen=True)
-class _Gathered:
+class _AllGathered:
     """What a segment gathers. Bytes."""
 
     throughout: int
@@ -606,7 +606,7 @@ def sharded(profile: Profile, config: TrialConfig, model: ModelSpec) -> Profile:
     held = round(movable / config.data_parallel + constants)
     # What is received is of a stream of its own, whose memory serves nothing else. Where the
     # embedding was received lies a layer when the head is, which takes as much anew.
-    received = max(head, LAYERS_GATHERED * layer)
+    received = max(head, LAYERS_ALL_GATHERED * layer)
     if has_own_head:
         received += head
     else:
@@ -616,7 +616,7 @@ def sharded(profile: Profile, config: TrialConfig, model: ModelSpec) -> Profile:
     sizes = list(profile.sizes)
     segments: dict[str, Segment] = {}
     for name, segment in profile.segments.items():
-        each = gathered.get(name, _Gathered(LAYERS_GATHERED * layer, 0, layer))
+        each = gathered.get(name, _AllGathered(LAYERS_ALL_GATHERED * layer, 0, layer))
         segments[name] = _gathering(segment, each, size=len(sizes))
         sizes += [{"": each.at_first}, {"": each.throughout - each.copied}, {"": each.copied}]
     return replace(profile, base=base, segments=segments, sizes=sizes)
@@ -624,31 +624,31 @@ def sharded(profile: Profile, config: TrialConfig, model: ModelSpec) -> Profile:
 
 def _at_the_ends(
     config: TrialConfig, layer: int, head: int, *, has_own_head: bool
-) -> dict[str, _Gathered]:
+) -> dict[str, _AllGathered]:
     """Return what is gathered for the embedding and for the loss, of so many bytes each."""
-    nothing = _Gathered(0, 0, 0)
+    nothing = _AllGathered(0, 0, 0)
     if not has_own_head:
         # The head is the embedding: it is whole from there on, which counts as held throughout.
         return {
-            "embed": _Gathered(head, 0, 0),
-            "head": _Gathered(layer, 0, 0),
+            "embed": _AllGathered(head, 0, 0),
+            "head": _AllGathered(layer, 0, 0),
             "head_backward": nothing,
         }
-    embed = _Gathered(head, 2 * head, head)
+    embed = _AllGathered(head, 2 * head, head)
     if config.kernels_kind.fuses_loss:
         # What the last layer was received in is still there. A fused loss has its gradient by the
         # backward pass, and the head is given up with it.
-        loss = _Gathered(layer + head, layer + 2 * head, head)
+        loss = _AllGathered(layer + head, layer + 2 * head, head)
         return {"embed": embed, "head": loss, "head_backward": nothing}
     # What it was received in is kept until something else is.
     return {
         "embed": embed,
-        "head": _Gathered(2 * head, 0, head),
-        "head_backward": _Gathered(head, 0, head),
+        "head": _AllGathered(2 * head, 0, head),
+        "head_backward": _AllGathered(head, 0, head),
     }
 
 
-def _gathering(segment: Segment, gathered: _Gathered, *, size: int) -> Segment:
+def _gathering(segment: Segment, gathered: _AllGathered, *, size: int) -> Segment:
     """Return a segment that gathers; ``size`` is the index of what is there at first."""
     first, beside, copied = range(size, size + 3)
     tape = [

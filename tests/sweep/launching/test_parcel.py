@@ -44,7 +44,12 @@ def of_space(**data: str) -> RunRequest:
 
 
 def test_a_preset_needs_nothing_and_all_that_was_typed_goes_along() -> None:
-    typed = {"overrides": {"trials": 3}, "held": {"lora_rank": 8}, "devices": "2", "as_json": True}
+    typed = {
+        "overrides": {"trials": 3},
+        "fixed_settings": {"lora_rank": 8},
+        "devices": "2",
+        "as_json": True,
+    }
     request = RunRequest(space="cpu-demo", storage="sqlite:///x.db", **typed)
     # The database is this machine's.
     changed = {"storage": None, "study": "cpu-demo-90cac3"}
@@ -57,7 +62,7 @@ def test_what_another_machine_reads_is_the_same_study_without_weights(
     (here / "space.yaml").write_text(
         SPACE.replace("texts.jsonl", "{texts: texts.jsonl, format: text}")
     )
-    request = of_space().model_copy(update={"held": {"compute_dtype": "fp32"}})
+    request = of_space().model_copy(update={"fixed_settings": {"compute_dtype": "fp32"}})
     sent, files = packed(request)
     assert sorted(files) == [
         "data/texts.jsonl",

@@ -167,12 +167,17 @@ def test_what_was_typed_goes_along(home: Path) -> None:
     overrides = {"trials": 9, "confirm": False, "max_dollars": 3.0, "gpu": "a100-80gb"}
     held = {"lora_rank": 64, "compile": False}
     settings = {"cloud": "gcp", "price": "2"}
-    launch("skypilot", overrides=overrides, held=held, devices="4", settings=settings)
+    launch("skypilot", overrides=overrides, fixed_settings=held, devices="4", settings=settings)
     (study,) = (path.name for path in (home / "runs").iterdir())
     assert study.startswith("a10-a100-80gb-")
     found = job(home, study)
     assert found["request"] == RunRequest(
-        space="a10", overrides=overrides, held=held, study=study, devices="all", as_json=True
+        space="a10",
+        overrides=overrides,
+        fixed_settings=held,
+        study=study,
+        devices="all",
+        as_json=True,
     )
     assert found["resources"]["accelerators"] == {"A100-80GB": 4}
     assert found["resources"]["max_hourly_cost"] == 10.0
@@ -242,7 +247,7 @@ def test_what_cannot_be_is_refused_and_nothing_is_written(
 @pytest.mark.usefixtures("home")
 def test_no_gpu_is_rented_for_what_does_not_fit_it() -> None:
     with pytest.raises(NothingFits, match="is predicted to fit t4"):
-        launch(overrides={"gpu": "t4"}, held={"micro_batch_size": 16, "seq_len": 2048})
+        launch(overrides={"gpu": "t4"}, fixed_settings={"micro_batch_size": 16, "seq_len": 2048})
 
 
 def test_as_many_gpus_are_rented_as_a_trial_takes_and_lanes_of_them_share_the_study(
@@ -253,7 +258,9 @@ def test_as_many_gpus_are_rented_as_a_trial_takes_and_lanes_of_them_share_the_st
         held = {"data_parallel": 2, "lora_rank": 16}
         overrides = {"trials": 8, "confirm": False, "gpu": "a100-80gb"}
         settings = {"price": "1"}
-        launch("skypilot", held=held, devices=devices, settings=settings, overrides=overrides)
+        launch(
+            "skypilot", fixed_settings=held, devices=devices, settings=settings, overrides=overrides
+        )
         found = json.loads(capsys.readouterr().out)
         shutil.rmtree(home / "runs")
         return found["gpu"]["count"], found["cost"]["usd_range"][1] / found["cost"]["usd_per_hour"]

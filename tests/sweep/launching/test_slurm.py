@@ -284,7 +284,7 @@ def test_without_a_queue_the_script_can_still_be_written(
     assert not queue.files.parent.exists()
     _, request = dry_run(capsys, "cpu-demo", "--rank", "8")
     assert request.storage == f"sqlite:///{queue.files.parent}/sweep.db"
-    assert (request.study, request.held) == ("cpu-demo-90cac3", {"lora_rank": 8})
+    assert (request.study, request.fixed_settings) == ("cpu-demo-90cac3", {"lora_rank": 8})
     # A password of the environment does not stand in the script.
     monkeypatch.setenv("SWEEP_STORAGE", "postgresql://u:hunter2@host/db")
     text, request = dry_run(capsys, "cpu-demo")

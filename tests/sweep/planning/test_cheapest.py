@@ -206,7 +206,9 @@ def test_rows_end_with_the_first_micro_batch_at_which_nothing_fits() -> None:
 
 def test_one_configuration_is_asked_about_at_its_micro_batch_or_at_all() -> None:
     config = TrialConfig(micro_batch_size=3, checkpoint_fraction=0.5)
-    held = longest_rows(config, a_forecaster(), asked=PlanOptions(held={"micro_batch_size": 3}))
+    held = longest_rows(
+        config, a_forecaster(), asked=PlanOptions(fixed_settings={"micro_batch_size": 3})
+    )
     assert [row.micro_batch_size for row in held.rows] == [3]
     free = longest_rows(config, a_forecaster())
     assert [row.micro_batch_size for row in free.rows][:3] == [1, 2, 4]

@@ -130,7 +130,7 @@ def test_what_does_not_come_to_an_end_is_timed_out_by_the_limit_that_it_passed(
         (how.FLOOD_WITHOUT_LINES, "protocol", "more than 262,144 bytes without a line end"),
         (how.NESTED, "protocol", "nested too deeply"),
         (how.UNUSABLE_LATE, "protocol", "it fell off the bus"),
-        (how.ANOTHER_CONFIGURATION, "protocol", "it said 'finished' when nobody expected that"),
+        (how.ANOTHER_CONFIGURATION, "protocol", "it said 'finished' out of turn"),
         (how.CLOSED_PIPE, "protocol", "it closed its pipe, and lived on"),
         (how.CLOSED_EARS, "protocol", "closed its pipe"),
         (how.EXIT, "exit", "exit status 1; it printed last: hello from a library | Error invalid"),
@@ -196,7 +196,7 @@ def test_an_answer_to_an_earlier_trial_is_none_to_this_one(start: Start) -> None
     # Of the same configuration, too.
     outcome = ran(runner, how.ANSWER_AGAIN_LATER)
     assert isinstance(outcome, Crashed)
-    assert "it said 'finished' when nobody expected that" in outcome.detail
+    assert "it said 'finished' out of turn" in outcome.detail
 
 
 def test_what_an_outcome_says_in_words_can_be_stored_and_shown(start: Start) -> None:
@@ -233,7 +233,7 @@ def test_a_grandchild_does_not_outlive_a_hang(start: Start, log: Path) -> None:
     ("seed", "verdict", "words"),
     [
         (how.STOPPED_SEED, "timed_out", "no sign of life for 1 s"),
-        (how.CHATTY_SEED, "crashed", "said 'progress' when nobody expected that"),
+        (how.CHATTY_SEED, "crashed", "said 'progress' out of turn"),
         (how.DEAF_SEED, "timed_out", "no sign of life for 1 s"),
     ],
 )

@@ -197,7 +197,7 @@ def test_an_observer_that_fails_ends_its_trial_and_an_actor_that_says_nothing_is
         raise ZeroDivisionError
 
     node = nodes[STEADY]
-    with on(ray, node, "failing", silence_seconds=3) as runner:
+    with on(ray, node, "failing", quiet_seconds=3) as runner:
         with pytest.raises(ZeroDivisionError):
             runner.run(TrialRequest(config=SMALL, steps=LONG), observe=watch)
         assert until(lambda: all(map(is_gone, found.values())))

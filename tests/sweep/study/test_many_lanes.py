@@ -77,7 +77,7 @@ def by_batch(config: TrialConfig) -> Outcome:
     return at_speed(config, 8_000.0 if config.micro_batch_size == 8 else 1_000.0)
 
 
-def meeting(of: int) -> Answer:
+def rendezvous(of: int) -> Answer:
     """Trials of which each waits until so many run at once."""
     barrier = threading.Barrier(of, timeout=SECONDS)
 
@@ -105,7 +105,7 @@ def failing(times: int = 1, error: type[EnvironmentFault] = GpuLost) -> Answer:
 
 
 def test_trials_run_beside_each_other_and_each_configuration_once(tmp_path: Path) -> None:
-    together, heard = meeting(2), set[int]()
+    together, heard = rendezvous(2), set[int]()
     with eight(tmp_path, trials=6) as study:
         told = lambda _: heard.add(threading.get_ident())  # noqa: E731
         assert drive(study, lanes(together, together), on_event=told) is StopReason.TRIALS_SPENT

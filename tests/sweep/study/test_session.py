@@ -67,7 +67,7 @@ def prepared(
     space: str = "cpu-demo", *, study: Any = None, held: Any = None, **typed: Any
 ) -> Prepared:
     gpu = a_gpu("h200")
-    request = RunRequest(space=space, overrides=typed, held=held or {}, study=study)
+    request = RunRequest(space=space, overrides=typed, fixed_settings=held or {}, study=study)
     return prepare(request, read_gpu=lambda: gpu)
 
 
@@ -127,7 +127,7 @@ def gpus(*indices: int) -> tuple[ChosenGpu, ...]:
 
 def test_each_chosen_gpu_has_a_lane_or_as_many_as_a_trial_trains_on_together() -> None:
     alone = replace(prepared("a10"), gpus=gpus(0, 2))
-    both = replace(prepared("a10", held={"data_parallel": 2}), gpus=gpus(0, 1, 2, 3, 4))
+    both = replace(prepared("a10", fixed_settings={"data_parallel": 2}), gpus=gpus(0, 1, 2, 3, 4))
     assert (alone.gpus_per_trial, both.gpus_per_trial) == (1, 2)
     lanes = [
         [lane.name for lane in supervised_runner(what).all]
@@ -160,7 +160,7 @@ def test_a_stand_in_spends_one_trial_on_what_it_cannot_decide(
     monkeypatch.setattr(session, "TracingPredictor", Shipped)
     here = a_gpu("h100-80gb")
     held = {"lora_rank": 16, "target_modules": "attention"}
-    what = prepare(RunRequest(space="a10", held=held), read_gpu=lambda: here)
+    what = prepare(RunRequest(space="a10", fixed_settings=held), read_gpu=lambda: here)
     memory = Shipped(what.model, cache_dir=runs_directory())
 
     def answer(config: TrialConfig) -> Outcome:
@@ -202,8 +202,8 @@ def test_what_was_typed_overrides_what_the_space_says() -> None:
         ({"gpu": "l4"}, "a10-l4"),
         ({"model": "qwen3-8b"}, "a10-qwen3-8b"),
         ({"study": "mine", "trials": 3}, "mine"),
-        ({"held": {"lora_rank": 8}}, "a10-90cac3"),
-        ({"held": {"upcast_fp32": False}}, "a10"),
+        ({"fixed_settings": {"lora_rank": 8}}, "a10-90cac3"),
+        ({"fixed_settings": {"upcast_fp32": False}}, "a10"),
         ({"numerics": "16-bit"}, "a10-86e0a8"),
     ],
 )
@@ -212,7 +212,10 @@ def test_a_study_is_named_after_what_it_is_of(changes: dict[str, Any], name: str
 
 
 def test_settings_that_are_typed_are_fixed_and_the_rest_is_searched() -> None:
-    free, what = prepared("a10").space, prepared("a10", held={"kernels": "liger", "seq_len": 512})
+    free, what = (
+        prepared("a10").space,
+        prepared("a10", fixed_settings={"kernels": "liger", "seq_len": 512}),
+    )
     assert what.space.fixed.items() >= {"kernels": "liger", "seq_len": 512}.items()
     assert what.space.dimensions.keys() == free.dimensions.keys() - {"kernels", "seq_len"}
 
@@ -229,7 +232,7 @@ def test_where_all_settings_are_fixed_a_command_that_answers_is_named() -> None:
     held = {key: d.first for key, d in prepared("a10").space.dimensions.items()}
     held |= {"target_modules": ("v_proj", "q_proj"), "double_quant": False}
     with pytest.raises(InputError, match="nothing is left to search") as refusal:
-        prepared("a10", held=held, model="demo")
+        prepared("a10", fixed_settings=held, model="demo")
     command, *words = shlex.split(str(refusal.value).partition(" with sweep ")[2])
     typed = get_command(cli.app).commands[command].make_context("plan", words).params  # type: ignore[attr-defined]
     # With it goes the budget.
@@ -244,7 +247,7 @@ def test_where_all_settings_are_fixed_a_command_that_answers_is_named() -> None:
 def test_where_all_settings_are_fixed_on_a_cpu_no_command_is_named() -> None:
     held = {key: d.first for key, d in prepared().space.dimensions.items()}
     with pytest.raises(InputError, match="nothing is left to search") as refusal:
-        prepared(held=held)
+        prepared(fixed_settings=held)
     assert "sweep plan" not in str(refusal.value)
 
 
@@ -270,7 +273,7 @@ def test_a_preset_takes_the_attention_that_the_model_has(tmp_path: Path) -> None
     what = prepare(request, read_gpu=lambda: a_gpu("h200"))
     assert what.definition.space.values_of("attention") == ("eager",)
     assert any("eager" in note for note in what.notes)
-    typed = RunRequest(**dict(request) | {"held": {"attention": "flash_attention_2"}})
+    typed = RunRequest(**dict(request) | {"fixed_settings": {"attention": "flash_attention_2"}})
     held = prepare(typed, read_gpu=lambda: a_gpu("h200"))
     assert held.definition.space.values_of("attention") == ("flash_attention_2",)
     assert held.notes == ()

@@ -42,7 +42,7 @@ def prepared(
     url = typed.pop("url", None)
     overrides = {"data": {"texts": "mine.jsonl"}, "confirm": False, "trials": 4} | typed
     return prepare(
-        RunRequest(space=space, overrides=overrides, study=study, held=held or {}),
+        RunRequest(space=space, overrides=overrides, study=study, fixed_settings=held or {}),
         read_gpu=lambda: None,
         read_dataset=reader,
         stored=lambda name: read(url, name).definition if url else None,
@@ -71,13 +71,13 @@ def test_a_presets_lengths_are_those_of_the_texts(reader: Reader, home: Path) ->
     assert what.space.dimensions["packing"].values() == ("none", "packed", "grouped")
     assert what.space.baseline_config().packing == "none"
     assert len(what.notes) == 2
-    held = prepared(reader, held={"seq_len": 128, "packing": "packed"})
+    held = prepared(reader, fixed_settings={"seq_len": 128, "packing": "packed"})
     assert held.space.fixed.items() >= {"seq_len": 128, "packing": "packed"}.items()
     assert not {"seq_len", "packing"} & set(held.space.dimensions)
     # A length that was typed is kept, and what it costs is said.
     (said,) = held.notes
     assert "Length 128 cuts 140 of the 200 examples" in said
-    assert prepared(reader, held={"seq_len": 448, "packing": "packed"}).notes == ()
+    assert prepared(reader, fixed_settings={"seq_len": 448, "packing": "packed"}).notes == ()
     # Those of a file of one's own are kept.
     own = prepared(reader, **own_space(home))
     assert own.space.dimensions["seq_len"].values() == (64, 128)
@@ -127,7 +127,7 @@ def test_a_search_for_loss_begins_at_the_rate_of_the_rule(home: Path, searched: 
     assert in_words(rule.value) in said
     assert in_words(rule.high) in said
     # What is fixed is asked for.
-    fixed = prepared(answers, space="own.yaml", data=None, held={"learning_rate": 3e-3})
+    fixed = prepared(answers, space="own.yaml", data=None, fixed_settings={"learning_rate": 3e-3})
     assert fixed.space.baseline_config().learning_rate == 3e-3
     assert not any("learning rate" in note for note in fixed.notes)
 
@@ -143,7 +143,7 @@ def test_what_can_be_refused_without_reading_texts_is(reader: Reader) -> None:
     with pytest.raises(InputError, match=r"data.text_column is about a dataset.*--data"):
         prepared(reader, data={"text_column": "x"})
     with pytest.raises(InputError, match="packing packed needs a dataset"):
-        prepared(reader, data=None, held={"packing": "packed"})
+        prepared(reader, data=None, fixed_settings={"packing": "packed"})
     with pytest.raises(EnvironmentFault, match="no NVIDIA GPU"):
         prepared(reader, space="a10")
     assert reader.asked == []
@@ -227,7 +227,7 @@ def test_other_texts_are_refused(
 def test_a_micro_batch_that_the_texts_do_not_fill_never_runs(home: Path, url: str) -> None:
     few = Reader(prepared_dataset(home / "few", [20, 30, 40, 50]))
     with pytest.raises(InputError, match="micro_batch_size is 8 and the texts make 3 rows"):
-        prepared(few, held={"micro_batch_size": 8})
+        prepared(few, fixed_settings={"micro_batch_size": 8})
     what = prepared(few, trials=16, sampler="random")
     assert all(config.micro_batch_size <= 3 for config in driven(what, url).ran)
     records = read(url, what.name).records

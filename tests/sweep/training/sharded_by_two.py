@@ -27,7 +27,7 @@ from transformers.modeling_outputs import CausalLMOutput
 from qlora_sweep.search_spaces.config import TrialConfig
 from qlora_sweep.sweep.training.adapters import local
 from qlora_sweep.sweep.training.model import quantize_random
-from qlora_sweep.sweep.training.team import (
+from qlora_sweep.sweep.training.process_group import (
     AS_STORED,
     fsdp_plugin,
     shard_on_cpu,

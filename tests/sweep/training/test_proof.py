@@ -20,7 +20,7 @@ torch = lazily("torch")
 adapters = lazily("qlora_sweep.sweep.training.adapters")
 proof = lazily("qlora_sweep.sweep.training.proof")
 step = lazily("qlora_sweep.sweep.training.step")
-team = lazily("qlora_sweep.sweep.training.team")
+process_group = lazily("qlora_sweep.sweep.training.process_group")
 
 
 def fault(asked: Any, loop: Any, watch: Any = None, **seen: Any) -> Any:
@@ -205,7 +205,9 @@ def a_look(rank: int = 1, size: int = 1) -> Any:
     from qlora_sweep.sweep.training.device import Memory
 
     memory = Memory(1, "backward")
-    return team.Look(rank, size, adapters="same", tokens="other", held_share=1.0, memory=memory)
+    return process_group.Look(
+        rank, size, adapters="same", tokens="other", held_share=1.0, memory=memory
+    )
 
 
 @pytest.mark.parametrize("others", [[], [0, 1], [0, 1, 2]])
@@ -233,9 +235,11 @@ def test_what_ranks_compare_is_another_where_any_bit_or_its_place_is(dtype: str)
     flipped.view(torch.uint8)[1, 0] ^= 1
     # Of the same sums, and as many times their places.
     moved = one + torch.tensor([[1, -2], [1, 0]], dtype=one.dtype)
-    prints = {team.fingerprint([tensor]) for tensor in (one, flipped, swapped, moved, one.half())}
+    prints = {
+        process_group.fingerprint([tensor]) for tensor in (one, flipped, swapped, moved, one.half())
+    }
     assert len(prints) == 5
-    assert team.fingerprint([one.clone()]) in prints
+    assert process_group.fingerprint([one.clone()]) in prints
 
 
 # Compiled layers: one graph for all, kept from trial to trial, never a silent fall-back.

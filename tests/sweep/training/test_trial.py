@@ -283,7 +283,7 @@ def test_a_micro_step_that_takes_long_is_a_sign_of_life_before_its_step_is_queue
         heard.append((beat.phase, beat.step))
         return False
 
-    outcome_of(ACCUMULATING, steps=BRIEF, report=hear, silence_seconds=silence)
+    outcome_of(ACCUMULATING, steps=BRIEF, report=hear, quiet_seconds=silence)
     # One where the phase begins; then of two micro-steps that are queued, and that are done.
     assert heard.count(("warmup", 0)) == 1 + signs
 

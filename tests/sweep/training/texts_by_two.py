@@ -17,8 +17,8 @@ from qlora_sweep.search_spaces.config import TrialConfig
 from qlora_sweep.sweep.data.batches import QualityBatches, TokenizedDataset, trial_batches
 from qlora_sweep.sweep.training.adapters import attached
 from qlora_sweep.sweep.training.model import build_base
+from qlora_sweep.sweep.training.process_group import rank, world_size
 from qlora_sweep.sweep.training.step import TrainingLoop
-from qlora_sweep.sweep.training.team import rank, world_size
 from tests.sweep.training.tiny import TINY
 from tests.sweep.training.two_processes import tell_as_one_of_two
 

@@ -43,14 +43,14 @@ def tell_as_one_of_two(words: Callable[[Any, Path], Iterable[Any]]) -> None:
     """
     import torch
 
-    from qlora_sweep.sweep.training.team import join, leave
+    from qlora_sweep.sweep.training.process_group import join, leave
 
     rank = int(sys.argv[1])
-    meeting = Path(sys.argv[2])
+    rendezvous = Path(sys.argv[2])
     device = torch.device(sys.argv[3])
     if device.type == "cuda":
         torch.cuda.set_device(rank)
         device = torch.device("cuda", rank)
-    join(rank, 2, meeting=meeting, device=device)
-    print(*words(device, meeting.parent))
+    join(rank, 2, rendezvous=rendezvous, device=device)
+    print(*words(device, rendezvous.parent))
     leave()

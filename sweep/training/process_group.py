@@ -73,13 +73,13 @@ class Look:
     """Of the newest step."""
 
 
-def join(rank: int, size: int, *, meeting: Path, device: torch.device) -> None:
+def join(rank: int, size: int, *, rendezvous: Path, device: torch.device) -> None:
     """Become one of a process group, and wait for the others.
 
     Args:
         rank: this process's, and the index of its GPU among those that can be seen.
         size: how many train together.
-        meeting: a new file that the processes of this group alone have.
+        rendezvous: a new file that the processes of this group alone have.
         device: what it trains on.
     """
     global _control
@@ -94,7 +94,7 @@ def join(rank: int, size: int, *, meeting: Path, device: torch.device) -> None:
         device_id = device
     dist.init_process_group(
         kind.process_group,
-        store=dist.FileStore(str(meeting), size),  # type: ignore[attr-defined]
+        store=dist.FileStore(str(rendezvous), size),  # type: ignore[attr-defined]
         rank=rank,
         world_size=size,
         device_id=device_id,
@@ -153,7 +153,7 @@ class TimeLimit:
 NO_LIMIT = TimeLimit()
 
 
-def gathered(value: T) -> list[T]:
+def all_gathered(value: T) -> list[T]:
     """Return what each rank has for it, once all of them do."""
     values = [value] * world_size()
     if _control is not None:
@@ -185,7 +185,7 @@ def build_shares(
     config: TrialConfig,
     *,
     layers: Iterable[torch.nn.Module],
-) -> Gathered | None:
+) -> GatheredWeights | None:
     """Give a model on the meta device its weights, and keep this process's share of them.
 
     Every process makes the same weights by the same seed, or takes them from the host's memory, one
@@ -222,12 +222,12 @@ def build_shares(
             if is_adapter and not any(hasattr(p, "placements") for p in module.parameters()):
                 module.reset_lora_parameters("default", init_lora_weights=True)
 
-    gathered: Gathered | None = None
+    gathered: GatheredWeights | None = None
     for layer in layers:
         build(layer)
         packed = [m for m in layer.modules() if isinstance(m, bnb.nn.Linear4bit)]
         if gathered is None and packed:
-            gathered = Gathered(layer, packed[0])
+            gathered = GatheredWeights(layer, packed[0])
         fully_shard(layer, reshard_after_forward=True, mp_policy=AS_STORED)
     build(model)
     base.on_host.clear()
@@ -258,7 +258,7 @@ def share_head(model: torch.nn.Module, base: PreTrainedModel) -> None:
     base.register_forward_hook(lambda *_: head.reshard())
 
 
-class Gathered:
+class GatheredWeights:
     """Whether a packed weight comes whole out of its shares, seen the first time that its decoder
     layer is called: within, a compiler would have to see it."""
 
