@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from qlora_sweep.search_spaces.config import SIZE_KEYS
 from qlora_sweep.search_spaces.loading import load_space
@@ -38,26 +39,29 @@ ASKED = {
     "cpu-demo": ("cpu-demo",),
     "of_configurations": ("--gpu", "h100-80gb", "--from-file", "drawn.jsonl"),
 }
-SLOW = {"of_configurations", "h200_on_b200"}
-"""Tenths of seconds a line, and a space that is far too large: with the tests that take longer."""
+SLOW = {"of_configurations", "h200_on_b200", "h200_on_l4", "a10_on_b200", "a10_on_rtx-4090"}
+"""Tenths of seconds a line, or a space on a GPU between or far beyond others that are planned: with
+the tests that take longer."""
 LINES = 500
 SHARDED = {"data_parallel": 2, "sharding": "fsdp"}
-ODD: tuple[dict[str, Any], ...] = (
-    {"compute_dtype": "fp16"},
-    {"compute_dtype": "fp32", "quantization": "fp4"},
-    {"compute_dtype": "int8", "quantization": "int8", "compile": True},
-    {"compute_dtype": "fp8", "quantization": "int8"},
-    {"compute_dtype": "int8", "micro_batch_size": 1, "seq_len": 16},
-    {"packing": "packed", "attention": "flash_attention_2"},
-    {"packing": "grouped", "micro_batch_size": 4, "effective_batch_size": 96},
-    {"data_parallel": 2, "kernels": "liger"},
-    SHARDED | {"upcast_fp32": False, "optimizer": "adamw_torch_fused"},
-    SHARDED,
-    SHARDED | {"data_parallel": 1},
-    {"kernels": "liger", "compile": True},
-    {"adapter_dtype": "bf16", "lora_dropout": 0.1, "lora_alpha": 24.5},
-    {"attention": "eager", "optimizer": "paged_adamw_8bit"},
-    {"quantized_fraction": 0.5, "checkpoint_fraction": 0.3, "expandable_segments": True},
+ODD: tuple[dict[str, Any], ...] = yaml.safe_load(
+    """
+- {compute_dtype: fp16}
+- {compute_dtype: fp32, quantization: fp4}
+- {compute_dtype: int8, quantization: int8, compile: true}
+- {compute_dtype: fp8, quantization: int8}
+- {compute_dtype: int8, micro_batch_size: 1, seq_len: 16}
+- {packing: packed, attention: flash_attention_2}
+- {packing: grouped, micro_batch_size: 4, effective_batch_size: 96}
+- {data_parallel: 2, kernels: liger}
+- {data_parallel: 2, sharding: fsdp, upcast_fp32: false, optimizer: adamw_torch_fused}
+- {data_parallel: 2, sharding: fsdp}
+- {data_parallel: 1, sharding: fsdp}
+- {kernels: liger, compile: true}
+- {adapter_dtype: bf16, lora_dropout: 0.1, lora_alpha: 24.5}
+- {attention: eager, optimizer: paged_adamw_8bit}
+- {quantized_fraction: 0.5, checkpoint_fraction: 0.3, expandable_segments: true}
+"""
 )
 """What no preset searches, and what rules forbid."""
 

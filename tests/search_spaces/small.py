@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import datetime
 from typing import Any
 
 from qlora_sweep.search_spaces.config import parse_config
 from qlora_sweep.search_spaces.models import ModelSpec, checked_config
+from qlora_sweep.search_spaces.prices import Offer
 from qlora_sweep.search_spaces.rules import Violation, violation
 
 SMALL: dict[str, Any] = {
@@ -21,6 +23,18 @@ SMALL: dict[str, Any] = {
 def small_model(model_type: str = "llama", **config: Any) -> ModelSpec:
     values = {"model_type": model_type, **SMALL, **config}
     return ModelSpec(f"small-{model_type}", "directory", checked_config(values, label="small"))
+
+
+def make_offer(**terms: Any) -> Offer:
+    """Return a price for an A10, but for ``terms``."""
+    values = {
+        "gpu": "a10",
+        "provider": "Someone",
+        "usd_per_hour": 3.6,
+        "date": datetime.date(2026, 11, 21),
+        "source": "a test",
+    }
+    return Offer.model_validate(values | terms)
 
 
 def broken(

@@ -6,13 +6,11 @@ published total is another one, the case says by how much.
 
 from __future__ import annotations
 
-import datetime
-from typing import Any
-
 import pytest
 
 from qlora_sweep.search_spaces.costs import Bill, Workload, compare_offers
-from qlora_sweep.search_spaces.prices import Offer
+from tests.search_spaces.small import make_offer
+from tests.tables import cases
 
 FIVE_THOUSAND_STEPS = Workload(steps=5000, samples_per_step=16, tokens_per_sample=2048.0)
 H100_STEP_SECONDS = 1.05
@@ -20,22 +18,18 @@ PREEMPTIONS_PER_HOUR = 2 / (5000 * H100_STEP_SECONDS / 3600)
 """Two interruptions in 5,000 steps of 1.05 s."""
 
 
-def make_offer(gpu: str, usd_per_hour: float, **terms: Any) -> Offer:
-    values = {"provider": "as published", "date": datetime.date(2026, 11, 21), "source": "claims"}
-    return Offer.model_validate({"gpu": gpu, "usd_per_hour": usd_per_hour} | values | terms)
-
-
 def a100() -> Bill:
     """On demand at $2.10/h, billed per 100 ms, 90 s of download."""
-    offer = make_offer("a100-40gb", 2.10, billing_seconds=0.1, download_seconds=90.0)
+    terms = {"usd_per_hour": 2.10, "billing_seconds": 0.1, "download_seconds": 90.0}
+    offer = make_offer(gpu="a100-40gb", **terms)
     return Bill(FIVE_THOUSAND_STEPS, step_seconds=1.7, offer=offer)
 
 
 def h100_spot(*, is_queue_billed: bool) -> Bill:
     """Spot at $2.29/h by the minute, the same download, two preemptions, 40 minutes of queue."""
     offer = make_offer(
-        "h100-pcie",
-        2.29,
+        gpu="h100-pcie",
+        usd_per_hour=2.29,
         is_spot=True,
         billing_seconds=60.0,
         download_seconds=90.0,
@@ -74,18 +68,20 @@ def test_the_published_order_of_a100_and_h100_spot_turns_round_unless_the_queue_
 
 @pytest.mark.parametrize(
     ("gpu", "usd_per_hour", "steps", "step_seconds", "download_seconds", "usd"),
-    [
+    cases(
+        """
         # 5,000 steps published as $1.10 per thousand: 10 % more than the items.
-        ("a100-40gb", 2.10, 5000, 1.7, 90.0, 5.0108),
+        a100-40gb | 2.1 | 5000 | 1.7 | 90.0 | 5.0108
         # 10,000 samples at 1.46 a second, published as $1.14.
-        ("a10", 0.60, 1250, 8 / 1.46, 0.0, 1.1416),
+        a10 | 0.6 | 1250 | 5.47945205479452 | 0.0 | 1.1416
         # 10,000 samples at 0.69 a second, published as $2.41; it rounds to $2.42.
-        ("a10", 0.60, 2500, 4 / 0.69, 0.0, 2.4155),
+        a10 | 0.6 | 2500 | 5.797101449275363 | 0.0 | 2.4155
         # 500 steps in 25 minutes, published as $1.25: that is an A10G at three dollars an hour.
-        ("a10g", 3.00, 500, 3.0, 0.0, 1.25),
+        a10g | 3.0 | 500 | 3.0 | 0.0 | 1.25
         # Published as $2.60 per thousand steps: an H100 at almost nine dollars an hour.
-        ("h100-pcie", 8.76, 5000, H100_STEP_SECONDS, 90.0, 13.0),
-    ],
+        h100-pcie | 8.76 | 5000 | 1.05 | 90.0 | 13.0
+        """
+    ),
 )
 def test_a_published_bill_is_its_rate_times_its_training(
     gpu: str,
@@ -97,5 +93,6 @@ def test_a_published_bill_is_its_rate_times_its_training(
 ) -> None:
     work = Workload(steps, samples_per_step=8, tokens_per_sample=512.0)
     terms = {"billing_seconds": 0.1, "download_seconds": download_seconds}
-    bill = Bill(work, make_offer(gpu, usd_per_hour, **terms), step_seconds)
+    offer = make_offer(gpu=gpu, usd_per_hour=usd_per_hour, **terms)
+    bill = Bill(work, offer, step_seconds)
     assert bill.usd == pytest.approx(usd, rel=1e-3)

@@ -13,26 +13,26 @@ from qlora_sweep.search_spaces.config import TrialConfig, canonical, parse_confi
 from qlora_sweep.search_spaces.dimensions import Choices, FloatRange, IntRange
 from qlora_sweep.search_spaces.errors import InputError, words_of
 from qlora_sweep.search_spaces.space import SearchSpace
+from tests.tables import cases
 
 
 @pytest.mark.parametrize(
     ("values", "expected"),
-    [
-        ({}, (32.0, 4, 1, 2048, 2048)),
-        (
-            {"micro_batch_size": 4, "effective_batch_size": 16, "seq_len": 100},
-            (32.0, 16, 4, 400, 1600),
-        ),
+    cases(
+        """
+        {} | [32.0, 4, 1, 2048, 2048]
+        {micro_batch_size: 4, effective_batch_size: 16, seq_len: 100} | [32.0, 16, 4, 400, 1600]
         # A step is of all GPUs, a micro-batch of each.
-        ({"data_parallel": 2, "effective_batch_size": 32}, (32.0, 32, 4, 2048, 16384)),
-    ],
+        {data_parallel: 2, effective_batch_size: 32} | [32.0, 32, 4, 2048, 16384]
+        """
+    ),
 )
 def test_sizes_of_a_step_follow_from_the_batches(
     values: dict[str, Any], expected: tuple[float, ...]
 ) -> None:
     config = parse_config(values)
     found = (config.alpha, config.samples_per_step, config.accumulation_steps)
-    assert (*found, config.tokens_per_micro_batch, config.tokens_per_step) == expected
+    assert (*found, config.tokens_per_micro_batch, config.tokens_per_step) == tuple(expected)
 
 
 def test_the_key_does_not_depend_on_the_order_or_form_of_values() -> None:
@@ -90,39 +90,21 @@ def test_what_cannot_exist_is_not_made_of_what_can(changes: dict[str, Any]) -> N
         config.changed(**changes)
 
 
-@given(
-    st.integers(1, 64),
-    st.integers(1, 8),
-    st.integers(1, 4),
-    st.integers(1, 64),
-)
-def test_a_micro_batch_is_taken_where_the_configuration_exists(
-    micro: int, gpus: int, steps: int, other: int
-) -> None:
-    config = TrialConfig(
-        micro_batch_size=micro, data_parallel=gpus, effective_batch_size=micro * gpus * steps
-    )
-    try:
-        exists = bool(config.changed(micro_batch_size=other))
-    except ValidationError:
-        exists = False
-    assert config.takes_micro_batch(other) == exists
-    assert config.changed(effective_batch_size=None).takes_micro_batch(other)
-
-
 # Settings
 
 
 @pytest.mark.parametrize(
     ("one", "other", "same"),
-    [
-        ({"quantization": "none"}, {"quantization": "none", "double_quant": False}, True),
-        ({}, {"double_quant": False}, False),
-        ({"lora_rank": 8}, {"lora_rank": 8, "lora_alpha": 16}, True),
-        ({"lora_rank": 8}, {"lora_rank": 8, "lora_alpha": 8}, False),
-        ({"micro_batch_size": 8}, {"micro_batch_size": 8, "effective_batch_size": 8}, True),
-        ({"micro_batch_size": 8}, {"micro_batch_size": 4, "effective_batch_size": 8}, False),
-    ],
+    cases(
+        """
+        {quantization: none} | {quantization: none, double_quant: false} | true
+        {} | {double_quant: false} | false
+        {lora_rank: 8} | {lora_rank: 8, lora_alpha: 16} | true
+        {lora_rank: 8} | {lora_rank: 8, lora_alpha: 8} | false
+        {micro_batch_size: 8} | {micro_batch_size: 8, effective_batch_size: 8} | true
+        {micro_batch_size: 8} | {micro_batch_size: 4, effective_batch_size: 8} | false
+        """
+    ),
 )
 def test_configurations_that_train_the_same_way_are_one(
     one: dict[str, Any], other: dict[str, Any], same: bool
@@ -130,13 +112,6 @@ def test_configurations_that_train_the_same_way_are_one(
     resolved = canonical(parse_config(one))
     assert (resolved == canonical(parse_config(other))) is same
     assert canonical(resolved) == resolved
-
-
-def test_a_share_of_layers_is_spread_evenly_and_begins_with_the_first() -> None:
-    config = TrialConfig(quantized_fraction=0.75, checkpoint_fraction=0.5)
-    assert config.quantized_layers(8) == {0, 1, 2, 4, 5, 6}
-    assert config.checkpointed_layers(8) == {0, 2, 4, 6}
-    assert TrialConfig(quantization="none").quantized_layers(8) == frozenset()
 
 
 # Ranges
@@ -153,13 +128,6 @@ def test_no_value_of_a_range_lies_beyond_its_ends(low: float, width: float, step
 def test_a_range_ends_at_its_last_whole_step_and_tenths_are_tenths() -> None:
     assert IntRange(low=8, high=20, step=8).values() == (8, 16)
     assert FloatRange(low=0.0, high=0.4, step=0.1).values() == (0.0, 0.1, 0.2, 0.3, 0.4)
-
-
-def test_half_way_along_a_log_range_is_the_geometric_mean() -> None:
-    line = FloatRange(low=1e-5, high=1e-3, log=True)
-    assert [line.at(share) for share in (-1, 0.5, 2)] == pytest.approx([1e-5, 1e-4, 1e-3])
-    assert line.share_of(1e-4) == pytest.approx(0.5)
-    assert FloatRange(low=1.0, high=3.0).at(0.5) == 2.0
 
 
 # Spaces
@@ -184,14 +152,16 @@ def test_a_baseline_carries_the_fixed_values_unless_it_names_them() -> None:
 
 @pytest.mark.parametrize(
     ("fixed", "baseline", "expected"),
-    [
-        ({"effective_batch_size": 8}, {}, (4, 8)),
-        ({"effective_batch_size": 6}, {}, (3, 6)),
-        ({"effective_batch_size": 7}, {}, (1, 7)),
-        ({"micro_batch_size": 3}, {"effective_batch_size": 8}, (2, 8)),
-        ({"effective_batch_size": 8}, {"micro_batch_size": 2}, (2, 8)),
-        ({"effective_batch_size": 6}, {"effective_batch_size": None}, (4, None)),
-    ],
+    cases(
+        """
+        {effective_batch_size: 8} | {} | [4, 8]
+        {effective_batch_size: 6} | {} | [3, 6]
+        {effective_batch_size: 7} | {} | [1, 7]
+        {micro_batch_size: 3} | {effective_batch_size: 8} | [2, 8]
+        {effective_batch_size: 8} | {micro_batch_size: 2} | [2, 8]
+        {effective_batch_size: 6} | {effective_batch_size: null} | [4, null]
+        """
+    ),
 )
 def test_the_micro_batch_that_a_baseline_inherits_gives_way_to_its_effective_batch(
     fixed: dict[str, Any], baseline: dict[str, Any], expected: tuple[int, int | None]
@@ -199,18 +169,20 @@ def test_the_micro_batch_that_a_baseline_inherits_gives_way_to_its_effective_bat
     searched = {"dimensions": {"micro_batch_size": {"choices": [1]}}}
     more = {} if "micro_batch_size" in {*fixed, *baseline} else searched
     found = a_space(fixed=fixed, baseline=baseline, **more).baseline_config()
-    assert (found.micro_batch_size, found.effective_batch_size) == expected
+    assert (found.micro_batch_size, found.effective_batch_size) == tuple(expected)
 
 
 @pytest.mark.parametrize(
     ("dimension", "alpha", "is_held"),
-    [
+    cases(
+        """
         # Twice the rank where nothing is said.
-        ({"choices": [None, 64]}, 32, True),
-        ({"choices": [None, 64]}, 33, False),
-        ({"low": 16.0, "high": 40.0}, None, True),
-        ({"low": 16.0, "high": 40.0}, 50, False),
-    ],
+        {choices: [null, 64]} | 32 | true
+        {choices: [null, 64]} | 33 | false
+        {low: 16.0, high: 40.0} | | true
+        {low: 16.0, high: 40.0} | 50 | false
+        """
+    ),
 )
 def test_a_space_holds_what_trains_as_one_of_its_configurations(
     dimension: dict[str, Any], alpha: float | None, is_held: bool

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 import math
 from dataclasses import replace
 from typing import Any
@@ -16,25 +15,14 @@ from qlora_sweep.search_spaces.costs import (
     AskedWork,
     Bill,
     Workload,
-    break_evens,
     compare_offers,
     usd_per_training_second,
 )
 from qlora_sweep.search_spaces.errors import InputError
 from qlora_sweep.search_spaces.prices import Offer
+from tests.search_spaces.small import make_offer
 
 WORK = Workload(steps=1000, samples_per_step=16, tokens_per_sample=512.0)
-
-
-def make_offer(**terms: Any) -> Offer:
-    values = {
-        "gpu": "a10",
-        "provider": "Someone",
-        "usd_per_hour": 3.6,
-        "date": datetime.date(2026, 11, 21),
-        "source": "a test",
-    }
-    return Offer.model_validate(values | terms)
 
 
 OFFERS = st.builds(
@@ -154,39 +142,6 @@ def test_the_break_even_is_where_a_fast_start_is_paid_back_by_fast_steps() -> No
         bills = [replace(bill, workload=replace(WORK, steps=steps)) for bill in (slow, fast)]
         assert compare_offers(bills).cheapest.offer.gpu == winner
     assert compare_offers(_pair(0.0)).break_evens == compare_offers([slow]).break_evens == ()
-
-
-def _line(fixed: float, per_token: float, least: float = 0.0) -> Bill:
-    """Return a bill that costs a fixed part and so much a token, and at least something."""
-    rate = 0.1
-    offer = make_offer(
-        usd_per_hour=3600 * rate, boot_seconds=fixed / rate, minimum_seconds=least / rate
-    )
-    return Bill(Workload(1, 1, 1.0), offer, per_token / rate)
-
-
-@pytest.mark.parametrize(
-    ("first", "second", "amounts", "is_first_below"),
-    [
-        # Free to start against cheap per token.
-        ((0.0, 2.0), (10.0, 1.0), [10.0], [True]),
-        # A least charge loses to small amounts, a high rate to large ones.
-        ((0.0, 3.0, 40.0), (20.0, 1.9), [20 / 1.9, 20 / 1.1], [False, True]),
-        # The same from some amount on, but never the other way round.
-        ((0.0, 1.0, 5.0), (0.0, 1.0), [], []),
-        ((1.0, 2.0), (0.0, 1.0), [], []),
-    ],
-)
-def test_costs_cross_where_they_are_equal_and_change_places(
-    first: tuple[float, ...],
-    second: tuple[float, ...],
-    amounts: list[float],
-    is_first_below: list[bool],
-) -> None:
-    one, other = _line(*first), _line(*second)
-    points = break_evens(one, other)
-    assert [point.tokens.value for point in points] == pytest.approx(amounts)
-    assert [point.below is one for point in points] == is_first_below
 
 
 def test_different_effective_batches_are_compared_by_the_sample_and_packed_rows_by_the_token() -> (

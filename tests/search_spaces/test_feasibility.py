@@ -9,18 +9,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from qlora_sweep.search_spaces.dimensions import Choices, FloatRange, IntRange
+from qlora_sweep.search_spaces.dimensions import Choices, IntRange
 from qlora_sweep.search_spaces.errors import InputError
 from qlora_sweep.search_spaces.feasibility import obstacles, refuse_without_dataset
 from qlora_sweep.search_spaces.loading import Length, load_space, with_dataset, with_fixed
 from qlora_sweep.search_spaces.models import load_model_spec
 from qlora_sweep.search_spaces.rules import Setting, violation
 from qlora_sweep.search_spaces.space import SearchSpace
+from tests.tables import cases
 
 MISTRAL = load_model_spec("mistral-7b-v0.3")
 TURING, AMPERE = (7, 5), (8, 0)
-RANKS, DROPOUT = IntRange(low=1, high=256), FloatRange(low=0.0, high=0.1)
-NEEDS_AMPERE = "bf16-needs-ampere"
 
 
 def among(*values: Any) -> Choices:
@@ -36,50 +35,34 @@ def rules_against(
     return [one.rule for one in found]
 
 
-FA2, FP32 = among("flash_attention_2"), among("fp32")
+LEAVING_NOTHING = """
+# GPU, the values of each setting, the rules that are named.
+turing | {lora_rank: [1, 9], compute_dtype: [bf16]} | [bf16-needs-ampere]
+# One valid value is enough, wherever it stands.
+turing | {lora_rank: [1, 9], compute_dtype: [bf16, fp16]} | []
+# A range without steps that no rule reads stands in no rule's way.
+turing | {lora_dropout: {low: 0.0, high: 0.1}} | [bf16-needs-ampere]
+# A rule that leaves something is not named beside one that leaves nothing.
+turing | {compute_dtype: [bf16, fp16], target_modules: [[w1], [w2]]} | [unknown-target-module]
+# Rules that leave nothing only together are all named.
+ampere | {compute_dtype: [fp32, int8], attention: [flash_attention_2], seq_len: [4]}
+    | [flash-attention-2, eight-bit]
+# A rule may read what follows from one setting: how many layers are held in 4 bits.
+ampere | {lora_dropout: {low: 0.0, high: 0.1}, quantized_fraction: [0.001]}
+    | [quantized-fraction-of-no-layer]
+ampere | {lora_dropout: {low: 0.0, high: 0.1}, quantized_fraction: [0.001, 0.5]} | []
+"""
 
 
-@pytest.mark.parametrize(
-    ("gpu", "dimensions", "rules"),
-    [
-        (TURING, {"lora_rank": RANKS, "compute_dtype": among("bf16")}, [NEEDS_AMPERE]),
-        # One valid value is enough, wherever it stands.
-        (TURING, {"lora_rank": RANKS, "compute_dtype": among("bf16", "fp16")}, []),
-        # The default of what is in neither dimensions nor fixed counts as well.
-        (TURING, {"lora_rank": RANKS}, [NEEDS_AMPERE]),
-        # A range without steps that no rule reads stands in no rule's way.
-        (TURING, {"lora_dropout": DROPOUT}, [NEEDS_AMPERE]),
-        (AMPERE, {"target_modules": among(["q_pj"], ["w1"])}, ["unknown-target-module"]),
-        # A rule that leaves something is not named beside one that leaves nothing.
-        (
-            TURING,
-            {"compute_dtype": among("bf16", "fp16"), "target_modules": among(["w1"], ["w2"])},
-            ["unknown-target-module"],
-        ),
-        # Rules that leave nothing only together are all named.
-        (
-            AMPERE,
-            {
-                "compute_dtype": among("fp32", "int8"),
-                "attention": FA2,
-                "seq_len": among(16),
-                "micro_batch_size": among(1),
-            },
-            ["flash-attention-2", "eight-bit"],
-        ),
-        # A rule may read what follows from one setting: how many layers are held in 4 bits.
-        (
-            AMPERE,
-            {"lora_dropout": DROPOUT, "quantized_fraction": among(0.001)},
-            ["quantized-fraction-of-no-layer"],
-        ),
-        (AMPERE, {"lora_dropout": DROPOUT, "quantized_fraction": among(0.001, 0.5)}, []),
-    ],
-)
+@pytest.mark.parametrize(("gpu", "dimensions", "rules"), cases(LEAVING_NOTHING))
 def test_the_rules_that_leave_nothing_are_named(
-    gpu: tuple[int, int] | None, dimensions: dict[str, Any], rules: list[str]
+    gpu: str, dimensions: dict[str, Any], rules: list[str]
 ) -> None:
-    assert rules_against(gpu, **dimensions) == rules
+    capability = {"turing": TURING, "ampere": AMPERE}[gpu]
+    searched = {}
+    for key, values in dimensions.items():
+        searched[key] = {"choices": values} if isinstance(values, list) else values
+    assert rules_against(capability, **searched) == rules
 
 
 def test_a_huge_space_is_decided_by_some_of_it() -> None:
@@ -141,7 +124,6 @@ QUALITY = {
     "weights": "pretrained",
     "data": "mine.jsonl",
 }
-TOKENS = {"texts": "mine.jsonl", "quality_tokens": 500}
 
 
 def a_space(**changes: Any) -> SearchSpace:
@@ -210,21 +192,27 @@ def test_lengths_that_a_person_named_are_kept(held: tuple[str, ...]) -> None:
 
 @pytest.mark.parametrize(
     ("changes", "said"),
-    [
-        ({"dimensions": {"packing": {"choices": ["none", "grouped"]}}}, "packing grouped needs a"),
-        ({"baseline": {"packing": "packed"}}, "packing packed needs a dataset.*--data"),
-        ({"objectives": ["eval_loss"]}, "eval_loss needs a dataset.*weights: pretrained"),
-        ({**QUALITY, "weights": "random", "model": "./b"}, "eval_loss needs weights: pre.*'./b'"),
-        ({**QUALITY, "data": {"texts": "x", "eval_fraction": 0.0}}, "data.eval_fraction above 0"),
-        ({"data": TOKENS}, r"quality_tokens 500 .*add eval_loss .*or leave"),
-        ({"fixed": {"packing": "packed"}, "data": "x.jsonl"}, None),
-        (QUALITY, None),
-        ({**QUALITY, "data": TOKENS}, None),
-    ],
+    cases(
+        """
+        {dimensions: {packing: {choices: [none, grouped]}}} | packing grouped needs a
+        {baseline: {packing: packed}} | packing packed needs a dataset.*--data
+        {objectives: [eval_loss]} | "eval_loss needs a dataset.*weights: pretrained"
+        {data: {texts: x, quality_tokens: 500}} | quality_tokens 500 .*add eval_loss .*or leave
+        {fixed: {packing: packed}, data: x.jsonl}
+        # With a loss that is measured.
+        {eval_loss: true, weights: random, model: ./b} | "eval_loss needs weights: pre.*'./b'"
+        {eval_loss: true, data: {texts: x, eval_fraction: 0.0}} | data.eval_fraction above 0
+        {eval_loss: true}
+        {eval_loss: true, data: {texts: x, quality_tokens: 500}}
+        """
+    ),
 )
 def test_what_needs_a_dataset_is_refused_without_one_with_what_to_do(
     changes: dict[str, Any], said: str | None
 ) -> None:
+    if changes.get("eval_loss"):
+        changes = {**QUALITY, **changes}
+        del changes["eval_loss"]
     if said is None:
         refuse_without_dataset(a_space(**changes))
         return

@@ -18,6 +18,7 @@ from qlora_sweep.search_spaces.gpus import (
     match_product,
     product_of,
 )
+from tests.tables import cases
 
 NAMES = """
 t4 16, v100-16gb 16, v100-32gb 32, l4 24, a10 24, a10g 24, rtx-3090 24, rtx-4090 24, rtx-5090 32,
@@ -144,18 +145,20 @@ def test_a_product_is_recognised_exactly_or_not_at_all(line: str) -> None:
 
 @pytest.mark.parametrize(
     ("product", "mebibytes", "name"),
-    [
-        ("NVIDIA GeForce RTX 3080", 10240, "rtx-3080"),
-        ("NVIDIA GeForce RTX 3080", 12288, "rtx-3080-12gb"),
-        ("NVIDIA GeForce RTX 5060 Ti", 16311, "rtx-5060-ti-16gb"),
-        ("NVIDIA GeForce RTX 5060 Ti", 8151, None),
-        ("NVIDIA GeForce RTX 2080 Ti", 22528, None),
+    cases(
+        """
+        NVIDIA GeForce RTX 3080 | 10240 | rtx-3080
+        NVIDIA GeForce RTX 3080 | 12288 | rtx-3080-12gb
+        NVIDIA GeForce RTX 5060 Ti | 16311 | rtx-5060-ti-16gb
+        NVIDIA GeForce RTX 5060 Ti | 8151
+        NVIDIA GeForce RTX 2080 Ti | 22528
         # With error correction and without.
-        ("NVIDIA A40", 46068, "a40"),
-        ("NVIDIA A40", 49140, "a40"),
+        NVIDIA A40 | 46068 | a40
+        NVIDIA A40 | 49140 | a40
         # Host and GPU share what the kernel leaves.
-        ("NVIDIA GB10", 124610, "gb10"),
-    ],
+        NVIDIA GB10 | 124610 | gb10
+        """
+    ),
 )
 def test_of_gpus_that_drivers_call_alike_the_memory_decides(
     product: str, mebibytes: int, name: str | None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from qlora_sweep.search_spaces.errors import InputError
@@ -13,6 +15,7 @@ from qlora_sweep.search_spaces.rules import (
     own_settings,
 )
 from tests.search_spaces.small import broken, small_model
+from tests.tables import column
 
 
 def rule(spec: ModelSpec, attention: str) -> str | None:
@@ -21,15 +24,18 @@ def rule(spec: ModelSpec, attention: str) -> str | None:
 
 
 @pytest.mark.parametrize(
-    "spec",
-    [
-        small_model("gemma2"),
-        small_model("vaultgemma"),
-        small_model("gemma3_text", attn_logit_softcapping=20),
-        small_model("a_type_of_tomorrow", attn_logit_softcapping=30.0),
-    ],
+    "config",
+    column(
+        """
+        {model_type: gemma2}
+        {model_type: vaultgemma}
+        {model_type: gemma3_text, attn_logit_softcapping: 20}
+        {model_type: a_type_of_tomorrow, attn_logit_softcapping: 30.0}
+        """
+    ),
 )
-def test_scores_that_are_capped_are_never_left_to_torchs_attention(spec: ModelSpec) -> None:
+def test_scores_that_are_capped_are_never_left_to_torchs_attention(config: dict[str, Any]) -> None:
+    spec = small_model(**config)
     assert own_settings(spec)["attention"][0] == "eager"
     assert rule(spec, "sdpa") == "attention-not-in-model"
     assert rule(spec, "eager") is None
@@ -54,17 +60,9 @@ def test_a_cap_that_is_none_is_refused_by_its_key(cap: object) -> None:
         small_model("gemma2", attn_logit_softcapping=cap)
 
 
-@pytest.mark.parametrize(
-    "spec",
-    [
-        small_model("gpt_oss"),
-        small_model("granite_swa"),
-        small_model("falcon", alibi=True),
-        small_model("bloom", alibi=True),
-    ],
-)
-def test_sinks_and_position_biases_are_never_left_to_flash_attention(spec: ModelSpec) -> None:
-    assert rule(spec, "flash_attention_2") == "attention-not-in-model"
+@pytest.mark.parametrize("kind", ["gpt_oss", "granite_swa", "falcon", "bloom"])
+def test_sinks_and_position_biases_are_never_left_to_flash_attention(kind: str) -> None:
+    assert rule(small_model(kind, alibi=True), "flash_attention_2") == "attention-not-in-model"
 
 
 def test_falcons_position_biases_are_left_to_torchs_attention() -> None:

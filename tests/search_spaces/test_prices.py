@@ -10,6 +10,7 @@ import pytest
 from qlora_sweep.search_spaces.errors import InputError
 from qlora_sweep.search_spaces.gpus import gpu_catalogue
 from qlora_sweep.search_spaces.prices import load_prices
+from tests.tables import cases
 
 OWNED = {"p100-16gb", "a4000", "a5000", "gb10"}
 """What stands on desks rather than in price lists, GeForce and RTX GPUs apart."""
@@ -67,22 +68,26 @@ def test_a_users_assumptions_hold_for_every_offer_that_says_nothing(tmp_path: Pa
 
 @pytest.mark.parametrize(
     ("offer", "message"),
-    [
-        (f"{HEAD}, usd_per_hour: {{a10: 2500}}", "usd_per_hour.a10 must be at most 1000"),
-        (f"{HEAD}, usd_per_hour: {{a10: .nan}}", "usd_per_hour.a10 must be a finite number"),
-        (f"{HEAD}, usd_per_hour: {{a11: 1}}", "is an unknown GPU 'a11'; did you mean 'a10"),
-        (f"{HEAD}, usd_per_hour: 1.0", "usd_per_hour must map keys to values, got 1.0"),
-        ("provider: Mine, date: 2026-11-20, usd_per_hour: {a10: 1}", "source is missing"),
-        ("provider: Mine, date: soon, source: x, usd_per_hour: {a10: 1}", "a date like 2026-11-21"),
-        ("date: 2026-13-41, provider: Mine", "month must be in 1..12, got '2026-13-41'"),
-        (f"{HEAD}, usd_per_hr: {{a10: 1}}", "key 'usd_per_hr'; did you mean 'usd_per_hour'"),
-        (f"{HEAD}, queue_seconds: -5, usd_per_hour: {{a10: 1}}", "queue_seconds must be at least"),
-        (f"{HEAD}, gpus: 0, usd_per_hour: {{a10: 1}}", "gpus must be at least 1, got 0"),
-    ],
+    cases(
+        """
+        "usd_per_hour: {a10: 2500}" | usd_per_hour.a10 must be at most 1000
+        "usd_per_hour: {a10: .nan}" | usd_per_hour.a10 must be a finite number
+        "usd_per_hour: {a11: 1}" | is an unknown GPU 'a11'; did you mean 'a10
+        "usd_per_hour: 1.0" | usd_per_hour must map keys to values, got 1.0
+        "provider: Mine, date: 2026-11-20, usd_per_hour: {a10: 1}" | source is missing
+        "provider: Mine, date: soon, source: x, usd_per_hour: {a10: 1}" | a date like 2026-11-21
+        "provider: Mine, date: 2026-13-41" | month must be in 1..12, got '2026-13-41'
+        "usd_per_hr: {a10: 1}" | key 'usd_per_hr'; did you mean 'usd_per_hour'
+        "queue_seconds: -5, usd_per_hour: {a10: 1}" | queue_seconds must be at least
+        "gpus: 0, usd_per_hour: {a10: 1}" | gpus must be at least 1, got 0
+        """
+    ),
 )
 def test_a_price_that_is_not_right_is_refused_by_line_and_key(
     tmp_path: Path, offer: str, message: str
 ) -> None:
+    if "provider" not in offer:
+        offer = f"{HEAD}, {offer}"
     file = write(tmp_path, f"offers:\n  - {{{offer}}}\n")
     with pytest.raises(InputError) as caught:
         load_prices(file)
@@ -93,14 +98,16 @@ def test_a_price_that_is_not_right_is_refused_by_line_and_key(
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [
-        ("offer: []", "unknown key 'offer'; did you mean 'offers'"),
-        ("offers: {a10: 1}", "offers must be a list"),
-        ("assumptions: {boot_seconds: -1}", "boot_seconds must be at least 0"),
-        ("assumptions: {boot: 1}", "'boot' under assumptions; did you mean 'boot_seconds'"),
-        ("", "empty"),
-        (None, "no such file"),
-    ],
+    cases(
+        """
+        "offer: []" | unknown key 'offer'; did you mean 'offers'
+        "offers: {a10: 1}" | offers must be a list
+        "assumptions: {boot_seconds: -1}" | boot_seconds must be at least 0
+        "assumptions: {boot: 1}" | "'boot' under assumptions; did you mean 'boot_seconds'"
+        "" | empty
+        null | no such file
+        """
+    ),
 )
 def test_a_file_that_is_not_a_price_list_is_refused(
     tmp_path: Path, text: str | None, message: str
@@ -125,14 +132,16 @@ def test_a_price_that_is_typed_is_the_only_one_of_its_gpu(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize(
     ("typed", "message"),
-    [
-        (["a10"], "--price is written like a10=0.75, got 'a10'"),
-        (["a10=x"], "--price: a10 must cost dollars an hour, .* got 'x'"),
-        (["a10=0"], "--price: a10 must cost dollars an hour, more than 0"),
-        (["a10=1001"], "at most 1000, got '1001'"),
-        (["a11=1"], "--price: unknown GPU 'a11'; did you mean 'a10'"),
-        (["a10=1", "A10=2"], "--price: a10 is given twice"),
-    ],
+    cases(
+        """
+        [a10] | --price is written like a10=0.75, got 'a10'
+        [a10=x] | "--price: a10 must cost dollars an hour, .* got 'x'"
+        [a10=0] | "--price: a10 must cost dollars an hour, more than 0"
+        [a10=1001] | at most 1000, got '1001'
+        [a11=1] | "--price: unknown GPU 'a11'; did you mean 'a10'"
+        [a10=1, A10=2] | "--price: a10 is given twice"
+        """
+    ),
 )
 def test_a_price_that_is_none_is_refused_by_its_option(typed: list[str], message: str) -> None:
     with pytest.raises(InputError, match=message):

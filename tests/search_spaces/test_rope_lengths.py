@@ -7,24 +7,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from qlora_sweep.search_spaces.errors import InputError
 from qlora_sweep.search_spaces.models import (
     load_model_spec,
 )
 from tests.search_spaces.small import broken, small_model
+from tests.tables import cases, column
 
 CASES = Path(__file__).parents[1] / "data" / "configs"
-YARN_OF_QWEN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32_768}
-YARN_OF_4096 = {"rope_type": "yarn", "original_max_position_embeddings": 4096}
-LLAMA_3 = {
-    "rope_type": "llama3",
-    "factor": 32.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8192,
-}
-LONG = {"type": "longrope", "long_factor": [1.0] * 8, "short_factor": [1.0] * 8}
 
 
 def reach(positions: int, **config: Any) -> int | None:
@@ -36,13 +28,15 @@ def reach(positions: int, **config: Any) -> int | None:
 )
 @pytest.mark.parametrize(
     ("name", "more", "positions", "expected"),
-    [
-        ("linear", {"factor": 4.0}, 4096, 16_384),
-        ("dynamic", {"factor": 2.5}, 262_144, 655_360),
-        ("yarn", {"factor": 4.0}, 512, 2048),
-        ("default", {}, 4096, 4096),
-        ("mrope", {"mrope_section": [16, 24, 24]}, 32_768, 32_768),
-    ],
+    cases(
+        """
+        linear | {factor: 4.0} | 4096 | 16384
+        dynamic | {factor: 2.5} | 262144 | 655360
+        yarn | {factor: 4.0} | 512 | 2048
+        default | {} | 4096 | 4096
+        mrope | {mrope_section: [16, 24, 24]} | 32768 | 32768
+        """
+    ),
 )
 def test_a_factor_lengthens_by_the_type(
     key: str, kind: str, name: str, more: dict[str, Any], positions: int, expected: int
@@ -50,65 +44,37 @@ def test_a_factor_lengthens_by_the_type(
     assert reach(positions, **{key: {kind: name, **more}}) == expected
 
 
-@pytest.mark.parametrize(
-    ("config", "positions", "expected"),
-    [
-        # Qwen2.5 and Qwen3, as their model cards say to lengthen them.
-        ({"model_type": "qwen3", "rope_scaling": YARN_OF_QWEN}, 40_960, 131_072),
-        ({"model_type": "qwen3", "rope_parameters": YARN_OF_QWEN}, 131_072, 131_072),
-        # Llama 3.1 and 3.2: the factor times the original length is less, or more, than is stated.
-        ({"rope_scaling": {**LLAMA_3, "factor": 8.0}}, 131_072, 131_072),
-        # Phi-3 and Phi-4-mini.
-        (
-            {"rope_scaling": LONG, "original_max_position_embeddings": 4096},
-            131_072,
-            131_072,
-        ),
-        # gpt-oss, and YaRN-Mistral-7b-128k, which states less.
-        (
-            {"rope_scaling": {**YARN_OF_4096, "factor": 32}},
-            131_072,
-            131_072,
-        ),
-        (
-            {"rope_scaling": {**YARN_OF_4096, "factor": 32}},
-            32_768,
-            131_072,
-        ),
-        # Gemma 3, as transformers 4 and 5 write it; OLMo 3 lengthens the layers without a window.
-        (
-            {
-                "model_type": "gemma3_text",
-                "rope_parameters": {
-                    "full_attention": {"rope_type": "linear", "factor": 8.0},
-                    "sliding_attention": {"rope_type": "default"},
-                },
-            },
-            131_072,
-            131_072,
-        ),
-        (
-            {
-                "model_type": "olmo3",
-                "rope_parameters": {
-                    "full_attention": {
-                        "rope_type": "yarn",
-                        "factor": 8.0,
-                        "original_max_position_embeddings": 8192,
-                    },
-                    "sliding_attention": {"rope_type": "default"},
-                },
-            },
-            8192,
-            65_536,
-        ),
-        # Llama 4 Scout has more positions than any other; a factor that is null is the stated one.
-        ({"rope_scaling": None}, 10_485_760, 10_485_760),
-        ({"rope_scaling": {**YARN_OF_QWEN, "factor": None}}, 131_072, 131_072),
-    ],
-)
+PUBLISHED = """
+# Qwen2.5 and Qwen3, as their model cards say to lengthen them.
+- [40960, 131072, {model_type: qwen3, rope_scaling: &qwen
+    {rope_type: yarn, factor: 4.0, original_max_position_embeddings: 32768}}]
+- [131072, 131072, {model_type: qwen3, rope_parameters: *qwen}]
+# Llama 3.1: the factor times the original length is less than is stated.
+- [131072, 131072, {rope_scaling: {rope_type: llama3, factor: 8.0, low_freq_factor: 1.0,
+    high_freq_factor: 4.0, original_max_position_embeddings: 8192}}]
+# Phi-3 and Phi-4-mini.
+- [131072, 131072, {original_max_position_embeddings: 4096, rope_scaling:
+    {type: longrope, long_factor: [1, 1, 1, 1, 1, 1, 1, 1],
+    short_factor: [1, 1, 1, 1, 1, 1, 1, 1]}}]
+# gpt-oss, and YaRN-Mistral-7b-128k, which states less.
+- [131072, 131072, {rope_scaling: &yarn
+    {rope_type: yarn, original_max_position_embeddings: 4096, factor: 32}}]
+- [32768, 131072, {rope_scaling: *yarn}]
+# Gemma 3, as transformers 4 and 5 write it; OLMo 3 lengthens the layers without a window.
+- [131072, 131072, {model_type: gemma3_text, rope_parameters: {
+    full_attention: {rope_type: linear, factor: 8.0}, sliding_attention: {rope_type: default}}}]
+- [4096, 131072, {model_type: olmo3, rope_parameters: {
+    full_attention: *yarn, sliding_attention: {rope_type: default}}}]
+# Llama 4 Scout has more positions than any other; a factor that is null is the stated one.
+- [10485760, 10485760, {rope_scaling: null}]
+- [131072, 131072, {rope_scaling:
+    {rope_type: yarn, factor: null, original_max_position_embeddings: 32768}}]
+"""
+
+
+@pytest.mark.parametrize(("positions", "expected", "config"), yaml.safe_load(PUBLISHED))
 def test_published_configs_reach_what_they_were_made_for(
-    config: dict[str, Any], positions: int, expected: int
+    positions: int, expected: int, config: dict[str, Any]
 ) -> None:
     assert reach(positions, **config) == expected
 
@@ -124,16 +90,18 @@ def test_the_rule_about_lengths_knows_the_factor(name: str) -> None:
 
 @pytest.mark.parametrize(
     "rope",
-    [
-        {"type": "linear"},
-        {"type": "linear", "factor": "4"},
-        {"type": "dynamic", "factor": 0},
-        {"rope_type": "yarn", "factor": True},
-        {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": "many"},
-        {"type": "linear", "factor": 1e300},
+    column(
+        """
+        {type: linear}
+        {type: linear, factor: "4"}
+        {type: dynamic, factor: 0}
+        {rope_type: yarn, factor: true}
+        {rope_type: yarn, factor: 4.0, original_max_position_embeddings: many}
+        {type: linear, factor: 1.0e+300}
         # Phi-3 in its first release.
-        {"type": "su", "short_factor": [1.0] * 8, "long_factor": [1.0] * 8},
-    ],
+        {type: su, short_factor: [1, 1, 1, 1, 1, 1, 1, 1], long_factor: [1, 1, 1, 1, 1, 1, 1, 1]}
+        """
+    ),
 )
 def test_scaling_from_which_no_length_follows_is_refused_by_its_key(rope: object) -> None:
     with pytest.raises(InputError, match="rope_scaling"):

@@ -21,6 +21,7 @@ from qlora_sweep.search_spaces.loading import load_space, parse_space, shipped_p
 from qlora_sweep.search_spaces.models import load_model_spec
 from qlora_sweep.search_spaces.space import SearchSpace, parse_duration
 from tests.search_spaces.small import broken
+from tests.tables import cases
 
 SMALL = """\
 gpu: a10
@@ -86,72 +87,67 @@ fixed: {checkpoint_fraction: 1}
 
 PYTHON = re.compile(r"\b(None|True|False|datetime|Error|Exception)\b|Errno|<.* object|\bfunction\b")
 """Nothing of it is in a message."""
-ADDED = [
-    ("trials: null", ""),
-    ("fixed: {kernels: !!binary aGk=}", ""),
-    ("  seq_len: {low: null, high: true}", ""),
-    ("  kernels: {low: 1, high: 2026-01-01}", ""),
-    ("data: {format: jsonl, texts: x}", "line 4: data.format must be one of"),
-    ("data: 7", "line 4: data must map keys to values, got 7"),
-    ("data: ''", "line 4: data.texts must not be empty"),
-    ("  micro_batch: [1]", "unknown key 'micro_batch' under dimensions; did you mean 'micro_ba"),
-    ("method: dpo", "line 4: method is a setting: write it under fixed, or under dimensions with"),
-    ("dimension: {}", "line 4: unknown key 'dimension'; did you mean 'dimensions'?"),
-    ("fixed:\n  double_quant: true\n  lora_ranks: 3", "line 6: unknown key 'lora_ranks' under fi"),
-    ("steps:\n  warm_up: 3", "line 5: unknown key 'warm_up' under steps; did you mean 'warmup_"),
-    ("  lora_rank: [8, 0]", "line 4: lora_rank must be at least 1, got 0"),
-    ("  seq_len:\n    - 512\n    - 10000001", "line 6: seq_len must be at most 10000000, got 1"),
-    ("  quantization: [nf4, no]", "'fp4', 'fp8', 'int8' or 'none', got false;"),
-    ("  quantization: [nf4, ~]", "got null; YAML reads null, ~ and nothing as no value"),
-    (
-        "  seq_len: [1e3]",
-        "line 4: seq_len must be a whole number, got '1e3'; YAML reads it as",
-    ),
-    ("  lora_rank: 8", "lora_rank must list its values, got 8; a single value goes under fixed"),
-    ("  lora_rank: []", "line 4: lora_rank: choices must not be empty, got []"),
-    ("  lora_dropout: [1, 1.0]", "lora_dropout lists 1.0 twice"),
-    ("  lora_rank: {low: 8}", "line 4: lora_rank: high is missing"),
-    ("  lora_rank: {low: 1, high: 8, step: 0}", "step must be at least 1"),
-    ("  learning_rate: {low: 1e-5, high: 1e-3, log: true}", "neither speed nor memory depends"),
-    ("  kernels: {low: 1, high: 2}", "unknown key 'low' under kernels; known are choices"),
-    ("objectives:\n  - tokens_per_second\n  - speed", "line 6: objectives.1 must be one of"),
-    ("objectives: [tokens_per_second, cost]", "line 4: objectives cannot hold cost: on one GPU"),
-    ("leave_out: [{}]", "line 4: leave_out"),
-    ("leave_out: [{compute_dtype: []}]", "line 4: leave_out"),
-    ("a: 1\nb: 1\nc: 1\nd: 1\ne: 1\nf: 1", "And 1 more"),
-]
-BETWEEN = [
-    ("  lora_dropout: [.nan]", "got nan"),
-    ("  lora_rank: {low: 8, high: 4}", "low must be at most high, got 8 and 4"),
-    ("  seq_len: {low: 1, high: 9000000}", "use a larger step"),
-    ("  lora_dropout: {low: 0.0, high: 0.1, log: true}", "log needs no step and low above 0, got"),
-    ("  lora_dropout: {low: 0.1, high: 0.2, step: 0.1, log: true}", "above 0, got step 0.1"),
-    ("steps: {measured_min: 9, measured_max: 3}", "at most measured_max, got 9 and 3"),
-    ("  method: [sft, dpo]", "line 4: speeds of one method say nothing of another's"),
-    ("fixed:\n  method: dpo\nbaseline:\n  method: sft", "baseline has the space's method"),
-    (
-        "  dpo_beta: [0.1, 0.3]\nfixed:\n  method: dpo\nobjectives: [eval_loss]",
-        "line 4: losses of another dpo_beta do not compare",
-    ),
-    (
-        "fixed:\n  method: dpo\nbaseline:\n  loss_type: ipo\nobjectives: [eval_loss]",
-        "losses of another loss_type do not compare",
-    ),
-    ("fixed:\n  micro_batch_size: 4", "line 5: 'micro_batch_size' is fixed and also a dimension"),
-    ("baseline: {micro_batch_size: 4, effective_batch_size: 6}", "line 4: baseline: effective_ba"),
-    (
-        "fixed: {effective_batch_size: 8}\nbaseline: {micro_batch_size: 3}",
-        "line 5: space 'x': baseline: micro_batch_size 3 does not go into effective_batch_size",
-    ),
-    ("name: my space", "line 4: name must be letters, digits, '.', '_' and '-', at most 64, got"),
-    ("objectives: [peak_memory, peak_memory]", "objectives lists one twice"),
-    ("gpu: t4", "line 4: key 'gpu' is given twice, first on line 1"),
-    ("  micro_batch_size: [8]", "line 4: key 'micro_batch_size' is given twice, first on line 3"),
-    ("  lora_dropout: {low: 0, high: 1}\nsampler: grid", "sampler grid needs a step in every rang"),
-    ("time_budget: soon", "line 4: time_budget: a duration is written like 10m, 90s, 1h30m or 600"),
-    ("time_budget: 10m\ntime_budget_seconds: 600", "keep one"),
-    ("numerics: 16-bit\nbaseline: {compute_dtype: int8}", "the baseline's compute_dtype"),
-]
+ADDED = cases(
+    r"""
+"trials: null" | ""
+"fixed: {kernels: !!binary aGk=}" | ""
+"  seq_len: {low: null, high: true}" | ""
+"  kernels: {low: 1, high: 2026-01-01}" | ""
+"data: {format: jsonl, texts: x}" | "line 4: data.format must be one of"
+"data: 7" | "line 4: data must map keys to values, got 7"
+"data: ''" | "line 4: data.texts must not be empty"
+"  micro_batch: [1]" | unknown key 'micro_batch' under dimensions; did you mean 'micro_ba
+"method: dpo" | "line 4: method is a setting: write it under fixed, or under dimensions with"
+"dimension: {}" | "line 4: unknown key 'dimension'; did you mean 'dimensions'?"
+"fixed:\n  double_quant: true\n  lora_ranks: 3" | "line 6: unknown key 'lora_ranks' under fi"
+"steps:\n  warm_up: 3" | "line 5: unknown key 'warm_up' under steps; did you mean 'warmup_"
+"  lora_rank: [8, 0]" | "line 4: lora_rank must be at least 1, got 0"
+"  seq_len:\n    - 512\n    - 10000001" | "line 6: seq_len must be at most 10000000, got 1"
+"  quantization: [nf4, no]" | "'fp4', 'fp8', 'int8' or 'none', got false;"
+"  quantization: [nf4, ~]" | got null; YAML reads null, ~ and nothing as no value
+"  seq_len: [1e3]" | "line 4: seq_len must be a whole number, got '1e3'; YAML reads it as"
+"  lora_rank: 8" | lora_rank must list its values, got 8; a single value goes under fixed
+"  lora_rank: []" | "line 4: lora_rank: choices must not be empty, got []"
+"  lora_dropout: [1, 1.0]" | lora_dropout lists 1.0 twice
+"  lora_rank: {low: 8}" | "line 4: lora_rank: high is missing"
+"  lora_rank: {low: 1, high: 8, step: 0}" | step must be at least 1
+"  learning_rate: {low: 1e-5, high: 1e-3, log: true}" | neither speed nor memory depends
+"  kernels: {low: 1, high: 2}" | unknown key 'low' under kernels; known are choices
+"objectives:\n  - tokens_per_second\n  - speed" | "line 6: objectives.1 must be one of"
+"objectives: [tokens_per_second, cost]" | "line 4: objectives cannot hold cost: on one GPU"
+"leave_out: [{}]" | "line 4: leave_out"
+"leave_out: [{compute_dtype: []}]" | "line 4: leave_out"
+"a: 1\nb: 1\nc: 1\nd: 1\ne: 1\nf: 1" | And 1 more
+"""
+)
+BETWEEN = cases(
+    r"""
+"  lora_dropout: [.nan]" | got nan
+"  lora_rank: {low: 8, high: 4}" | low must be at most high, got 8 and 4
+"  seq_len: {low: 1, high: 9000000}" | use a larger step
+"  lora_dropout: {low: 0.0, high: 0.1, log: true}" | log needs no step and low above 0, got
+"  lora_dropout: {low: 0.1, high: 0.2, step: 0.1, log: true}" | above 0, got step 0.1
+"steps: {measured_min: 9, measured_max: 3}" | at most measured_max, got 9 and 3
+"  method: [sft, dpo]" | "line 4: speeds of one method say nothing of another's"
+"fixed:\n  method: dpo\nbaseline:\n  method: sft" | baseline has the space's method
+"  dpo_beta: [0.1, 0.3]\nfixed:\n  method: dpo\nobjectives: [eval_loss]"
+    | "line 4: losses of another dpo_beta do not compare"
+"fixed:\n  method: dpo\nbaseline:\n  loss_type: ipo\nobjectives: [eval_loss]"
+    | losses of another loss_type do not compare
+"fixed:\n  micro_batch_size: 4" | "line 5: 'micro_batch_size' is fixed and also a dimension"
+"baseline: {micro_batch_size: 4, effective_batch_size: 6}" | "line 4: baseline: effective_ba"
+"fixed: {effective_batch_size: 8}\nbaseline: {micro_batch_size: 3}"
+    | "line 5: space 'x': baseline: micro_batch_size 3 does not go into effective_batch_size"
+"name: my space" | "line 4: name must be letters, digits, '.', '_' and '-', at most 64, got"
+"objectives: [peak_memory, peak_memory]" | objectives lists one twice
+"gpu: t4" | "line 4: key 'gpu' is given twice, first on line 1"
+"  micro_batch_size: [8]" | "line 4: key 'micro_batch_size' is given twice, first on line 3"
+"  lora_dropout: {low: 0, high: 1}\nsampler: grid" | sampler grid needs a step in every rang
+"time_budget: soon" | "line 4: time_budget: a duration is written like 10m, 90s, 1h30m or 600"
+"time_budget: 10m\ntime_budget_seconds: 600" | keep one
+"numerics: 16-bit\nbaseline: {compute_dtype: int8}" | the baseline's compute_dtype
+"""
+)
 """What no schema says: one value against another, a key twice, a word's form."""
 WHOLE = [
     (SMALL.replace("1, ", "") + "fixed: {effective_batch_size: 7}\n", "size, got 7 and 2 or 4"),
@@ -190,17 +186,16 @@ def test_a_space_without_a_name_is_called_like_its_file() -> None:
 
 @pytest.mark.parametrize(
     ("name", "message"),
-    [
-        ("a1O", "unknown preset 'a1O'; did you mean 'a10'?"),
-        (
-            "RTX 3060 12GB",
-            "the rtx-3060 has no preset: `sweep init --gpu rtx-3060 -o rtx-3060.yaml`",
-        ),
-        ("", "unknown preset ''; known are a10"),
-        ("a/b", "a/b: no such file"),
-        (".", "directory"),
-        ("bad\0name.yaml", "not a file name"),
-    ],
+    cases(
+        r"""
+        a1O | unknown preset 'a1O'; did you mean 'a10'?
+        RTX 3060 12GB | "the rtx-3060 has no preset: `sweep init --gpu rtx-3060 -o rtx-3060.yaml`"
+        "" | unknown preset ''; known are a10
+        a/b | "a/b: no such file"
+        . | directory
+        "bad\u0000name.yaml" | not a file name
+        """
+    ),
 )
 def test_what_is_neither_preset_nor_file_is_refused(name: str, message: str) -> None:
     with pytest.raises(InputError) as caught:

@@ -15,7 +15,7 @@ from qlora_sweep.search_spaces.errors import InputError
 from qlora_sweep.search_spaces.feasibility import refuse_impossible
 from qlora_sweep.search_spaces.loading import load_space, parse_space, with_own_settings
 from qlora_sweep.search_spaces.models import ModelSpec, checked_config, load_model_spec
-from qlora_sweep.search_spaces.quantized import name_of_base, of_chosen_layers, unquantized_of_layer
+from qlora_sweep.search_spaces.quantized import name_of_base
 from qlora_sweep.search_spaces.rules import STORED, Setting, own_settings
 from tests.search_spaces.small import SMALL, broken, small_model
 
@@ -158,17 +158,6 @@ def test_a_vision_language_checkpoint_says_it_of_its_decoder() -> None:
     assert stored.left is not None
     expected = {"lm_head", "model.layers.1.mlp", "model.layers.0.self_attn", "vision_tower"}
     assert set(stored.left) == expected
-
-
-def test_layers_that_are_stored_alike_are_told_from_others() -> None:
-    patterns = ["lm_head", "model.layers.1.mlp", "model.layers.11.mlp", "model.layers.2"]
-    kinds = [unquantized_of_layer(patterns, layer) for layer in range(30)]
-    assert [i for i, kind in enumerate(kinds) if kind == kinds[1]] == [1, 11]
-    # transformers takes a name for the beginning of others.
-    assert [i for i, kind in enumerate(kinds) if kind == kinds[2]] == [2, *range(20, 30)]
-    config = {**SIZES, "quantization_config": {**NF4, "llm_int8_skip_modules": patterns}}
-    left = of_chosen_layers(config, [0, 11, 23])["quantization_config"]["llm_int8_skip_modules"]
-    assert sorted(left) == ["lm_head", "model.layers.1.mlp", r"model.layers.2\."]
 
 
 def test_the_base_of_a_quantized_copy_is_named_by_config_gpu_or_name(tmp_path: Path) -> None:

@@ -22,15 +22,17 @@ def prepared(
     *,
     completions: ArrayLike | None = None,
     masks: Sequence[ArrayLike] | None = None,
+    texts: Sequence[Sequence[int]] | None = None,
     seed: int = 0,
 ) -> Path:
-    """Write rows of so many random tokens: all of them carry loss, the last ``completions`` do, or
-    those that ``masks`` say."""
+    """Write rows of so many random tokens, or ``texts``: all of them carry loss, the last
+    ``completions`` do, or those that ``masks`` say."""
     from datasets import Dataset, Features, List, Value
 
     random = np.random.default_rng(seed)
     counts = np.asarray(lengths, dtype=np.int32)
-    rows = {"input_ids": [random.integers(1, VOCABULARY, count) for count in counts]}
+    texts = texts or [random.integers(1, VOCABULARY, count) for count in counts]
+    rows: dict[str, Any] = {"input_ids": texts}
     features = {"input_ids": List(Value("int32")), "completion_mask": List(Value("int8"))}
     masks = [np.ones(count) for count in counts] if masks is None else masks
     if completions is not None:

@@ -20,6 +20,7 @@ from qlora_sweep.sweep.data.epoch import (
     representative,
 )
 from tests.sweep.data.prepared import configured
+from tests.tables import cases
 
 PACKINGS = ("none", "grouped", "packed")
 
@@ -75,11 +76,13 @@ def test_nothing_comes_before_a_rows_first_token_however_it_was_counted(loss: li
 
 @pytest.mark.parametrize(
     ("lengths", "values", "words"),
-    [
-        ([1, 1], {}, "no row of the texts"),
-        ([9, 9], {"micro_batch_size": 3}, "is 3.*make 2 rows"),
-        ([9] * 4, {"packing": "packed", "micro_batch_size": 2}, "make 1 packed row at"),
-    ],
+    cases(
+        """
+        [1, 1] | {} | no row of the texts
+        [9, 9] | {micro_batch_size: 3} | is 3.*make 2 rows
+        [9, 9, 9, 9] | {packing: packed, micro_batch_size: 2} | make 1 packed row at
+        """
+    ),
 )
 def test_texts_that_make_no_micro_batch_are_refused(
     lengths: list[int], values: dict[str, Any], words: str

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import pytest
+import yaml
 
 from qlora_sweep.sweep.data.files import Broken, RowsError
 from qlora_sweep.sweep.data.kinds import Example, ReadingOptions, example_of, recognised
 from tests.sweep.data.layouts import layout_of
+from tests.tables import cases
 
 TURNS = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}]
 SYSTEM = {"role": "system", "content": "Be kind."}
@@ -66,52 +67,44 @@ def test_an_instruction_is_put_as_alpaca_put_it() -> None:
     assert plain.prompt == f"{begins}. {asked}\n\n### Response:\n"
 
 
-@pytest.mark.parametrize(
-    ("kind", "row", "expected"),
-    [
-        ("text", {"text": " a "}, Example("", " a ")),
-        (
-            "prompt-completion",
-            {"prompt": TURNS[:1], "completion": json.dumps(TURNS[1:])},
-            Example(TURNS[:1], TURNS[1:]),
-        ),
-        ("messages", {"messages": json.dumps(TURNS)}, Example([], TURNS)),
-        (
-            "conversations",
-            {"conversations": THEIRS, "system": "Be kind."},
-            Example([], [SYSTEM, *TURNS]),
-        ),
-        ("conversations", {"conversations": THEIRS, "system": " "}, Example([], TURNS)),
-        (
-            "conversations",
-            {"conversations": [*THEIRS, {"from": "observation", "value": "42"}]},
-            Example([], [*TURNS, {"role": "tool", "content": "42"}]),
-        ),
-        # What a table makes of turns.
-        ("messages", {"messages": [turn | {"name": None} for turn in TURNS]}, Example([], TURNS)),
-        (
-            "messages",
-            {"messages": [{"role": "user", "content": [{"text": "h"}, {"text": "i"}]}, TURNS[1]]},
-            Example([], TURNS),
-        ),
-        (
-            "messages",
-            {"messages": [TURNS[0], CALL], "tools": json.dumps([{"name": "add"}])},
-            Example([], [TURNS[0], CALL], [{"name": "add"}]),
-        ),
-        (
-            "messages",
-            {
-                "messages": [SYSTEM | {"content": ""}, *TURNS],
-                "chat_template_kwargs": {"a": 1},
-                "tools": {},
-            },
-            Example([], [SYSTEM | {"content": ""}, *TURNS], None, {"a": 1}),
-        ),
-    ],
-)
-def test_a_row_is_what_its_kind_says(kind: str, row: dict[str, Any], expected: Example) -> None:
-    assert example_of(row, layout_of(kind)) == expected
+READ = """
+- - prompt-completion
+  - {prompt: [{role: user, content: hi}], completion: '[{"role": "assistant", "content": "yo"}]'}
+  - {prompt: [{role: user, content: hi}], completion: [{role: assistant, content: yo}]}
+- - messages
+  - {messages: '[{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}]'}
+  - {completion: &turns [&user {role: user, content: hi}, &answer {role: assistant, content: yo}]}
+- - conversations
+  - system: Be kind.
+    conversations: [&human {from: human, value: hi}, &gpt {from: gpt, value: yo}]
+  - {completion: [{role: system, content: Be kind.}, *user, *answer]}
+- - conversations
+  - {system: " ", conversations: [*human, *gpt, {from: observation, value: "42"}]}
+  - {completion: [*user, *answer, {role: tool, content: "42"}]}
+# What a table makes of turns.
+- - messages
+  - {messages: [{role: user, content: hi, name: null}, {<<: *answer, name: null}]}
+  - {completion: *turns}
+- - messages
+  - {messages: [{role: user, content: [{text: h}, {text: i}]}, *answer]}
+  - {completion: *turns}
+- - messages
+  - tools: '[{"name": "add"}]'
+    messages: [*user, &call {role: assistant, tool_calls: [{function: {name: add, arguments: {}}}]}]
+  - {completion: [*user, *call], tools: [{name: add}]}
+- - messages
+  - messages: [{role: system, content: ""}, *user, *answer]
+    chat_template_kwargs: {a: 1}
+    tools: {}
+  - {completion: [{role: system, content: ""}, *user, *answer], options: {a: 1}}
+"""
+
+
+@pytest.mark.parametrize(("kind", "row", "expected"), yaml.safe_load(READ))
+def test_a_row_is_what_its_kind_says(
+    kind: str, row: dict[str, Any], expected: dict[str, Any]
+) -> None:
+    assert example_of(row, layout_of(kind)) == Example(**{"prompt": [], **expected})
 
 
 def reason_of(kind: str, row: dict[str, Any]) -> str:
@@ -120,25 +113,28 @@ def reason_of(kind: str, row: dict[str, Any]) -> str:
     return broken.value.reason
 
 
-@pytest.mark.parametrize(
-    ("kind", "row", "reason"),
-    [
-        ("text", {}, "text is missing"),
-        ("text", {"text": None}, "text is null"),
-        ("text", {"text": " \n\t"}, "text is empty"),
-        ("text", {"text": 3.5}, "got 3.5"),
-        ("instruction", {"instruction": "a", "input": 7, "output": "b"}, "input must be text"),
-        ("instruction", {"instruction": "a", "output": "b", "history": [["a"]]}, "history must"),
-        ("prompt-completion", {"prompt": TURNS, "completion": "b"}, "a list of turns, got"),
-        ("prompt-completion", {"prompt": TURNS, "completion": TURNS[:1]}, "no turn of the assis"),
-        # Several answers are no chat.
-        ("prompt-completion", {"prompt": "a", "completion": ["b", "c"]}, "text or turns"),
-        ("messages", {"messages": []}, "messages is empty"),
-        ("messages", {"messages": TURNS, "tools": 3}, "tools must be a list, got 3"),
-        ("messages", {"messages": TURNS, "chat_template_kwargs": []}, "chat_template_kwargs must"),
-        ("messages", {"messages": [SYSTEM, *TURNS], "system": "b"}, "system is a column"),
-    ],
-)
+BROKEN = """
+- [text, {}, text is missing]
+- [text, {text: null}, text is null]
+- [text, {text: " \\n\\t"}, text is empty]
+- [text, {text: 3.5}, got 3.5]
+- [instruction, {instruction: a, input: 7, output: b}, input must be text]
+- [instruction, {instruction: a, output: b, history: [[a]]}, history must]
+- - prompt-completion
+  - prompt: &turns [&user {role: user, content: hi}, {role: assistant, content: yo}]
+    completion: b
+  - "a list of turns, got"
+- [prompt-completion, {prompt: *turns, completion: [*user]}, no turn of the assis]
+# Several answers are no chat.
+- [prompt-completion, {prompt: a, completion: [b, c]}, text or turns]
+- [messages, {messages: []}, messages is empty]
+- [messages, {messages: *turns, tools: 3}, "tools must be a list, got 3"]
+- [messages, {messages: *turns, chat_template_kwargs: []}, chat_template_kwargs must]
+- [messages, {messages: [{role: system, content: a}, *user], system: b}, system is a column]
+"""
+
+
+@pytest.mark.parametrize(("kind", "row", "reason"), yaml.safe_load(BROKEN))
 def test_a_row_that_cannot_be_trained_on_has_a_reason(
     kind: str, row: dict[str, Any], reason: str
 ) -> None:
@@ -147,18 +143,20 @@ def test_a_row_that_cannot_be_trained_on_has_a_reason(
 
 @pytest.mark.parametrize(
     ("turn", "reason"),
-    [
-        (3, "got 3"),
-        ({"role": "bard", "content": "a"}, "unknown role 'bard'"),
-        ({"role": ["user"], "content": "a"}, 'unknown role ["user"]'),
-        ({"role": "tool_call", "content": "a"}, "tool_calls"),
-        ({"content": "a"}, "role is missing"),
-        ({"role": "assistant"}, "content is missing"),
-        ({"role": "user", "content": " "}, "content is empty"),
-        ({"role": "user", "content": 1}, "content must be text, got 1"),
-        ({"role": "user", "content": [{"type": "image"}]}, "no text"),
-        ({"role": "user", "content": "a", "weight": "x"}, "weight must be 0 or 1"),
-    ],
+    cases(
+        """
+        3 | got 3
+        {role: bard, content: a} | unknown role 'bard'
+        {role: [user], content: a} | unknown role ["user"]
+        {role: tool_call, content: a} | tool_calls
+        {content: a} | role is missing
+        {role: assistant} | content is missing
+        {role: user, content: ' '} | content is empty
+        {role: user, content: 1} | content must be text, got 1
+        {role: user, content: [{type: image}]} | no text
+        {role: user, content: a, weight: x} | weight must be 0 or 1
+        """
+    ),
 )
 def test_a_turn_that_cannot_be_trained_on_is_named_with_its_reason(turn: Any, reason: str) -> None:
     found = reason_of("messages", {"messages": [*TURNS, turn]})

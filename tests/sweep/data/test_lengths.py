@@ -22,6 +22,7 @@ from qlora_sweep.sweep.data.lengths import (
     waste_at,
     worthwhile_lengths,
 )
+from tests.tables import cases
 
 LIMITS = st.integers(1, 5000)
 LENGTHS = arrays(np.int32, st.integers(1, 200), elements=st.integers(2, 3000))
@@ -168,7 +169,16 @@ def test_a_split_is_the_same_every_time_and_holds_every_row_once() -> None:
 
 
 @pytest.mark.parametrize(
-    ("rows", "share", "held"), [(1, 0.5, 0), (2, 0.01, 1), (2, 0.99, 1), (10, 0.0, 0), (0, 0.1, 0)]
+    ("rows", "share", "held"),
+    cases(
+        """
+        1 | 0.5 | 0
+        2 | 0.01 | 1
+        2 | 0.99 | 1
+        10 | 0.0 | 0
+        0 | 0.1 | 0
+        """
+    ),
 )
 def test_small_splits_leave_something_to_train_on(rows: int, share: float, held: int) -> None:
     train, kept = split(rows, share, 0)

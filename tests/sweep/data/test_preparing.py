@@ -32,6 +32,7 @@ from qlora_sweep.sweep.data.prepared_dataset import (
 from qlora_sweep.sweep.data.study_epochs import StudyEpochs
 from qlora_sweep.sweep.data.tokenizers import find_tokenizer
 from tests.sweep.data.layouts import written, written_rows
+from tests.tables import cases
 
 TURNS = [{"role": "user", "content": "Where?"}, {"role": "assistant", "content": "In the hall."}]
 Prepare = Callable[..., PreparedDataset]
@@ -175,15 +176,17 @@ def test_what_is_no_pairs_is_refused_where_they_are_trained_on(
 
 @pytest.mark.parametrize(
     ("text", "options", "words"),
-    [
-        ("\n \n", {}, "no rows in it"),
-        ("x\n", {}, "its one row is broken: "),
-        ("x\ny\n", {}, "all 2 rows are broken, the first: "),
-        ("{}\n{}\n", {}, "line 1: an empty object"),
-        ('{"txt": "a"}\n', {}, "--set data.text_column=NAME"),
-        ('{"text": "a"}\n', {"completions_only": True}, "data.completions_only"),
-        ('{"text": "a"}\n', {"seen": [[1, 1]]}, "changed while it was read"),
-    ],
+    cases(
+        r"""
+        "\n \n" | {} | no rows in it
+        "x\n" | {} | "its one row is broken: "
+        "x\ny\n" | {} | "all 2 rows are broken, the first: "
+        "{}\n{}\n" | {} | "line 1: an empty object"
+        "{\"txt\": \"a\"}\n" | {} | --set data.text_column=NAME
+        "{\"text\": \"a\"}\n" | {completions_only: true} | data.completions_only
+        "{\"text\": \"a\"}\n" | {seen: [[1, 1]]} | changed while it was read
+        """
+    ),
 )
 def test_texts_of_which_nothing_is_left_are_refused(
     prepared: Prepare, tmp_path: Path, text: str, options: dict[str, Any], words: str

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from qlora_sweep.sweep.data.encoding import tokenized
 from qlora_sweep.sweep.data.files import DatasetSource, RowsError
@@ -20,6 +21,7 @@ from tests.sweep.data.judged_by_trl import (
     template_named,
 )
 from tests.sweep.data.layouts import written_rows
+from tests.tables import cases
 
 CASES = Path(__file__).parents[2] / "data" / "cases"
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -236,93 +238,79 @@ def test_rows_under_a_key_are_told(rows: Any, words: str, ours: Read) -> None:
 
 # Published shapes
 
-CALL = '<tool_call>\n{"name": "tide", "arguments": {"harbour": "Northport"}}\n</tool_call>'
-TOOLS = [{"type": "function", "function": {"name": "tide", "parameters": {"type": "object"}}}]
-SHAPES: dict[str, tuple[list[dict[str, Any]], list[dict[str, Any]], str]] = {
-    "OpenHermes": (
-        [{"conversations": said("a?", "b.", system="Be kind."), "source": "x", "id": None}],
-        [{"messages": turns("a?", "b.", system="Be kind.")}],
-        "columns not read: source",
-    ),
-    "LIMA": (
-        [{"conversations": ["a?", "b.", "c?", "d."], "source": "wiki"}],
-        [{"messages": turns("a?", "b.", "c?", "d.")}],
-        "source",
-    ),
-    "LMSYS": (
-        [{"conversation_id": "1", "model": "m", "conversation": turns("a?", "b."), "turn": 1}],
-        [{"messages": turns("a?", "b.")}],
-        "conversation as messages",
-    ),
-    "Hermes function calling": (
-        [
-            {
-                "conversations": [
-                    *said("Tide?", CALL, system="Call functions."),
-                    {"from": "tool", "value": "2.1 m"},
-                    {"from": "gpt", "value": "2.1 metres."},
-                ],
-                "tools": json.dumps(TOOLS),
-            }
-        ],
-        [
-            {
-                "messages": [
-                    *turns("Tide?", CALL, system="Call functions."),
-                    {"role": "tool", "content": "2.1 m"},
-                    {"role": "assistant", "content": "2.1 metres."},
-                ],
-                "tools": json.dumps(TOOLS),
-            }
-        ],
-        "columns not read: tools (by the chat template)",
-    ),
-    "input and output": (
-        [{"Input": "a", "Output": "b"}],
-        [{"prompt": "a", "completion": "b"}],
-        "Input as prompt",
-    ),
-    "a header with blanks": (
-        [{"prompt": "a", " completion": " b", "": 0}],
-        [{"prompt": "a", "completion": " b"}],
-        "' completion' as completion, joined as they are; columns not read: ''",
-    ),
-    "UltraFeedback": (
-        [
-            {
-                "prompt": "a?",
-                "chosen": turns("a?", "b."),
-                "rejected": turns("a?", "c."),
-                "score_chosen": 8.5,
-            }
-        ],
-        [
-            {
-                "prompt": turns("a?"),
-                "chosen": [{"role": "assistant", "content": "b."}],
-                "rejected": [{"role": "assistant", "content": "c."}],
-            }
-        ],
-        "columns not read: score_chosen",
-    ),
-    "Orca's pairs": (
-        [{"system": "Be kind.", "question": "a? ", "chosen": "b", "rejected": "c"}],
-        [{"prompt": "a? ", "chosen": "b", "rejected": "c"}],
-        "columns not read: system",
-    ),
-}
+SHAPES = yaml.safe_load(
+    r"""
+OpenHermes:
+  made: {conversations: [{from: system, value: Be kind.}, {from: human, value: "a?"},
+    {from: gpt, value: b.}], source: x, id: null}
+  chat: [Be kind., "a?", b.]
+  note: "columns not read: source"
+LIMA:
+  made: {conversations: ["a?", b., "c?", d.], source: wiki}
+  chat: ["", "a?", b., "c?", d.]
+  note: source
+LMSYS:
+  made: {conversation_id: "1", model: m, turn: 1,
+    conversation: [{role: user, content: "a?"}, {role: assistant, content: b.}]}
+  chat: ["", "a?", b.]
+  note: conversation as messages
+Hermes function calling:
+  made:
+    conversations:
+      - {from: system, value: Call functions.}
+      - {from: human, value: "Tide?"}
+      - {from: gpt, value: &call "<tool_call>\n{\"name\": \"tide\"}\n</tool_call>"}
+      - {from: tool, value: 2.1 m}
+      - {from: gpt, value: 2.1 metres.}
+    tools: &tools '[{"type": "function", "function": {"name": "tide", "parameters": {}}}]'
+  plain:
+    messages:
+      - {role: system, content: Call functions.}
+      - {role: user, content: "Tide?"}
+      - {role: assistant, content: *call}
+      - {role: tool, content: 2.1 m}
+      - {role: assistant, content: 2.1 metres.}
+    tools: *tools
+  note: "columns not read: tools (by the chat template)"
+input and output:
+  made: {Input: a, Output: b}
+  plain: {prompt: a, completion: b}
+  note: Input as prompt
+a header with blanks:
+  made: {prompt: a, " completion": " b", "": 0}
+  plain: {prompt: a, completion: " b"}
+  note: "' completion' as completion, joined as they are; columns not read: ''"
+UltraFeedback:
+  made:
+    prompt: "a?"
+    chosen: [&asked {role: user, content: "a?"}, &b {role: assistant, content: b.}]
+    rejected: [*asked, &c {role: assistant, content: c.}]
+    score_chosen: 8.5
+  plain: {prompt: [*asked], chosen: [*b], rejected: [*c]}
+  note: "columns not read: score_chosen"
+Orca's pairs:
+  made: {system: Be kind., question: "a? ", chosen: b, rejected: c}
+  plain: {prompt: "a? ", chosen: b, rejected: c}
+  note: "columns not read: system"
+"""
+)
+"""What is published, and as a plain row or the turns of a chat, which begin with the system's."""
 
 
 @pytest.mark.parametrize("name", SHAPES)
 def test_a_published_shape_is_what_its_plain_rows_are(name: str, ours: Read) -> None:
     """Plain rows are what TRL makes of them: test_tokens.py."""
-    made, plain, note = SHAPES[name]
+    shape = SHAPES[name]
+    plain = shape.get("plain")
+    if plain is None:
+        system, *chat = shape["chat"]
+        plain = {"messages": turns(*chat, system=system)}
     asked = AUTO
-    if "chosen" in plain[0]:
+    if "chosen" in plain:
         asked = ReadingOptions("preference")
-    found, notes = ours(made, asked)
-    assert found == ours(plain, asked)[0]
-    assert note in notes
+    found, notes = ours([shape["made"]], asked)
+    assert found == ours([plain], asked)[0]
+    assert shape["note"] in notes
 
 
 ORCA = {"id": "1", "system_prompt": "You are kind.", "question": "2 + 2?", "response": "4"}
@@ -332,16 +320,18 @@ CONTEXT = {"question": "Where?", "context": "The hall.", "answer": "There."}
 
 @pytest.mark.parametrize(
     ("row", "prompt"),
-    [
-        (ORCA, "You are kind.\n\n### Instruction:\n2 + 2?\n\n### Response:\n"),
-        (HISTORY, "### Response:\nTwo.\n\n### Instruction:\nAnd 3?\n\n### Response:\n"),
-        (CONTEXT, "### Instruction:\nWhere?\n\n### Input:\nThe hall.\n\n### Response:\n"),
-        (
-            # Dolly's.
-            {"instruction": "Add.", "context": "2, 2", "response": "4", "category": "qa"},
-            "### Instruction:\nAdd.\n\n### Input:\n2, 2\n\n### Response:\n",
-        ),
-    ],
+    cases(
+        r"""
+        {id: '1', system_prompt: You are kind., question: '2 + 2?', response: '4'}
+            | "You are kind.\n\n### Instruction:\n2 + 2?\n\n### Response:\n"
+        {query: 'And 3?', response: Three., history: [['2?', Two.]]}
+            | "### Response:\nTwo.\n\n### Instruction:\nAnd 3?\n\n### Response:\n"
+        {question: 'Where?', context: The hall., answer: There.}
+            | "### Instruction:\nWhere?\n\n### Input:\nThe hall.\n\n### Response:\n"
+        {instruction: Add., context: '2, 2', response: '4', category: qa}
+            | "### Instruction:\nAdd.\n\n### Input:\n2, 2\n\n### Response:\n"
+        """
+    ),
 )
 def test_what_a_question_is_about_is_in_its_prompt(
     row: dict[str, Any], prompt: str, tmp_path: Path
@@ -385,7 +375,7 @@ def test_columns_may_be_named(ours: Read) -> None:
     # Of pairs whose completions are whole chats, the chosen ones alone.
     chosen = ReadingOptions(prompt_column="prompt", completion_column="chosen")
     expected = [{"prompt": turns("a?"), "completion": turns("a?", "b.")[1:]}]
-    assert ours(SHAPES["UltraFeedback"][0], chosen)[0] == ours(expected)[0]
+    assert ours([SHAPES["UltraFeedback"]["made"]], chosen)[0] == ours(expected)[0]
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,7 @@ from qlora_sweep.sweep.data.files import (
     is_on_hub,
 )
 from tests.sweep.data.layouts import lines_of, written
+from tests.tables import cases
 
 LINES = b'{"text": "a"}\n{"text": "b"}\n'
 ROWS = [{"text": "a"}, {"text": "b"}]
@@ -161,14 +162,14 @@ def test_a_directory_is_its_files_in_order_without_what_is_hidden(
 
 @pytest.mark.parametrize(
     ("train", "other"),
-    [
-        (
-            ["data/train-00000-of-00002.jsonl", "data/train-00001-of-00002.jsonl"],
-            ["data/test-00000-of-00001.jsonl"],
-        ),
-        (["test.jsonl"], []),
-        (["x.JSONL", "y.ndjson", "z.json"], []),
-    ],
+    cases(
+        """
+        [data/train-00000-of-00002.jsonl, data/train-00001-of-00002.jsonl]
+            | [data/test-00000-of-00001.jsonl]
+        [test.jsonl] | []
+        [x.JSONL, y.ndjson, z.json] | []
+        """
+    ),
 )
 def test_of_a_directory_with_splits_the_training_split_is_read(
     tmp_path: Path, train: list[str], other: list[str]

@@ -12,6 +12,7 @@ import pytest
 from qlora_sweep.sweep.data import files
 from qlora_sweep.sweep.data.files import Broken, RowsError
 from tests.sweep.data.layouts import lines_of, written
+from tests.tables import cases
 
 TURNS = [{"role": "user", "content": "a {\n} b"}, {"role": "assistant", "content": "c"}]
 CHAT = {"messages": TURNS, "tools": [], "text": "x"}
@@ -39,32 +40,28 @@ def test_objects_over_several_lines_and_several_in_one_are_read(
     assert lines_of(written(tmp_path / name, text)) == [(line, CHAT) for line in lines]
 
 
-@pytest.mark.parametrize(
-    ("text", "broken", "rows"),
-    [
-        # Lines that broke off, of which the next is a row of its own.
-        ('{"text": "a"\n{"text": "b"}\n', [1], {2: "b"}),
-        ('{"text": "a\n{"text": "b"}\n', [1], {2: "b"}),
-        ('{"x": [{"y": 1},\n{"text": "b"}\n{"text": "c"}', [1], {2: "b", 3: "c"}),
-        ('{"text": "a"}\n{"text": "b"', [2], {1: "a"}),
-        ('{"text": "a"}\n{"x": [\n{"text": "b"}', [2], {1: "a", 3: "b"}),
-        ('{"text"\n\n\n{"text": "b"}', [1], {4: "b"}),
-        # Of an object over several lines that is not right nothing else is a row.
-        (
-            '{\n  "a": [\n    {"text": "inner"}\n    {"text": "inner"}\n  ]\n}\n{"text": "b"}\n',
-            [1],
-            {7: "b"},
-        ),
-        ('{\n  "text": "a",\n}\n{\n  "text": "b"\n}', [1], {4: "b"}),
-        # Neither several objects nor one.
-        ('{"text": "a"},\n{"text": "b"}', [1], {2: "b"}),
-        ('{"text": "a"} x\n[1]\n7 8\n', [1, 2, 3, 3], {}),
-    ],
-)
+BROKEN = r"""
+# Lines that broke off, of which the next is a row of its own.
+'{"text": "a"\n{"text": "b"}\n' | [1] | {2: b}
+'{"text": "a\n{"text": "b"}\n' | [1] | {2: b}
+'{"x": [{"y": 1},\n{"text": "b"}\n{"text": "c"}' | [1] | {2: b, 3: c}
+'{"text": "a"}\n{"text": "b"' | [2] | {1: a}
+'{"text": "a"}\n{"x": [\n{"text": "b"}' | [2] | {1: a, 3: b}
+'{"text"\n\n\n{"text": "b"}' | [1] | {4: b}
+# Of an object over several lines that is not right nothing else is a row.
+'{\n  "a": [\n    {"text": "inner"}\n    {"text": "inner"}\n  ]\n}\n{"text": "b"}\n' | [1] | {7: b}
+'{\n  "text": "a",\n}\n{\n  "text": "b"\n}' | [1] | {4: b}
+# Neither several objects nor one.
+'{"text": "a"},\n{"text": "b"}' | [1] | {2: b}
+'{"text": "a"} x\n[1]\n7 8\n' | [1, 2, 3, 3] | {}
+"""
+
+
+@pytest.mark.parametrize(("text", "broken", "rows"), cases(BROKEN))
 def test_what_broke_is_told_by_its_line(
     text: str, broken: list[int], rows: dict[int, str], tmp_path: Path
 ) -> None:
-    found = lines_of(written(tmp_path / "a.jsonl", text))
+    found = lines_of(written(tmp_path / "a.jsonl", text.replace("\\n", "\n")))
     assert [line for line, fields in found if isinstance(fields, Broken)] == broken
     whole = {line: fields for line, fields in found if not isinstance(fields, Broken)}
     assert whole == {line: {"text": words} for line, words in rows.items()}

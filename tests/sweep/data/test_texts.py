@@ -25,6 +25,7 @@ from qlora_sweep.sweep.data.prepared_dataset import (
     require_vocabulary,
 )
 from qlora_sweep.sweep.data.tokenizers import TokenizerFiles, find_tokenizer
+from tests.tables import cases
 
 EXAMPLE = Path(__file__).parents[3] / "docs" / "examples" / "dataset.jsonl"
 DEMO = load_model_spec("demo")
@@ -192,15 +193,17 @@ def fetched(name: str) -> Path:
 
 @pytest.mark.parametrize(
     ("named", "model", "words"),
-    [
-        (None, None, "name the directory or hub id"),
-        (None, "mistral-7b-v0.3", "'mistral-7b-v0.3' ships as an architecture"),
-        ("mistral-7b-v0.3", None, "'mistral-7b-v0.3' ships as an architecture"),
-        ("nowhere", "demo", "'nowhere': no such directory"),
-        ("", "demo", "no such directory"),
-        ("./here", "demo", "'./here' has no tokenizer"),
-        ("org/name", "demo", "asked for org/name"),
-    ],
+    cases(
+        """
+        null | | name the directory or hub id
+        null | mistral-7b-v0.3 | "'mistral-7b-v0.3' ships as an architecture"
+        mistral-7b-v0.3 | | "'mistral-7b-v0.3' ships as an architecture"
+        nowhere | demo | "'nowhere': no such directory"
+        "" | demo | no such directory
+        ./here | demo | "'./here' has no tokenizer"
+        org/name | demo | asked for org/name
+        """
+    ),
 )
 def test_a_tokenizer_that_is_not_there_says_what_is_needed(
     tmp_path: Path,

@@ -21,6 +21,7 @@ from tests.sweep.data.judged_by_trl import (
     template_named,
 )
 from tests.sweep.data.layouts import layout_of
+from tests.tables import cases
 
 TURNS = [
     {"role": "system", "content": "Be brief."},
@@ -137,23 +138,25 @@ def row_of(kind: str, index: int) -> dict[str, Any]:
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
     ("kind", "template", "only"),
-    [
-        ("text", None, None),
-        ("prompt-completion", None, None),
-        ("prompt-completion", None, False),
-        ("instruction", None, None),
-        ("messages", None, None),
-        ("messages", None, True),
-        ("conversations", "roles", None),
-        ("turns", "qwen3", None),
-        ("turns", "qwen3_5_think", None),
-        ("turns", "gptoss", None),
-        ("turns", "thinking", None),
-        ("messages", "qwen2_5", True),
-        ("messages", "qwen3_6", True),
-        ("messages", "gptoss", True),
-        ("messages", "llama3", True),
-    ],
+    cases(
+        """
+        text
+        prompt-completion
+        prompt-completion | | false
+        instruction
+        messages
+        messages | | true
+        conversations | roles
+        turns | qwen3
+        turns | qwen3_5_think
+        turns | gptoss
+        turns | thinking
+        messages | qwen2_5 | true
+        messages | qwen3_6 | true
+        messages | gptoss | true
+        messages | llama3 | true
+        """
+    ),
 )
 def test_forty_rows_are_trls_own(
     tokenizer: Any, kind: str, template: str | None, only: bool | None, tmp_path: Path

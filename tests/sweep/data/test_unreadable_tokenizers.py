@@ -11,6 +11,7 @@ import pytest
 from qlora_sweep.search_spaces.errors import InputError
 from qlora_sweep.sweep.data.tokenizers import why_unreadable
 from tests.lazy import lazily
+from tests.tables import cases
 
 preparing = lazily("qlora_sweep.sweep.data.preparing")
 
@@ -44,11 +45,13 @@ def test_the_package_that_reads_its_file_is_to_be_installed(
 
 @pytest.mark.parametrize(
     ("file", "named"),
-    [
-        ("tokenizer_config.json", {"AutoTokenizer": ["tokenization_own.OwnTokenizer", None]}),
-        ("tokenizer_config.json", ["tokenization_own.OwnTokenizer", None]),
-        ("config.json", {"AutoTokenizer": ["tokenization_own.OwnTokenizer", None]}),
-    ],
+    cases(
+        """
+        tokenizer_config.json | {AutoTokenizer: [tokenization_own.OwnTokenizer, null]}
+        tokenizer_config.json | [tokenization_own.OwnTokenizer, null]
+        config.json | {AutoTokenizer: [tokenization_own.OwnTokenizer, null]}
+        """
+    ),
 )
 def test_code_of_its_own_is_never_run(tmp_path: Path, file: str, named: object) -> None:
     ran = tmp_path / "ran"

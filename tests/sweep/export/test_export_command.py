@@ -20,6 +20,7 @@ from qlora_sweep.sweep.running.replay import ReplayRunner
 from qlora_sweep.sweep.study.driver import Driver
 from qlora_sweep.sweep.study.tuner import tune
 from tests.sweep.simulated_device import BUDGET, MODEL, a_definition, train
+from tests.tables import cases
 
 SPACES: dict[str, dict[str, Any]] = {
     "study": {"trials": 3},
@@ -100,14 +101,16 @@ def test_another_trial_than_the_winner_says_that_it_is_not_the_best(said: Said, 
 
 @pytest.mark.parametrize(
     ("options", "code", "complaint"),
-    [
-        (["study", "--format", "axolot"], 2, "did you mean 'axolotl'?"),
+    cases(
+        """
+        [study, --format, axolot] | 2 | did you mean 'axolotl'?
         # As `best` does.
-        (["too-large"], 1, "has nothing to export"),
-        (["study", "--trial", "77"], 2, "has no trial 77"),
-        (["too-large", "--trial", "0"], 2, "trial 0 of study 'too-large' was not measured to fit"),
-        (["study", "--trial", "0", "--format", "surface"], 2, "a surface is of all trials"),
-    ],
+        [too-large] | 1 | has nothing to export
+        [study, --trial, '77'] | 2 | has no trial 77
+        [too-large, --trial, '0'] | 2 | trial 0 of study 'too-large' was not measured to fit
+        [study, --trial, '0', --format, surface] | 2 | a surface is of all trials
+        """
+    ),
 )
 def test_nothing_to_export_is_said_and_writes_nothing(
     options: list[str], code: int, complaint: str, said: Said, tmp_path: Path

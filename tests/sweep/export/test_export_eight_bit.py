@@ -12,9 +12,8 @@ import pytest
 
 from qlora_sweep.search_spaces.models import ModelSpec
 from qlora_sweep.storage.definition import StudySnapshot
-from qlora_sweep.sweep.data.kinds import ReadingOptions
 from tests.sweep.export.studies import PAIR, a_study, some_dataset
-from tests.sweep.export.weights import written_dataset
+from tests.sweep.export.weights import prepared_by_sweep, written_dataset
 from tests.sweep.finetuning.trainings import job, run
 from tests.sweep.training.tiny import UNSUITED, tiny_config
 
@@ -24,14 +23,8 @@ Script = Callable[[StudySnapshot], ModuleType]
 
 def trained_by_sweep(source: Path, kind: Any, config: Any, model: ModelSpec) -> Any:
     """Return what `sweep train` records of 8-bit products on a file's examples."""
-    from qlora_sweep.sweep.data.prepared_dataset import PreparationRequest
-    from qlora_sweep.sweep.data.preparing import prepare
-
-    place, beside = str(model.path), source.with_name("ours")
     only = kind == "preference"
-    asked = ReadingOptions(format=kind)
-    question = PreparationRequest(str(source), asked, only, place, place, "", str(beside), "x")
-    directory = prepare(question, on_progress=lambda *_: None)
+    directory = prepared_by_sweep(source, kind, tokenizer=str(model.path), completions_only=only)
     ours = job(
         source.with_name("out"),
         directory,

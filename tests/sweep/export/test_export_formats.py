@@ -21,35 +21,40 @@ from qlora_sweep.search_spaces.models import PART_OF, ModelSpec
 from qlora_sweep.sweep.export.formats import exported, format_names, written
 from qlora_sweep.sweep.export.record import record_of
 from qlora_sweep.sweep.export.trainers import cases_of, trainers, unsupported
-from tests.settings import BOOLEANS
 from tests.storage.builders import confirmed
 from tests.sweep.export.studies import HOSTILE, MODEL, a_measurement, a_study, export, some_dataset
+from tests.tables import cases
 
 FILES = ("axolotl", "llama-factory", "trl")
 KINDS: tuple[Any, ...] = ("text", "instruction", "prompt-completion", "messages", "conversations")
 BASE = TrialConfig(upcast_fp32=False, checkpoint_fraction=0.0)
-OTHER: dict[str, Any] = {
-    **{key: not getattr(BASE, key) for key in BOOLEANS},
-    "lora_rank": 64,
-    "lora_alpha": 24.5,
-    "lora_dropout": 0.05,
-    "target_modules": "all-linear",
-    "micro_batch_size": 10,
-    "seq_len": 2048,
-    "effective_batch_size": 16,
-    "compute_dtype": "fp16",
-    "quantization": "fp4",
-    "quantized_fraction": 0.5,
-    "adapter_dtype": "bf16",
-    "checkpoint_fraction": 0.3,
-    "kernels": "fused-loss",
-    "attention": "flash_attention_2",
-    "optimizer": "paged_adamw_8bit",
-    "packing": "packed",
-    "learning_rate": 1e-3,
-    "data_parallel": 2,
-    "sharding": "fsdp",
-}
+OTHER: dict[str, Any] = yaml.safe_load(
+    """
+double_quant: false
+upcast_fp32: true
+compile: true
+expandable_segments: true
+lora_rank: 64
+lora_alpha: 24.5
+lora_dropout: 0.05
+target_modules: all-linear
+micro_batch_size: 10
+seq_len: 2048
+effective_batch_size: 16
+compute_dtype: fp16
+quantization: fp4
+quantized_fraction: 0.5
+adapter_dtype: bf16
+checkpoint_fraction: 0.3
+kernels: fused-loss
+attention: flash_attention_2
+optimizer: paged_adamw_8bit
+packing: packed
+learning_rate: 0.001
+data_parallel: 2
+sharding: fsdp
+"""
+)
 OF_PAIRS: dict[str, Any] = {"loss_type": "ipo", "dpo_beta": 0.3, "reference": "precomputed"}
 EIGHT_BITS: dict[str, Any] = {"compute_dtype": "fp8", "quantization": "fp8"}
 CONFIGS = [
@@ -80,15 +85,6 @@ def test_a_script_and_what_lies_beside_it_need_nothing_of_ours(
             elif isinstance(node, ast.Import):
                 names.update(module.name for module in node.names)
         assert not any(name.startswith("qlora_sweep") for name in names)
-
-
-def test_modules_that_are_joined_share_no_name() -> None:
-    module = ast.parse(exported(a_study(), format="script").beside["rows.py"])
-    defined = [node.name for node in module.body if hasattr(node, "name")]
-    for node in module.body:
-        if isinstance(node, ast.Assign):
-            defined += [target.id for target in node.targets if isinstance(target, ast.Name)]
-    assert len({*defined}) == len(defined)
 
 
 def read(text: str, *, format: str) -> dict[str, Any]:
@@ -196,6 +192,9 @@ def test_no_setting_is_dropped_without_a_word(format: str) -> None:
     for key in OTHER.keys() - {"packing"}:
         changed = BASE.model_copy(update={key: OTHER[key]})
         assert export(a_study(changed), format=format) != plain, key
+    packed = BASE.model_copy(update={"packing": "packed"})
+    on_texts = export(a_study(BASE, dataset=some_dataset()), format=format)
+    assert export(a_study(packed, dataset=some_dataset()), format=format) != on_texts
     if format in ("peft", "unsloth"):
         return
     on_pairs = BASE.model_copy(update={"method": "dpo"})
@@ -205,13 +204,6 @@ def test_no_setting_is_dropped_without_a_word(format: str) -> None:
         if (format, key) != ("llama-factory", "loss_type"):
             changed = on_pairs.model_copy(update={key: value})
             assert export(a_study(changed), format=format) != plain, key
-
-
-@pytest.mark.parametrize("format", format_names())
-def test_packing_is_not_dropped_without_a_word(format: str) -> None:
-    packed = BASE.model_copy(update={"packing": "packed"})
-    plain = export(a_study(BASE, dataset=some_dataset()), format=format)
-    assert export(a_study(packed, dataset=some_dataset()), format=format) != plain
 
 
 def test_every_setting_is_tried() -> None:
@@ -240,20 +232,22 @@ def rate_in(text: str, *, format: str) -> Any:
 
 @pytest.mark.parametrize(
     ("format", "change", "key", "value"),
-    [
-        ("trl", {"checkpoint_fraction": 0.5}, "gradient_checkpointing_kwargs", 2),
-        ("trl", {"checkpoint_fraction": 0.3}, "gradient_checkpointing_kwargs", None),
-        ("llama-factory", {"checkpoint_fraction": 0.01}, "disable_gradient_checkpointing", True),
-        ("axolotl", {"compute_dtype": "int8"}, "bf16", True),
-        ("axolotl", {"quantization": "int8"}, "load_in_8bit", True),
-        ("llama-factory", {"double_quant": False}, "double_quantization", False),
-        ("trl", {"compute_dtype": "fp16"}, "dtype", "float16"),
-        ("trl", {}, "packing_strategy", "wrapped"),
-        ("axolotl", {"data_parallel": 2}, "ddp_find_unused_parameters", False),
-        ("unsloth", {"quantization": "fp8"}, "load_in_fp8", True),
-        ("unsloth", {"quantization": "none"}, "load_in_16bit", True),
-        ("script", {"effective_batch_size": 16}, "ACCUMULATION_STEPS", 4),
-    ],
+    cases(
+        """
+        trl | {checkpoint_fraction: 0.5} | gradient_checkpointing_kwargs | 2
+        trl | {checkpoint_fraction: 0.3} | gradient_checkpointing_kwargs
+        llama-factory | {checkpoint_fraction: 0.01} | disable_gradient_checkpointing | true
+        axolotl | {compute_dtype: int8} | bf16 | true
+        axolotl | {quantization: int8} | load_in_8bit | true
+        llama-factory | {double_quant: false} | double_quantization | false
+        trl | {compute_dtype: fp16} | dtype | float16
+        trl | {} | packing_strategy | wrapped
+        axolotl | {data_parallel: 2} | ddp_find_unused_parameters | false
+        unsloth | {quantization: fp8} | load_in_fp8 | true
+        unsloth | {quantization: none} | load_in_16bit | true
+        script | {effective_batch_size: 16} | ACCUMULATION_STEPS | 4
+        """
+    ),
 )
 def test_a_setting_is_what_was_measured_or_the_nearest_that_a_trainer_has(
     format: str, change: dict[str, Any], key: str, value: Any
@@ -293,19 +287,21 @@ def test_what_is_predicted_is_nowhere_said_to_be_measured(
 
 @pytest.mark.parametrize(
     ("format", "change", "named"),
-    [
-        ("axolotl", {"compile": True}, "it may not fit"),
-        ("axolotl", {"expandable_segments": True}, "_segments:True axolotl train FILE"),
+    cases(
+        """
+        axolotl | {compile: true} | it may not fit
+        axolotl | {expandable_segments: true} | _segments:True axolotl train FILE
         # Where nothing is said, it makes them expandable by itself.
-        ("axolotl", {}, "PYTORCH_ALLOC_CONF=expandable_segments:False axolotl train FILE"),
-        ("llama-factory", {}, "nothing known"),
-        ("llama-factory", {"sharding": "fsdp", "data_parallel": 2}, "NPROC_PER_NODE=2 llama"),
-        ("script", {"sharding": "fsdp"}, "the script does not ask for it"),
-        ("llama-factory", {"method": "dpo", "reference": "precomputed"}, "asks the reference"),
-        ("axolotl", {"method": "dpo", "lora_dropout": 0.1}, "trains without dropout"),
-        ("trl", {}, "keeps them in bf16"),
-        ("unsloth", EIGHT_BITS, "for the gradient it decodes the weights"),
-    ],
+        axolotl | {} | PYTORCH_ALLOC_CONF=expandable_segments:False axolotl train FILE
+        llama-factory | {} | nothing known
+        llama-factory | {sharding: fsdp, data_parallel: 2} | NPROC_PER_NODE=2 llama
+        script | {sharding: fsdp} | the script does not ask for it
+        llama-factory | {method: dpo, reference: precomputed} | asks the reference
+        axolotl | {method: dpo, lora_dropout: 0.1} | trains without dropout
+        trl | {} | keeps them in bf16
+        unsloth | {compute_dtype: fp8, quantization: fp8} | for the gradient it decodes the weights
+        """
+    ),
 )
 def test_what_a_file_cannot_express_is_said_at_its_top(
     format: str, change: dict[str, Any], named: str
@@ -433,19 +429,6 @@ def test_no_two_exports_share_an_output_directory() -> None:
     places = {read(text, format=format)["output_dir"] for text, format in made}
     assert len(places) == len(made)
     assert all(Path(place).parts[0] == "outputs" and ".." not in place for place in places)
-
-
-def test_peft_loads_the_configuration_of_the_adapters(tmp_path: Path) -> None:
-    from peft import LoraConfig, PeftConfig
-
-    config = TrialConfig(lora_rank=8, lora_alpha=24.5, lora_dropout=0.1, target_modules="qv")
-    (tmp_path / "adapter_config.json").write_text(export(a_study(config), format="peft"))
-    # A key that PEFT does not know would be a warning, and so an error here.
-    loaded = PeftConfig.from_pretrained(str(tmp_path))
-    assert isinstance(loaded, LoraConfig)
-    assert (loaded.r, loaded.lora_alpha, loaded.lora_dropout) == (8, 24.5, 0.1)
-    assert set(loaded.target_modules) == {"q_proj", "v_proj"}
-    assert loaded.auto_mapping["provenance"]["study"] == "a10-mistral"
 
 
 def test_a_decoder_that_is_stored_with_others_is_no_other_trainers() -> None:

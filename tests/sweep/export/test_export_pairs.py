@@ -13,10 +13,9 @@ import pytest
 
 from qlora_sweep.search_spaces.models import ModelSpec
 from qlora_sweep.storage.definition import StudySnapshot
-from qlora_sweep.sweep.data.kinds import ReadingOptions
 from qlora_sweep.sweep.training import preference
 from tests.sweep.export.studies import PAIR, a_study, some_dataset
-from tests.sweep.export.weights import a_row, written_dataset
+from tests.sweep.export.weights import a_row, prepared_by_sweep, written_dataset
 from tests.sweep.training.tiny import tiny_config
 
 Script = Callable[[StudySnapshot], ModuleType]
@@ -66,8 +65,6 @@ def test_a_script_trains_on_the_pairs_of_our_own_training(
     from transformers import AutoTokenizer
 
     from qlora_sweep.sweep.data.batches import training_rows
-    from qlora_sweep.sweep.data.prepared_dataset import PreparationRequest
-    from qlora_sweep.sweep.data.preparing import prepare
 
     source = tmp_path / "data.jsonl"
     place = str(model.path)
@@ -77,12 +74,10 @@ def test_a_script_trains_on_the_pairs_of_our_own_training(
     source.write_text("".join(f"{json.dumps(row)}\n" for row in rows), encoding="utf-8")
     study = on_pairs(model, source, micro_batch_size=4)
     script, config = script_of(study), study.records[0].config
-    asked = ReadingOptions(format="preference")
-    question = PreparationRequest(str(source), asked, True, place, place, "", str(tmp_path), "x")
     read = script.read(str(source), AutoTokenizer.from_pretrained(place))
     trained, held_out = script.split(len(read), 0.1, 0, 2)
     assert len(trained) + len(held_out) == 2 * (len(plain) + 1), "one is no pair"
-    directory = prepare(question, on_progress=lambda *_: None)
+    directory = prepared_by_sweep(source, "preference", tokenizer=place, completions_only=True)
     expected = preference.Paired(training_rows(directory, config, indices=trained, seed=0))
     found = script.cut(read, trained)
     assert len(found) == len(expected) == len(trained) // 2 - 1, "one does not differ in 64 tokens"

@@ -20,12 +20,12 @@ from qlora_sweep.search_spaces.models import ModelSpec, load_model_spec
 from qlora_sweep.search_spaces.space import SearchSpace
 from qlora_sweep.storage.definition import StudySnapshot
 from qlora_sweep.sweep.data import collation
-from qlora_sweep.sweep.data.kinds import ReadingOptions
 from qlora_sweep.sweep.export.formats import exported
 from tests.sweep.export.studies import HOSTILE, a_study, export, imported, some_dataset
 from tests.sweep.export.test_export_formats import dataset_info
-from tests.sweep.export.weights import a_row, written_dataset
+from tests.sweep.export.weights import a_row, prepared_by_sweep, written_dataset
 from tests.sweep.training.tiny import tiny_config
+from tests.tables import cases
 
 
 def script_of(
@@ -49,8 +49,7 @@ def test_the_script_trains_on_the_micro_batches_of_our_own_training(
     from transformers import AutoTokenizer
 
     from qlora_sweep.sweep.data.batches import epoch_of, training_rows
-    from qlora_sweep.sweep.data.prepared_dataset import PreparationRequest, open_prepared
-    from qlora_sweep.sweep.data.preparing import prepare
+    from qlora_sweep.sweep.data.prepared_dataset import open_prepared
 
     config = tiny_config(packing=packing, compile=compiled, seq_len=128, micro_batch_size=4)
     only, place = kind != "text", str(model.path)
@@ -59,10 +58,7 @@ def test_the_script_trains_on_the_micro_batches_of_our_own_training(
     odd = [{"prompt": "p" * 300, "completion": "cut off"}, {"text": "a"}, a_row(kind, 4)]
     plain = [a_row(kind, index) for index in range(40)]
     source.write_text("".join(f"{json.dumps(row)}\n" for row in (*plain, *odd, *plain)))
-    question = PreparationRequest(
-        str(source), ReadingOptions(format=kind), only, place, place, "", str(tmp_path / "p"), "x"
-    )
-    directory = prepare(question, on_progress=lambda *_: None)
+    directory = prepared_by_sweep(source, kind, tokenizer=place, completions_only=only)
     count = len(open_prepared(directory).lengths())
     read = script.read(str(source), AutoTokenizer.from_pretrained(place))
     assert len(read) == count
@@ -154,24 +150,20 @@ def test_a_tokenizer_that_was_named_is_that_of_every_export(
     )
 
 
-@pytest.mark.parametrize("format", ["axolotl", "trl", "llama-factory"])
-def test_rows_that_the_study_left_out_are_said(format: str) -> None:
-    assert "left 3 out" in lost(format, broken=3)
-    assert "Broken rows" not in lost(format)
-
-
 @pytest.mark.parametrize(
     ("name", "format", "kind", "told"),
-    [
-        ("x.tsv.gz", "axolotl", "text", "commas alone"),
-        ("x.csv.gz", "axolotl", "text", "NA, null or an empty cell"),
-        ("x[1].jsonl", "axolotl", "text", "for a pattern"),
-        ("x.tsv", "trl", "conversations", "does not look for JSON in a cell"),
-        ("texts", "trl", "text", "the most frequent"),
-        ("saved", "trl", "text", "what save_to_disk left"),
-        ("saved", "axolotl", "text", None),
-        ("x.ndjson", "llama-factory", "text", "it refuses a file"),
-    ],
+    cases(
+        """
+        x.tsv.gz | axolotl | text | commas alone
+        x.csv.gz | axolotl | text | NA, null or an empty cell
+        x[1].jsonl | axolotl | text | for a pattern
+        x.tsv | trl | conversations | does not look for JSON in a cell
+        texts | trl | text | the most frequent
+        saved | trl | text | what save_to_disk left
+        saved | axolotl | text
+        x.ndjson | llama-factory | text | it refuses a file
+        """
+    ),
 )
 def test_what_a_trainer_does_not_read_is_said(
     name: str, format: str, kind: Any, told: str | None, tmp_path: Path
@@ -187,21 +179,14 @@ def test_what_a_trainer_does_not_read_is_said(
         assert told in found
 
 
-@pytest.mark.parametrize(
-    "columns", [("instruction", "input", "output"), ("instruction", "output", "system", "history")]
-)
-def test_llama_factory_is_told_of_alpacas_further_columns(columns: tuple[str, ...]) -> None:
-    dataset = some_dataset("instruction", columns=columns)
-    found = dataset_info(export(a_study(dataset=dataset), format="llama-factory"))["texts"][
-        "columns"
-    ]
-    assert found.get("system") == ("system" if "system" in columns else None)
-    assert ("query" in found) == ("input" in columns)
-
-
 READ = {
     "prompt-completion": {"prompt": "question", "completion": "answer"},
-    "instruction": {"instruction": "instruction", "output": "response", "input": "context"},
+    "instruction": {
+        "instruction": "ask",
+        "output": "response",
+        "input": "more",
+        "system": "system",
+    },
     "messages": {"messages": "conversation"},
     "preference": {"prompt": "question", "chosen": "chosen", "rejected": "rejected"},
 }
@@ -229,16 +214,23 @@ def test_a_trainer_is_told_of_columns_or_how_to_rename_them(kind: Any) -> None:
         assert f"Rename {', '.join(renamed)}." in " ".join(exported(study, format="trl").lost)
 
 
+OF_TURNS = {"columns": ("conversation",), "columns_read": {"messages": "conversation"}}
+
+
 @pytest.mark.parametrize("format", ["trl", "axolotl", "llama-factory"])
-def test_turns_of_inputs_and_outputs_are_told_to_be_ours_alone(format: str) -> None:
-    changes = {"columns": ("conversation",), "columns_read": {"messages": "conversation"}}
-    assert "Turns of input and output" in lost(format, "prompt-completion", **changes)
-
-
-@pytest.mark.parametrize("format", ["trl", "axolotl", "llama-factory", "unsloth"])
-def test_turns_that_carry_no_loss_are_told_where_they_are_not_heeded(format: str) -> None:
-    assert "7 examples have such turns" in lost(format, "messages", silenced=7)
-    assert "such turns" not in lost(format, "messages")
+@pytest.mark.parametrize(
+    ("kind", "changes", "words"),
+    [
+        ("text", {"broken": 3}, "left 3 out"),
+        ("messages", {"silenced": 7}, "7 examples have such turns"),
+        ("prompt-completion", OF_TURNS, "Turns of input and output"),
+    ],
+)
+def test_what_of_the_dataset_a_trainer_does_not_heed_is_said(
+    format: str, kind: Any, changes: dict[str, Any], words: str
+) -> None:
+    assert words in lost(format, kind, **changes)
+    assert words not in lost(format, kind)
 
 
 def test_a_script_reads_the_columns_that_were_named(model: ModelSpec, tmp_path: Path) -> None:

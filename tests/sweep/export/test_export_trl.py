@@ -12,17 +12,39 @@ import yaml
 from qlora_sweep.search_spaces.config import TrialConfig
 from qlora_sweep.search_spaces.errors import InputError
 from qlora_sweep.search_spaces.models import ModelSpec
+from qlora_sweep.storage.definition import StudySnapshot
 from qlora_sweep.sweep.data.marking import marked
 from qlora_sweep.sweep.export.formats import exported
 from tests.sweep.export.studies import PAIR, a_study, export, some_dataset
 from tests.sweep.export.test_export_formats import studies
 from tests.sweep.export.weights import written_dataset
 from tests.sweep.training.tiny import tiny_config
+from tests.tables import cases
 
 pytestmark = [
     # TRL deprecates Liger, and pins nothing in a loader that never has a GPU.
     pytest.mark.filterwarnings("ignore"),
 ]
+
+
+def built(
+    trainer: Any, script: Any, study: StudySnapshot, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> Any:
+    """Return the trainer that a command of TRL's makes of a study's file."""
+    file = home / "trl.yaml"
+    for path, text in exported(study, format="trl").files(file).items():
+        path.write_text(text, encoding="utf-8")
+    typed = ["--config", str(file), "--output_dir", str(home / "out")]
+    typed += ["--use_cpu", "true", "--max_steps", "2"]
+    made: list[Any] = []
+    with monkeypatch.context() as patch:
+        patch.chdir(home)
+        patch.setattr(trainer, "train", lambda self, **_: made.append(self))
+        patch.setattr(trainer, "save_model", lambda *_: None)
+        told = script.make_parser().parse_args_and_config(typed, fail_with_unknown_args=True)
+        script.main(*told)
+    (found,) = made
+    return found
 
 
 def test_trl_knows_every_key_and_reads_what_was_measured(tmp_path: Path) -> None:
@@ -70,20 +92,8 @@ def test_trl_trains_on_pairs_by_a_file(
     dataset = some_dataset("preference", source=str(source), columns=PAIR)
     config = tiny_config(method="dpo", seq_len=64, **settings)
     study = a_study(config, model=model, dataset=dataset)
-    exported = export(study, format="trl")
-    assert "trl dpo --config" in exported
-    options = yaml.safe_load(exported)
-    here = {"use_cpu": True, "max_steps": 2, "output_dir": str(tmp_path / "out")}
-    (tmp_path / "trl.yaml").write_text(yaml.safe_dump({**options, **here}))
-    told = dpo.make_parser().parse_args_and_config(
-        ["--config", str(tmp_path / "trl.yaml")], fail_with_unknown_args=True
-    )
-    built: list[Any] = []
-    with monkeypatch.context() as patch:
-        patch.setattr(DPOTrainer, "train", lambda self, **_: built.append(self))
-        patch.setattr(DPOTrainer, "save_model", lambda *_: None)
-        dpo.main(*told)
-    (trainer,) = built
+    assert "trl dpo --config" in export(study, format="trl")
+    trainer = built(DPOTrainer, dpo, study, tmp_path, monkeypatch)
     modules = trainer.model.named_modules()
     drops = {getattr(m, "p", 0.0) for n, m in modules if n.endswith("lora_dropout.default")}
     assert drops == {config.lora_dropout}
@@ -119,16 +129,7 @@ def test_trl_learns_the_assistants_turns_of_a_model_whose_template_marks_none(
         "messages", completions_only=True, source=str(source), marked_template=template
     )
     study = a_study(tiny_config(seq_len=128), model=model, dataset=dataset)
-    for file, text in exported(study, format="trl").files(tmp_path / "trl.yaml").items():
-        file.write_text(text, encoding="utf-8")
-    built: list[Any] = []
-    with monkeypatch.context() as patch:
-        patch.chdir(tmp_path)
-        patch.setattr(SFTTrainer, "train", lambda self, **_: built.append(self))
-        patch.setattr(SFTTrainer, "save_model", lambda *_: None)
-        told = ["--config", "trl.yaml", "--use_cpu", "true", "--output_dir", "out"]
-        sft.main(*sft.make_parser().parse_args_and_config(told, fail_with_unknown_args=True))
-    (trainer,) = built
+    trainer = built(SFTTrainer, sft, study, tmp_path, monkeypatch)
     for row in trainer.train_dataset:
         learned = [token for token in row["labels"] if token != -100]
         said = trainer.processing_class.decode(row["input_ids"]).partition("<|assistant|>")[2]
@@ -160,12 +161,14 @@ def test_trl_puts_adapters_on_the_layers_that_are_named(targets: Any) -> None:
 
 @pytest.mark.parametrize(
     ("kind", "settings", "completions_only"),
-    [
-        (None, {"kernels": "fused-loss"}, False),
-        (None, {"kernels": "liger"}, False),
-        ("prompt-completion", {"packing": "grouped"}, True),
-        ("messages", {"packing": "packed"}, True),
-    ],
+    cases(
+        """
+        null | {kernels: fused-loss} | false
+        null | {kernels: liger} | false
+        prompt-completion | {packing: grouped} | true
+        messages | {packing: packed} | true
+        """
+    ),
 )
 def test_trl_trains_two_steps_of_a_file(
     kind: Any,
@@ -182,16 +185,8 @@ def test_trl_trains_two_steps_of_a_file(
     source = written_dataset(tmp_path / "data.jsonl", kind or "text")
     dataset = kind and some_dataset(kind, completions_only=completions_only, source=str(source))
     config = tiny_config(seq_len=128, **settings)
-    options = yaml.safe_load(export(a_study(config, model=model, dataset=dataset), format="trl"))
-    here = {"use_cpu": True, "max_steps": 2, "output_dir": str(tmp_path / "out")}
-    (tmp_path / "trl.yaml").write_text(yaml.safe_dump({**options, **here}))
-    built: list[Any] = []
-    with monkeypatch.context() as patch:
-        patch.chdir(tmp_path)
-        patch.setattr(SFTTrainer, "train", lambda self, **_: built.append(self))
-        patch.setattr(SFTTrainer, "save_model", lambda *_: None)
-        sft.main(*sft.make_parser().parse_args_and_config(["--config", "trl.yaml"]))
-    (trainer,) = built
+    study = a_study(config, model=model, dataset=dataset)
+    trainer = built(SFTTrainer, sft, study, tmp_path, monkeypatch)
     adapters = {p.dtype for p in trainer.model.parameters() if p.requires_grad}
     assert adapters == {torch.bfloat16}, "as the file says at its top"
     if kind is None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from qlora_sweep.search_spaces.models import ModelSpec, load_model_spec
+from qlora_sweep.sweep.data.kinds import ReadingOptions
 from tests.sweep.training.tiny import TINY
 
 WORDS = ("the", "quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog")
@@ -52,6 +53,19 @@ def a_row(kind: str, index: int) -> dict[str, Any]:
         case _:
             turns = (("human", question), ("gpt", answer))
             return {kind: [{"from": role, "value": value} for role, value in turns]}
+
+
+def prepared_by_sweep(source: Path, kind: Any, *, tokenizer: str, completions_only: bool) -> Path:
+    """Return where a file's tokens are once they are prepared as for a study."""
+    from qlora_sweep.sweep.data.prepared_dataset import PreparationRequest
+    from qlora_sweep.sweep.data.preparing import prepare
+
+    asked = ReadingOptions(format=kind)
+    home = str(source.with_name("prepared"))
+    question = PreparationRequest(
+        str(source), asked, completions_only, tokenizer, tokenizer, "", home, "x"
+    )
+    return prepare(question, on_progress=lambda *_: None)
 
 
 def written_dataset(path: Path, kind: str, *, rows: int = 60) -> Path:

@@ -8,14 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from qlora_sweep.search_spaces.errors import InputError
+from tests.sweep.merging.made import make_base
 
 pytestmark = pytest.mark.filterwarnings("ignore")
-VOCABULARY = 700
 LLAMA = {
     "model_type": "llama",
-    "vocab_size": VOCABULARY,
+    "vocab_size": 700,
     "hidden_size": 32,
     "intermediate_size": 48,
     "num_hidden_layers": 2,
@@ -23,213 +24,156 @@ LLAMA = {
     "num_key_value_heads": 2,
     "tie_word_embeddings": False,
 }
-TIED = LLAMA | {"tie_word_embeddings": True}
+MODELS = """
+tied: {model_type: llama, tie_word_embeddings: true}
+gpt2: {tie_word_embeddings: true}
+bloom: {tie_word_embeddings: true}
+mpt: {tie_word_embeddings: true}
+codegen: {rotary_dim: 4, n_positions: 128}
+mixtral: {num_local_experts: 4, num_experts_per_tok: 2}
+qwen3_moe: {num_experts: 4, num_experts_per_tok: 2, moe_intermediate_size: 16, head_dim: 8}
+gpt_oss: {num_local_experts: 4, num_experts_per_tok: 2, head_dim: 8}
+phi3: {pad_token_id: 0}
+falcon: {alibi: false, new_decoder_architecture: true}
+deepseek_v3:
+  {n_routed_experts: 4, num_experts_per_tok: 2, moe_intermediate_size: 16, q_lora_rank: 8,
+   kv_lora_rank: 8, qk_rope_head_dim: 4, qk_nope_head_dim: 4, v_head_dim: 8, n_group: 1,
+   topk_group: 1, first_k_dense_replace: 1}
+"""
+"""What a tiny model of a type has beside Llama's sizes."""
 
-
-def small(kind: str, **values: Any) -> dict[str, Any]:
-    """Return the config of a tiny model of a kind that names sizes as Llama does."""
-    return LLAMA | {"model_type": kind, **values}
-
-
-GPT2 = {"model_type": "gpt2", "vocab_size": VOCABULARY, "n_embd": 32, "n_layer": 2, "n_head": 4}
-BLOOM = {"model_type": "bloom", "vocab_size": VOCABULARY, "hidden_size": 32, "n_layer": 2}
-BLOOM |= {"n_head": 4}
-MPT = {"model_type": "mpt", "vocab_size": VOCABULARY, "d_model": 32, "n_layers": 2, "n_heads": 4}
-GPTJ = {"model_type": "gptj", "vocab_size": VOCABULARY, "n_embd": 32, "n_layer": 2, "n_head": 4}
-GPTJ |= {"rotary_dim": 4, "n_positions": 128, "tie_word_embeddings": False}
-CODEGEN = GPTJ | {"model_type": "codegen"}
-MIXTRAL = small("mixtral", num_local_experts=4, num_experts_per_tok=2)
-QWEN_MOE = small(
-    "qwen3_moe", num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, head_dim=8
-)
-GPT_OSS = small("gpt_oss", num_local_experts=4, num_experts_per_tok=2, head_dim=8)
-Q_V = {"target_modules": ["q_proj", "v_proj"]}
+COMMON = r"""
+plain: {}
+rslora: {use_rslora: true, target_modules: all-linear}
+patterns: {rank_pattern: {q_proj: 2}, alpha_pattern: {layers.1.self_attn.v_proj: 3}}
+dora: {use_dora: true}
+dora of conv1d: {model: gpt2, use_dora: true, target_modules: [c_attn], fan_in_fan_out: true}
+lora bias: {model: qwen2, lora_bias: true}
+conv1d: {model: gpt2, target_modules: [c_attn, c_proj], fan_in_fan_out: true}
+whole head, tied: {model: tied, modules_to_save: [lm_head]}
+whole embedding and head, tied: {model: tied, modules_to_save: [embed_tokens, lm_head]}
+kept tied: {model: tied, modules_to_save: [embed_tokens], ensure_weight_tying: true}
+whole norm: {modules_to_save: [input_layernorm]}
+lora of a tied head: {model: tied, target_modules: [lm_head, q_proj]}
+lora of an embedding: {target_modules: [embed_tokens, q_proj]}
+lora of a tied embedding: {model: tied, target_modules: [embed_tokens, q_proj]}
+lora of both, tied: {model: tied, target_modules: [embed_tokens, lm_head]}
+tokens, tied: {model: tied, trainable_token_indices: [3, 5, 699]}
+tokens of both: {trainable_token_indices: {embed_tokens: [3, 5], lm_head: [7]}}
+pissa: {init_lora_weights: pissa}
+larger: {rows: 706}
+larger, not saved: {rows: 706, save: false}
+larger, tied: {rows: 706, model: tied}
+larger, trained, tied: {rows: 706, model: tied, modules_to_save: [embed_tokens, lm_head]}
+larger, lora of both: {rows: 706, target_modules: [embed_tokens, lm_head]}
+larger, tokens: {rows: 706, trainable_token_indices: [700, 701, 702, 703, 704, 705]}
+mpt: {model: mpt, target_modules: [Wqkv, up_proj]}
+gpt-oss, experts:
+  {model: gpt_oss, target_modules: [q_proj],
+   target_parameters: [mlp.experts.gate_up_proj, mlp.experts.down_proj]}
+qwen3-moe, experts:
+  {model: qwen3_moe, target_modules: [q_proj], target_parameters: [mlp.experts.down_proj]}
+ia3: {kind: IA3, target_modules: [k_proj, down_proj], feedforward_modules: [down_proj]}
+loha: {kind: LoHa, r: 4}
+vera: {kind: Vera, r: 4, target_modules: [q_proj, o_proj]}
+"""
+RARE = r"""
+regex patterns: {rank_pattern: {'.*\.1\.self_attn\.q_proj': 2}}
+dora of an embedding: {use_dora: true, target_modules: [embed_tokens, q_proj]}
+all biases: {model: qwen2, bias: all}
+biases of lora: {model: qwen2, bias: lora_only}
+some layers: {target_modules: '.*layers\.0\..*_proj', exclude_modules: [down_proj]}
+whole head: {modules_to_save: [lm_head]}
+lora of a head: {target_modules: [lm_head, q_proj]}
+lora of gpt2's embedding: {model: gpt2, target_modules: [wte, c_attn]}
+tokens: {trainable_token_indices: [3, 5, 699]}
+olora: {init_lora_weights: olora}
+eva: {init_lora_weights: eva}
+orthogonal: {init_lora_weights: orthogonal}
+mica: {init_lora_weights: mica}
+smaller: {rows: 690}
+smaller, tied: {rows: 690, model: tied}
+larger, trained: {rows: 706, modules_to_save: [embed_tokens, lm_head]}
+larger, gpt2: {rows: 706, model: gpt2, target_modules: [c_attn]}
+larger, bloom: {rows: 706, model: bloom, target_modules: [query_key_value]}
+codegen: {model: codegen, target_modules: [qkv_proj]}
+mixtral, experts:
+  {model: mixtral, target_parameters: [mlp.experts.gate_up_proj, mlp.experts.down_proj]}
+phi3: {model: phi3, target_modules: [qkv_proj, gate_up_proj]}
+falcon: {model: falcon, target_modules: [query_key_value]}
+gpt-neox: {model: gpt_neox, target_modules: [query_key_value]}
+deepseek:
+  {model: deepseek_v3, target_modules: [kv_b_proj, down_proj],
+   target_parameters: [mlp.experts.down_proj]}
+adalora: {kind: AdaLora, total_step: 10, init_r: 4}
+lokr: {kind: LoKr, r: 4}
+hra: {kind: HRA, r: 4}
+miss: {kind: Miss, r: 4}
+shira: {kind: Shira, r: 4}
+randlora: {kind: RandLora, r: 4}
+delora: {kind: Delora, r: 4}
+psoft: {kind: Psoft, r: 4}
+hira: {kind: Hira, r: 4}
+oft: {kind: OFT, oft_block_size: 8}
+boft: {kind: BOFT, boft_block_size: 4}
+vera, not saved:
+  {kind: Vera, r: 4, target_modules: [q_proj, o_proj], save_projection: false}
+layer norms: {kind: LNTuning, target_modules: [input_layernorm]}
+only tokens: {kind: TrainableTokens, target_modules: [embed_tokens], token_indices: [14]}
+fourier: {kind: FourierFT, n_frequency: 20}
+road: {kind: Road, group_size: 8}
+c3a: {kind: C3A, block_size: 4}
+waveft: {kind: WaveFT, n_frequency: 20}
+vblora: {kind: VBLoRA, r: 4, vector_length: 8, num_vectors: 16}
+gralora: {kind: Gralora, r: 4, gralora_k: 2}
+tinylora: {kind: TinyLora, r: 2}
+"""
+"""What goes the way of another adapter, which the fast tests have."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """An adapter to be made, by PEFT's name of its configuration."""
+    """An adapter to be made, by PEFT's name of its kind."""
 
-    config: dict[str, Any] = field(default_factory=lambda: LLAMA)
-    kind: str = "LoraConfig"
-    options: dict[str, Any] = field(default_factory=lambda: dict(Q_V))
+    model: str = "llama"
+    kind: str = "Lora"
     rows: int | None = None
     """Tokens after resizing."""
-    save: dict[str, Any] = field(default_factory=dict)
-    noise: float = 0.2
-    """What is added to what is trained."""
+    save: Any = "auto"
+    """Whether embeddings are saved that were resized."""
+    options: dict[str, Any] = field(default_factory=dict)
 
-
-def lora(config: dict[str, Any] = LLAMA, **options: Any) -> Case:
-    options = {"r": 4, "lora_alpha": 12, **options}
-    if "target_parameters" not in options:
-        options.setdefault("target_modules", ["q_proj", "v_proj"])
-    return Case(config=config, options=options)
-
-
-def resized(
-    rows: int, config: dict[str, Any] = LLAMA, *, save: Any = "auto", **options: Any
-) -> Case:
-    case = lora(config, **options)
-    return Case(case.config, case.kind, case.options, rows, {"save_embedding_layers": save})
-
-
-def other(kind: str, config: dict[str, Any] = LLAMA, **options: Any) -> Case:
-    options.setdefault("target_modules", ["q_proj", "v_proj"])
-    return Case(config=config, kind=kind, options=options)
-
-
-CASES = {
-    "plain": lora(),
-    "rslora": lora(use_rslora=True, target_modules="all-linear"),
-    "patterns": lora(rank_pattern={"q_proj": 2}, alpha_pattern={"layers.1.self_attn.v_proj": 3}),
-    "regex patterns": lora(rank_pattern={r".*\.1\.self_attn\.q_proj": 2}),
-    "dora": lora(use_dora=True),
-    "dora of conv1d": lora(GPT2, use_dora=True, target_modules=["c_attn"], fan_in_fan_out=True),
-    "dora of an embedding": lora(use_dora=True, target_modules=["embed_tokens", "q_proj"]),
-    "lora bias": lora(small("qwen2"), lora_bias=True),
-    "all biases": lora(small("qwen2"), bias="all"),
-    "biases of lora": lora(small("qwen2"), bias="lora_only"),
-    "conv1d": lora(GPT2, target_modules=["c_attn", "c_proj"], fan_in_fan_out=True),
-    "some layers": lora(layers_to_transform=[1]),
-    "excluded": lora(target_modules="all-linear", exclude_modules=["down_proj"]),
-    "targets as a regex": lora(target_modules=r".*layers\.0\..*_proj"),
-    "whole head": lora(modules_to_save=["lm_head"]),
-    "whole head, tied": lora(TIED, modules_to_save=["lm_head"]),
-    "whole embedding, tied": lora(TIED, modules_to_save=["embed_tokens"]),
-    "whole embedding and head, tied": lora(TIED, modules_to_save=["embed_tokens", "lm_head"]),
-    "kept tied": lora(TIED, modules_to_save=["embed_tokens"], ensure_weight_tying=True),
-    "whole norm": lora(modules_to_save=["input_layernorm"]),
-    "lora of a head": lora(target_modules=["lm_head", "q_proj"]),
-    "lora of a tied head": lora(TIED, target_modules=["lm_head", "q_proj"]),
-    "lora of an embedding": lora(target_modules=["embed_tokens", "q_proj"]),
-    "lora of a tied embedding": lora(TIED, target_modules=["embed_tokens", "q_proj"]),
-    "lora of both, tied": lora(TIED, target_modules=["embed_tokens", "lm_head"]),
-    "lora of gpt2's embedding": lora(GPT2, target_modules=["wte", "c_attn"]),
-    "tokens": lora(trainable_token_indices=[3, 5, 699]),
-    "tokens, tied": lora(TIED, trainable_token_indices=[3, 5, 699]),
-    "tokens of both": lora(trainable_token_indices={"embed_tokens": [3, 5], "lm_head": [7]}),
-    "pissa": lora(init_lora_weights="pissa"),
-    "olora": lora(init_lora_weights="olora"),
-    "eva": lora(init_lora_weights="eva"),
-    "orthogonal": lora(init_lora_weights="orthogonal"),
-    "mica": lora(init_lora_weights="mica"),
-    "larger, auto": resized(706),
-    "larger, padded": resized(768),
-    "smaller": resized(690),
-    "larger, not saved": resized(706, save=False),
-    "larger, saved": resized(706, save=True),
-    "larger, tied": resized(706, TIED),
-    "smaller, tied": resized(690, TIED),
-    "larger, trained": resized(706, modules_to_save=["embed_tokens", "lm_head"]),
-    "larger, trained, tied": resized(706, TIED, modules_to_save=["embed_tokens", "lm_head"]),
-    "larger, lora of both": resized(706, target_modules=["embed_tokens", "lm_head"]),
-    "larger, tokens": resized(706, trainable_token_indices=[700, 701, 702, 703, 704, 705]),
-    "larger, gpt2": resized(706, GPT2, target_modules=["c_attn"]),
-    "larger, bloom": resized(706, BLOOM, target_modules=["query_key_value"]),
-    "bloom": lora(BLOOM, target_modules=["query_key_value", "dense"]),
-    "mpt": lora(MPT, target_modules=["Wqkv", "up_proj"]),
-    "gptj": lora(GPTJ),
-    "codegen": lora(CODEGEN, target_modules=["qkv_proj"]),
-    "gpt-oss": lora(GPT_OSS),
-    "gpt-oss, experts": lora(
-        GPT_OSS,
-        target_modules=["q_proj"],
-        target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
-    ),
-    "mixtral": lora(MIXTRAL),
-    "mixtral, experts": lora(
-        MIXTRAL, target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
-    ),
-    "qwen3-moe, experts": lora(
-        QWEN_MOE, target_modules=["q_proj"], target_parameters=["mlp.experts.down_proj"]
-    ),
-    "phi3": lora(small("phi3", pad_token_id=0), target_modules=["qkv_proj", "gate_up_proj"]),
-    "falcon": lora(
-        small("falcon", alibi=False, new_decoder_architecture=True),
-        target_modules=["query_key_value"],
-    ),
-    "opt": lora(
-        small("opt", ffn_dim=48, word_embed_proj_dim=32, max_position_embeddings=128),
-        target_modules=["q_proj", "fc1"],
-    ),
-    "gpt-neox": lora(small("gpt_neox"), target_modules=["query_key_value"]),
-    "gemma2": lora(small("gemma2", head_dim=8, tie_word_embeddings=True)),
-    "deepseek": lora(
-        small(
-            "deepseek_v3",
-            n_routed_experts=4,
-            num_experts_per_tok=2,
-            moe_intermediate_size=16,
-            q_lora_rank=8,
-            kv_lora_rank=8,
-            qk_rope_head_dim=4,
-            qk_nope_head_dim=4,
-            v_head_dim=8,
-            n_group=1,
-            topk_group=1,
-            first_k_dense_replace=1,
-        ),
-        target_modules=["kv_b_proj", "down_proj"],
-        target_parameters=["mlp.experts.down_proj"],
-    ),
-    "adalora": other("AdaLoraConfig", total_step=10, init_r=4),
-    "ia3": other(
-        "IA3Config", target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"]
-    ),
-    "loha": other("LoHaConfig", r=4),
-    "lokr": other("LoKrConfig", r=4),
-    "oft": other("OFTConfig", oft_block_size=8),
-    "boft": other("BOFTConfig", boft_block_size=4),
-    "vera": other("VeraConfig", r=4, target_modules=["q_proj", "o_proj"]),
-    "vera, not saved": other(
-        "VeraConfig", r=4, target_modules=["q_proj", "o_proj"], save_projection=False
-    ),
-    "layer norms": other("LNTuningConfig", target_modules=["input_layernorm"]),
-    "only tokens": other(
-        "TrainableTokensConfig", target_modules=["embed_tokens"], token_indices=[14]
-    ),
-    "fourier": other("FourierFTConfig", n_frequency=20),
-    "hra": other("HRAConfig", r=4),
-    "miss": other("MissConfig", r=4),
-    "shira": other("ShiraConfig", r=4),
-    "randlora": other("RandLoraConfig", r=4),
-    "road": other("RoadConfig", group_size=8),
-    "c3a": other("C3AConfig", block_size=4),
-    "waveft": other("WaveFTConfig", n_frequency=20),
-    "delora": other("DeloraConfig", r=4),
-    "vblora": other("VBLoRAConfig", r=4, vector_length=8, num_vectors=16),
-    "gralora": other("GraloraConfig", r=4, gralora_k=2),
-    "psoft": other("PsoftConfig", r=4),
-    "tinylora": other("TinyLoraConfig", r=2),
-    "hira": other("HiraConfig", r=4),
-}
+    @classmethod
+    def of(cls, **said: Any) -> Case:
+        own = {key: said.pop(key) for key in ("model", "kind", "rows", "save") if key in said}
+        case = cls(**own, options=said)
+        if case.kind == "Lora":
+            said |= {"r": 4, "lora_alpha": 12}
+        if case.kind != "Lora" or "target_parameters" not in said:
+            said.setdefault("target_modules", ["q_proj", "v_proj"])
+        return case
 
 
 def make(case: Case, directory: Path) -> tuple[Path, Path]:
     """Write a base in fp32 and an adapter on it."""
     import peft
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
-    values = dict(case.config)
-    kind = values.pop("model_type")
-    torch.manual_seed(0)
-    config = AutoConfig.for_model(kind, **values)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    base = directory / "base"
-    model.save_pretrained(base, max_shard_size="60KB")
+    config = {**LLAMA, "model_type": case.model, **yaml.safe_load(MODELS).get(case.model, {})}
+    base = make_base(directory / "base", config, shard="60KB")
     model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     if case.rows is not None:
         model.resize_token_embeddings(case.rows)
     torch.manual_seed(1)
     adapted = peft.get_peft_model(
-        model, getattr(peft, case.kind)(task_type="CAUSAL_LM", **case.options)
+        model, getattr(peft, f"{case.kind}Config")(task_type="CAUSAL_LM", **case.options)
     )
     for parameter in adapted.parameters():
         if parameter.requires_grad:
-            parameter.data += case.noise * torch.randn_like(parameter)
-    adapted.save_pretrained(directory / "adapter", **case.save)
+            parameter.data += 0.2 * torch.randn_like(parameter)
+    saved = {} if case.rows is None else {"save_embedding_layers": case.save}
+    adapted.save_pretrained(directory / "adapter", **saved)
     return base, directory / "adapter"
 
 
@@ -240,7 +184,7 @@ def judged(case: Case, base: Path, adapter: Path) -> Any:
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
-    if case.rows is not None and case.save.get("save_embedding_layers") is not False:
+    if case.rows is not None and case.save is not False:
         model.resize_token_embeddings(case.rows)
     return peft.PeftModel.from_pretrained(model, adapter).eval()
 
@@ -274,27 +218,10 @@ def apart(found: Any, expected: Any) -> float:
     return float((found - expected).abs().mean() / expected.std())
 
 
-RARE = """
-adalora | all biases | biases of lora | bloom | boft | c3a | codegen | deepseek | delora |
-dora of an embedding | eva | excluded | falcon | fourier | gemma2 | gpt-neox | gpt-oss |
-gptj | gralora | hira | hra | larger, bloom | larger, gpt2 | larger, padded |
-larger, saved | larger, trained | layer norms | lokr | lora of a head |
-lora of gpt2's embedding | mica | miss | mixtral | mixtral, experts | oft | olora |
-only tokens | opt | orthogonal | phi3 | psoft | randlora | regex patterns | road | shira |
-smaller | smaller, tied | some layers | targets as a regex | tinylora | tokens | vblora |
-vera, not saved | waveft | whole embedding, tied | whole head
-"""
-"""What goes the way of another adapter, which the fast tests have."""
-
-
 def params() -> Iterator[Any]:
-    rare = set(" ".join(RARE.split("\n")).strip().split(" | "))
-    assert CASES.keys() >= rare
-    for name, case in CASES.items():
-        marks = []
-        if name in rare:
-            marks.append(pytest.mark.integration)
-        yield pytest.param(case, id=name, marks=marks)
+    for table, marks in ((COMMON, []), (RARE, [pytest.mark.integration])):
+        for name, said in yaml.safe_load(table).items():
+            yield pytest.param(Case.of(**said), id=name, marks=marks)
 
 
 @pytest.mark.parametrize("case", list(params()))
@@ -323,7 +250,7 @@ def test_added_tokens_that_nothing_holds_are_said(
 ) -> None:
     from qlora_sweep.sweep.merging.merged import Merge
 
-    case = resized(706, save=False, modules_to_save=saved)
+    case = Case.of(rows=706, save=False, modules_to_save=saved)
     base, adapter = make(case, tmp_path)
     (tmp_path / "merged").mkdir()
     merge = Merge(adapter, base)
@@ -336,9 +263,9 @@ def test_an_adapter_of_a_model_without_a_head_is_merged_into_the_whole(tmp_path:
     import torch
     from transformers import AutoModel, AutoModelForCausalLM
 
-    base, _ = make(CASES["plain"], tmp_path)
+    base, _ = make(Case.of(), tmp_path)
     model = AutoModel.from_pretrained(base, dtype=torch.float32)
-    config = peft.LoraConfig(task_type="FEATURE_EXTRACTION", **CASES["plain"].options)
+    config = peft.LoraConfig(task_type="FEATURE_EXTRACTION", **Case.of().options)
     adapted = peft.get_peft_model(model, config)
     for parameter in adapted.parameters():
         parameter.data += 0.2 * torch.randn_like(parameter) * parameter.requires_grad
@@ -357,9 +284,9 @@ def test_an_adapter_that_classifies_is_refused(tmp_path: Path) -> None:
 
     from qlora_sweep.sweep.merging.merged import Merge
 
-    base, _ = make(CASES["plain"], tmp_path)
+    base, _ = make(Case.of(), tmp_path)
     model = AutoModelForSequenceClassification.from_pretrained(base, num_labels=3)
-    config = peft.LoraConfig(task_type="SEQ_CLS", **CASES["plain"].options)
+    config = peft.LoraConfig(task_type="SEQ_CLS", **Case.of().options)
     peft.get_peft_model(model, config).save_pretrained(tmp_path / "labels")
     with pytest.raises(InputError, match="SEQ_CLS"):
         Merge(tmp_path / "labels", base)

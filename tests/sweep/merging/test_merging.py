@@ -24,6 +24,7 @@ from qlora_sweep.sweep.subprocess_jobs import run_subprocess
 from qlora_sweep.sweep.terminal import finishing
 from tests.sweep.merging.made import make_adapter, make_base
 from tests.sweep.vision_language import make_checkpoint
+from tests.tables import cases
 
 DEMO = dict(load_model_spec("demo").config)
 GPT2 = dict.fromkeys(("n_embd", "n_positions"), 64) | dict.fromkeys(("n_layer", "n_head"), 2)
@@ -216,13 +217,15 @@ def test_a_disk_without_room_is_not_written_to(
 
 @pytest.mark.parametrize(
     ("values", "words"),
-    [
-        ({"peft_type": None}, "peft_type: must name the kind of adapter"),
-        ({"layer_replication": [[0, 2]]}, "layer_replication: .* more layers than its base"),
-        ({"base_model_name_or_path": None}, "names no base: name it with --model"),
-        ({"base_model_name_or_path": "demo"}, "an architecture without weights"),
-        ({"base_model_name_or_path": "/no/such"}, "with --model"),
-    ],
+    cases(
+        """
+        {peft_type: null} | "peft_type: must name the kind of adapter"
+        {layer_replication: [[0, 2]]} | "layer_replication: .* more layers than its base"
+        {base_model_name_or_path: null} | "names no base: name it with --model"
+        {base_model_name_or_path: demo} | an architecture without weights
+        {base_model_name_or_path: /no/such} | with --model
+        """
+    ),
 )
 def test_what_cannot_be_merged_is_refused(
     values: dict[str, Any], words: str, adapter: Path
@@ -233,12 +236,14 @@ def test_what_cannot_be_merged_is_refused(
 
 @pytest.mark.parametrize(
     ("values", "words"),
-    [
-        ({"peft_type": "PREFIX_TUNING"}, "not to its weights"),
-        ({"peft_type": "OF_TOMORROW"}, "PEFT cannot read the adapter"),
-        ({"init_lora_weights": "pissa_niter_4"}, "changed the base"),
-        ({"alora_invocation_tokens": [1, 2]}, "PEFT cannot merge"),
-    ],
+    cases(
+        """
+        {peft_type: PREFIX_TUNING} | not to its weights
+        {peft_type: OF_TOMORROW} | PEFT cannot read the adapter
+        {init_lora_weights: pissa_niter_4} | changed the base
+        {alora_invocation_tokens: [1, 2]} | PEFT cannot merge
+        """
+    ),
 )
 @pytest.mark.filterwarnings("ignore")
 def test_what_peft_cannot_merge_is_refused(

@@ -17,12 +17,11 @@ from qlora_sweep.search_spaces.models import load_model_spec
 from qlora_sweep.sweep.predict.memory.predictor import Fit, MemoryPrediction
 from tests.sweep.predict.predicted_steps import predict_step
 from tests.sweep.predict.rows import TABLE, config_of
+from tests.tables import cases
 
-MISTRAL, LLAMA, THIRTEEN = "mistral-7b-v0.3", "llama-3.1-8b", "llama-2-13b"
-LEAN = {"kernels": "liger", "upcast_fp32": False}
+MISTRAL = "mistral-7b-v0.3"
 WIDE = {"lora_rank": 64, "target_modules": "all-linear"}
 PUBLISHED = {"micro_batch_size": 4, "seq_len": 2048, "effective_batch_size": 16}
-MLP_TOO = {"target_modules": "all-linear", "lora_dropout": 0.05}
 GIGABYTE = 10**9
 
 Predict = Callable[..., MemoryPrediction]
@@ -68,29 +67,39 @@ def test_memory_is_what_was_measured_and_below_what_was_claimed(
     assert measured_gb < claimed_gb
 
 
-@pytest.mark.parametrize(
-    ("model", "gpu", "config", "peak_gib", "fit"),
-    [
-        # An A10: 12 x 512 was to run out of memory, and 1024 to allow four rows at most.
-        (MISTRAL, "a10", recipe(micro_batch_size=12), 10.04, Fit.YES),
-        (MISTRAL, "a10", recipe(seq_len=1024), 11.82, Fit.YES),
-        (MISTRAL, "a10", recipe(checkpoint_fraction=0.0), 36.76, Fit.NO),
-        # An A100 of 40 GB: eight rows of 2048 were not to fit, MLP targets to be close to it.
-        (MISTRAL, "a100-40gb", recipe(**PUBLISHED, **MLP_TOO), 12.57, Fit.YES),
-        # An A10G: the recipe does not fit as published, and does with less.
-        (LLAMA, "a10g", recipe(**PUBLISHED, target_modules="qv"), 24.20, Fit.NO),
-        (LLAMA, "a10g", recipe(**PUBLISHED, **LEAN, target_modules="qv"), 8.68, Fit.YES),
-        # A T4 was not to hold eight rows, and an A10 13 B at four rows at most.
-        (MISTRAL, "t4", recipe(compute_dtype="fp16", seq_len=2048), 29.83, Fit.NO),
-        (THIRTEEN, "a10", recipe(seq_len=2048), 26.80, Fit.NO),
-    ],
-)
+FITS = """
+# An A10: 12 x 512 was to run out of memory, and 1024 to allow four rows at most.
+mistral-7b-v0.3 | a10 | | {micro_batch_size: 12} | 10.04 | true
+mistral-7b-v0.3 | a10 | | {seq_len: 1024} | 11.82 | true
+mistral-7b-v0.3 | a10 | | {checkpoint_fraction: 0.0} | 36.76 | false
+# An A100 of 40 GB: eight rows of 2048 were not to fit, MLP targets to be close to it.
+mistral-7b-v0.3 | a100-40gb | published | {target_modules: all-linear, lora_dropout: 0.05}
+    | 12.57 | true
+# An A10G: the recipe does not fit as published, and does with less.
+llama-3.1-8b | a10g | published | {target_modules: qv} | 24.20 | false
+llama-3.1-8b | a10g | published | {target_modules: qv, kernels: liger, upcast_fp32: false}
+    | 8.68 | true
+# A T4 was not to hold eight rows, and an A10 13 B at four rows at most.
+mistral-7b-v0.3 | t4 | | {compute_dtype: fp16, seq_len: 2048} | 29.83 | false
+llama-2-13b | a10 | | {seq_len: 2048} | 26.80 | false
+"""
+
+
+@pytest.mark.parametrize(("model", "gpu", "base", "keys", "peak_gib", "fits"), cases(FITS))
 def test_what_was_said_to_fit_or_not(
-    predict: Predict, model: str, gpu: str, config: TrialConfig, peak_gib: float, fit: Fit
+    predict: Predict,
+    model: str,
+    gpu: str,
+    base: str | None,
+    keys: dict[str, Any],
+    peak_gib: float,
+    fits: bool,
 ) -> None:
-    prediction = predict(model, gpu, config)
+    if base == "published":
+        keys = PUBLISHED | keys
+    prediction = predict(model, gpu, recipe(**keys))
     assert prediction.peak_allocated_bytes / GIB == pytest.approx(peak_gib, rel=0.01)
-    assert prediction.fits(find_gpu(gpu).budget_bytes) is fit
+    assert prediction.fits(find_gpu(gpu).budget_bytes) is (Fit.YES if fits else Fit.NO)
 
 
 def test_what_single_settings_cost_was_measured_and_is_predicted(predict: Predict) -> None:
@@ -129,13 +138,20 @@ def test_parameters_of_grouped_queries(keys: dict[str, Any], ours: int) -> None:
 
 @pytest.mark.parametrize(
     ("model", "gpu", "keys", "published_seconds", "utilization"),
-    [
+    cases(
+        """
         # As an optimizer step, each of these would need more than every FLOP of the GPU.
-        (MISTRAL, "a100-40gb", PUBLISHED, 1.7, 1.862),
-        (LLAMA, "a10g", {**PUBLISHED, "target_modules": "qv"}, 3.0, 4.942),
+        mistral-7b-v0.3 | a100-40gb | {micro_batch_size: 4, seq_len: 2048, effective_batch_size: 16}
+            | 1.7
+            | 1.862
+        llama-3.1-8b | a10g
+            | {micro_batch_size: 4, seq_len: 2048, effective_batch_size: 16, target_modules: qv}
+            | 3.0
+            | 4.942
         # This one the GPU can do; it was published with a utilization of 45 to 50 %.
-        (MISTRAL, "a10", {}, 8 / 1.46, 0.173),
-    ],
+        mistral-7b-v0.3 | a10 | {} | 5.47945205479452 | 0.173
+        """
+    ),
 )
 def test_a_published_speed_is_held_against_the_gpus_peak(
     model: str, gpu: str, keys: dict[str, Any], published_seconds: float, utilization: float

@@ -23,6 +23,7 @@ from qlora_sweep.sweep.predict.speed.predictor import StepTimes
 from tests.sweep.predict import contributed
 from tests.sweep.predict.contributed import FILES, a_text, path_of
 from tests.sweep.predict.rows import COMPILED, HELD_OUT, TABLE, Row
+from tests.tables import cases
 
 pytestmark = pytest.mark.usefixtures("home")
 MISTRAL, A10 = load_model_spec("mistral-7b-v0.3"), find_gpu("a10")
@@ -79,46 +80,52 @@ def test_the_committed_files_are_of_committed_recordings_and_pass(name: str) -> 
     assert 0.8 < check(read_contribution(path_of(name))) < 1.2
 
 
-DOCTORED: dict[str, tuple[Callable[[Lines], object], str]] = {
-    "unknown key": (lambda f: f[0].update(host="mine"), "unknown key 'host'"),
-    "another architecture": (
-        lambda f: f[0]["model_config"].update(hidden_size=1234),
-        "no architecture that ships",
-    ),
-    "a text as version": (lambda f: f[0].update(versions={"torch": "mine"}), "versions.torch"),
-    "a minute": (lambda f: f[0].update(date="2026-11-21T12:00"), "date"),
-    "a module": (lambda f: f[1]["config"].update(target_modules=["mine"]), "has none such"),
-    "newer": (lambda f: f[0].update(contribution=2), "contribution must be one of 1, got 2"),
-    "unknown GPU": (lambda f: f[0].update(gpu="voodoo", measured_on="voodoo"), "unknown GPU"),
-    "two GPUs": (lambda f: f[0].update(gpu="h200"), "two GPUs"),
-    "edited seconds": (lambda f: f[1].update(step_seconds=0.9), "tokens, and a step has 2,048"),
-    "a thousand times too fast": (
-        lambda f: [slower(row, 1e-3) for row in f[1:]],
-        "is less than the",
-    ),
-    "an interval the wrong way round": (
-        lambda f: f[1].update(step_seconds_ci95=f[1]["step_seconds_ci95"][::-1]),
-        "outside its own interval",
-    ),
-    "more memory than there is": (
-        lambda f: f[1].update(peak_allocated_bytes=10**15),
-        "do not go together",
-    ),
-    "every other three times slower": (
-        lambda f: [slower(row, times) for row, times in zip(f[1:], (1, 3) * 4, strict=True)],
-        "contradict each other",
-    ),
-}
+DOCTORED = """
+# Line of the file, what is edited there, what is said.
+0 | {host: mine} | unknown key 'host'
+0 | {model_config: {hidden_size: 1234}} | no architecture that ships
+0 | {versions: {torch: mine}} | versions.torch
+0 | {date: "2026-11-21T12:00"} | date
+0 | {contribution: 2} | contribution must be one of 1, got 2
+0 | {gpu: voodoo, measured_on: voodoo} | unknown GPU
+0 | {gpu: h200} | two GPUs
+1 | {config: {target_modules: [mine]}} | has none such
+1 | {step_seconds: 0.9} | tokens, and a step has 2,048
+1 | {step_seconds_ci95: [1000.0, 2000.0]} | outside its own interval
+1 | {peak_allocated_bytes: 1000000000000000} | do not go together
+"""
 
 
-@pytest.mark.parametrize("case", DOCTORED)
-def test_a_doctored_file_is_refused_in_one_plain_sentence(case: str) -> None:
-    change, words = DOCTORED[case]
-    text = changed(simulated(), change)
+def refused(text: str, words: str) -> None:
+    """Check that a file is refused in one plain sentence."""
     with pytest.raises(InputError) as caught:
         check(parse_contribution(text, "f.jsonl"))
     assert str(caught.value).startswith("f.jsonl: ")
     assert words in str(caught.value)
+
+
+@pytest.mark.parametrize(("line", "edits", "words"), cases(DOCTORED))
+def test_an_edited_file_is_refused(line: int, edits: dict[str, Any], words: str) -> None:
+    def edit(lines: Lines) -> None:
+        for key, value in edits.items():
+            if isinstance(value, dict):
+                value = lines[line][key] | value
+            lines[line][key] = value
+
+    refused(changed(simulated(), edit), words)
+
+
+@pytest.mark.parametrize(
+    ("times", "words"), [([1e-3] * 8, "is less than the"), ([1, 3] * 4, "contradict each other")]
+)
+def test_speeds_that_cannot_be_are_refused_however_consistent(
+    times: list[float], words: str
+) -> None:
+    def edit(lines: Lines) -> None:
+        for row, each in zip(lines[1:], times, strict=True):
+            slower(row, each)
+
+    refused(changed(simulated(), edit), words)
 
 
 def speed_of(*files: Contribution) -> float:

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from qlora_sweep.search_spaces.config import TrialConfig
 from qlora_sweep.sweep.predict.dominance import Footprint, base_alone, dominates, footprint
 from tests.sweep.simulated_device import MODEL
+from tests.tables import cases
 
 configs = st.builds(
     TrialConfig,
@@ -43,24 +44,26 @@ BASE: dict[str, Any] = {"lora_rank": 16, "micro_batch_size": 4, "checkpoint_frac
 
 @pytest.mark.parametrize(
     ("change", "is_larger"),
-    [
-        ({}, True),
-        ({"lora_rank": 32}, True),
-        ({"lora_rank": 8}, False),
-        ({"target_modules": "all-linear"}, True),
-        ({"target_modules": "qv"}, False),
-        ({"micro_batch_size": 8}, True),
-        ({"micro_batch_size": 2}, False),
-        ({"seq_len": 1024}, True),
-        ({"checkpoint_fraction": 0.5 - 1 / 32}, False),
-        ({"checkpoint_fraction": 0.5 - 2 / 32}, True),
-        ({"lora_dropout": 0.1}, True),
-        ({"effective_batch_size": 8}, True),
-        ({"kernels": "liger"}, False),
-        ({"compute_dtype": "fp32"}, False),
-        ({"upcast_fp32": False}, False),
-        ({"compile": True}, False),
-    ],
+    cases(
+        """
+        {} | true
+        {lora_rank: 32} | true
+        {lora_rank: 8} | false
+        {target_modules: all-linear} | true
+        {target_modules: qv} | false
+        {micro_batch_size: 8} | true
+        {micro_batch_size: 2} | false
+        {seq_len: 1024} | true
+        {checkpoint_fraction: 0.46875} | false
+        {checkpoint_fraction: 0.4375} | true
+        {lora_dropout: 0.1} | true
+        {effective_batch_size: 8} | true
+        {kernels: liger} | false
+        {compute_dtype: fp32} | false
+        {upcast_fp32: false} | false
+        {compile: true} | false
+        """
+    ),
 )
 def test_what_counts_as_larger(change: dict[str, Any], is_larger: bool) -> None:
     smaller = footprint(TrialConfig(**BASE), model=MODEL)
@@ -68,25 +71,22 @@ def test_what_counts_as_larger(change: dict[str, Any], is_larger: bool) -> None:
     assert dominates(changed, smaller) is is_larger
 
 
-COMPILED = {"compile": True}
-TWO, FOUR = ({"data_parallel": n} for n in (2, 4))
-SHARED_2, SHARED_4 = (count | {"sharding": "fsdp"} for count in (TWO, FOUR))
-
-
 @pytest.mark.parametrize(
     ("larger_one", "smaller_one", "holds"),
-    [
+    cases(
+        """
         # A compiled graph is compared with itself only.
-        (COMPILED | {"micro_batch_size": 8}, COMPILED, True),
-        (COMPILED | {"lora_rank": 32}, COMPILED, False),
+        {compile: true, micro_batch_size: 8} | {compile: true} | true
+        {compile: true, lora_rank: 32} | {compile: true} | false
         # Accumulation that ends frees the gradients between steps.
-        ({"micro_batch_size": 8, "effective_batch_size": 8}, {"effective_batch_size": 8}, False),
+        {micro_batch_size: 8, effective_batch_size: 8} | {effective_batch_size: 8} | false
         # More GPUs need less of what is shared, and as much of what is not.
-        (TWO, {}, True),
-        (TWO, FOUR, True),
-        (SHARED_2, SHARED_4, True),
-        (TWO, SHARED_2, False),
-    ],
+        {data_parallel: 2} | {} | true
+        {data_parallel: 2} | {data_parallel: 4} | true
+        {data_parallel: 2, sharding: fsdp} | {data_parallel: 4, sharding: fsdp} | true
+        {data_parallel: 2} | {data_parallel: 2, sharding: fsdp} | false
+        """
+    ),
 )
 def test_no_less(larger_one: dict[str, Any], smaller_one: dict[str, Any], holds: bool) -> None:
     larger, smaller = (
@@ -97,14 +97,16 @@ def test_no_less(larger_one: dict[str, Any], smaller_one: dict[str, Any], holds:
 
 @pytest.mark.parametrize(
     ("keys", "other", "holds"),
-    [
-        ({}, {"lora_rank": 1, "seq_len": 1, "optimizer": "adamw_torch_fused"} | COMPILED, True),
-        ({}, {"upcast_fp32": False}, False),
-        ({}, {"quantization": "fp4"}, False),
+    cases(
+        """
+        {} | {lora_rank: 1, seq_len: 1, optimizer: adamw_torch_fused, compile: true} | true
+        {} | {upcast_fp32: false} | false
+        {} | {quantization: fp4} | false
         # What two GPUs cannot hold says nothing of four.
-        (SHARED_2, {}, True),
-        (SHARED_2, SHARED_4, False),
-    ],
+        {data_parallel: 2, sharding: fsdp} | {} | true
+        {data_parallel: 2, sharding: fsdp} | {data_parallel: 4, sharding: fsdp} | false
+        """
+    ),
 )
 def test_a_base_is_too_large(keys: dict[str, Any], other: dict[str, Any], holds: bool) -> None:
     base, changed = (

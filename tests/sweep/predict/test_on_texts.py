@@ -25,6 +25,7 @@ from qlora_sweep.sweep.predict.speed.predictor import SpeedPrediction, StepTimes
 from tests.sweep.imagined_memory import ImaginedPredictor
 from tests.sweep.predict.predicted_steps import predict_step
 from tests.sweep.simulated_device import a_measurement, a_record
+from tests.tables import cases
 
 MODEL, A10 = load_model_spec("mistral-7b-v0.3"), find_gpu("a10")
 FULL = TrialConfig(micro_batch_size=4, seq_len=1024)
@@ -65,14 +66,16 @@ def forecaster() -> Forecaster:
 
 @pytest.mark.parametrize(
     ("values", "seq_len", "packing"),
-    [
-        ({}, 900, "none"),
-        ({"packing": "grouped"}, 900, "none"),
-        ({"seq_len": 512}, 512, "none"),
-        ({"compile": True}, 1024, "none"),
-        ({"packing": "packed"}, 1024, "packed"),
-        ({"packing": "packed", "attention": "flash_attention_2"}, 1024, "none"),
-    ],
+    cases(
+        """
+        {} | 900 | none
+        {packing: grouped} | 900 | none
+        {seq_len: 512} | 512 | none
+        {compile: true} | 1024 | none
+        {packing: packed} | 1024 | packed
+        {packing: packed, attention: flash_attention_2} | 1024 | none
+        """
+    ),
 )
 def test_memory_is_that_of_the_longest_rows(
     forecaster: Forecaster, values: dict[str, Any], seq_len: int, packing: str

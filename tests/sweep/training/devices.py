@@ -37,21 +37,10 @@ class Failing(CpuDevice):
 
 
 class Breaking(CpuDevice):
-    """A device that breaks in a phase of its own."""
-
-    def __init__(self, phase: str) -> None:
-        super().__init__()
-        self._phase = phase
+    """A device that breaks when a trial is taken off it."""
 
     def release(self) -> None:
-        self._break_at("detach")
-
-    def enter(self, stage: str) -> None:
-        self._break_at("warmup")
-
-    def _break_at(self, phase: str) -> None:
-        if phase == self._phase:
-            raise RuntimeError("CUDA error: the launch failed")
+        raise RuntimeError("CUDA error: the launch failed")
 
 
 class Spilling(CpuDevice):

@@ -13,7 +13,8 @@ from qlora_sweep.search_spaces.models import ModelSpec
 from qlora_sweep.sweep.nvml import device_at
 from tests.lazy import lazily
 from tests.sweep.pretend_nvml import PretendNvml, memory, processes
-from tests.sweep.training.tiny import tiny_base, tiny_config, tiny_loop
+from tests.sweep.training.tiny import LAYERS, TINY, tiny_base, tiny_config, tiny_loop
+from tests.tables import cases
 
 meter = lazily("qlora_sweep.sweep.training.meter")
 
@@ -75,15 +76,17 @@ def test_what_a_driver_or_a_machine_without_one_does_not_tell_is_empty() -> None
 
 @pytest.mark.parametrize(
     ("ended", "gradients", "micro_steps", "seconds"),
-    [
-        ([1.0], [], 1, 1.0),
+    cases(
+        """
+        [1.0] | [] | 1 | 1.0
         # The micro-step with the optimizer is counted once.
-        ([1.0, 2.0, 3.5], [], 16, 15 * 1.0 + 1.5),
+        [1.0, 2.0, 3.5] | [] | 16 | 16.5
         # Two steps of two micro-batches of 1, 3, 2 and 4 seconds, half a second for the optimizer.
-        ([1.0, 4.5, 6.5, 11.0], [4.0, 10.5], 2, 5.5),
+        [1.0, 4.5, 6.5, 11.0] | [4.0, 10.5] | 2 | 5.5
         # A long accumulation of uneven micro-batches has their mean and one update.
-        ([1.0, 4.5, 6.5, 11.0], [4.0, 10.5], 8, 8 * 2.5 + 0.5),
-    ],
+        [1.0, 4.5, 6.5, 11.0] | [4.0, 10.5] | 8 | 20.5
+        """
+    ),
 )
 def test_a_step_is_made_of_the_micro_steps_that_were_run(
     ended: list[float], gradients: list[float], micro_steps: int, seconds: float
@@ -95,28 +98,15 @@ def test_a_step_is_made_of_the_micro_steps_that_were_run(
 # The FLOPs of a step, counted from the config alone and on the model that is there.
 
 adapters = lazily("qlora_sweep.sweep.training.adapters")
-SEQ_LEN, HIDDEN, INNER, LAYERS, VOCABULARY = 32, 64, 160, 3, 320
-SIZES: dict[str, Any] = {
-    "hidden_size": HIDDEN,
-    "intermediate_size": INNER,
-    "num_hidden_layers": LAYERS,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": VOCABULARY,
-    "max_position_embeddings": 128,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": 0,
-}
-WIDE_HEADS = {"head_dim": 32}
-"""Four of them are twice as wide as the residual stream."""
+SEQ_LEN, HIDDEN, INNER, VOCABULARY = 32, 128, 256, 512
 PLAIN = tiny_config(
     seq_len=SEQ_LEN, lora_rank=4, quantization="none", double_quant=False, effective_batch_size=4
 )
 
 
 def a_model(model_type: str, **values: Any) -> ModelSpec:
-    return ModelSpec("tiny", "directory", {"model_type": model_type, **SIZES, **values})
+    known = {**TINY.config, "pad_token_id": 0, "model_type": model_type}
+    return ModelSpec("tiny", "directory", {**known, **values})
 
 
 def counted(model: ModelSpec, config: TrialConfig = PLAIN) -> float | None:
@@ -128,12 +118,14 @@ def counted(model: ModelSpec, config: TrialConfig = PLAIN) -> float | None:
 
 @pytest.mark.parametrize(
     ("architecture", "targets"),
-    [
-        ({"model_type": "llama", **WIDE_HEADS}, "all-linear"),
-        ({"model_type": "llama", "tie_word_embeddings": True}, ("down_proj",)),
-        ({"model_type": "qwen3", **WIDE_HEADS}, "attention"),
-        ({"model_type": "phi3"}, "all-linear"),
-    ],
+    cases(
+        """
+        {model_type: llama, head_dim: 64} | all-linear
+        {model_type: llama, tie_word_embeddings: true} | [down_proj]
+        {model_type: qwen3, head_dim: 64} | attention
+        {model_type: phi3} | all-linear
+        """
+    ),
     ids=str,
 )
 def test_both_counts_of_a_steps_flops_are_the_same(
@@ -143,7 +135,7 @@ def test_both_counts_of_a_steps_flops_are_the_same(
     from qlora_sweep.sweep.predict.speed.steps import model_flops
 
     model = a_model(**architecture)
-    config = PLAIN.model_copy(update={"target_modules": targets})
+    config = PLAIN.changed(target_modules=targets)
     flops = model_flops(KernelShapes([config], model))
     assert flops == counted(model, config) * config.tokens_per_step  # type: ignore[operator]
 
@@ -306,13 +298,15 @@ def test_every_failure_is_of_one_kind(kind: str, made: Any) -> None:
 
 @pytest.mark.parametrize(
     ("source", "settings", "setting"),
-    [
-        ("liger_kernel/ops/rope.py", {"kernels": "liger", "compile": True}, "kernels"),
-        ("torchinductor_root/ab/cab.py", {"compile": True}, "compile"),
-        ("flash_attn/flash_attn_interface.py", {"kernels": "liger"}, "attention"),
-        ("somewhere.py", {"kernels": "liger"}, "kernels"),
-        ("somewhere.py", {"compile": True}, "compile"),
-    ],
+    cases(
+        """
+        liger_kernel/ops/rope.py | {kernels: liger, compile: true} | kernels
+        torchinductor_root/ab/cab.py | {compile: true} | compile
+        flash_attn/flash_attn_interface.py | {kernels: liger} | attention
+        somewhere.py | {kernels: liger} | kernels
+        somewhere.py | {compile: true} | compile
+        """
+    ),
 )
 def test_a_kernel_that_does_not_fit_is_laid_to_the_setting_that_brought_it(
     source: str, settings: dict[str, object], setting: str

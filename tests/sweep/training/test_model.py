@@ -136,31 +136,6 @@ def skeleton_of(family: str, **changes: Any) -> tuple[ModelSpec, Any]:
 
 
 @pytest.mark.parametrize(
-    ("family", "changes", "kinds"),
-    [
-        ("gpt2", {}, {"GPT2Block"}),
-        ("mixtral", {}, {"MixtralDecoderLayer"}),
-        # A hybrid has layers of two kinds in one list.
-        (
-            "jamba",
-            {"attn_layer_period": 2, "attn_layer_offset": 1},
-            {"JambaAttentionDecoderLayer", "JambaMambaDecoderLayer"},
-        ),
-    ],
-)
-def test_decoder_layers_are_found_whatever_they_are(
-    family: str, changes: dict[str, Any], kinds: set[str]
-) -> None:
-    _, model = skeleton_of(family, **changes)
-    layers = models.decoder_layers(model)
-    assert len(layers) == 4
-    assert {type(layer).__name__ for layer in layers} == kinds
-    # A longer list of experts is not taken for them.
-    layers[0].experts = torch.nn.ModuleList(torch.nn.Linear(2, 2) for _ in range(9))
-    assert len(models.decoder_layers(model)) == 4
-
-
-@pytest.mark.parametrize(
     ("family", "changes", "is_whole"),
     [
         *((family, {}, False) for family in ("mixtral", "gpt_oss", "phimoe")),
@@ -211,11 +186,6 @@ def test_weights_that_only_a_constructor_sets_are_finite(
     with tiny_base(config, spec=families.spec_of(family)) as base:
         left = [n for n, p in base.model.state_dict().items() if not torch.isfinite(p).all()]
     assert left == []
-
-
-def test_a_config_of_several_models_is_refused_by_the_name_of_its_decoder() -> None:
-    with pytest.raises(InputError, match="model_type 'gemma3_text'"):
-        skeleton_of("llama", model_type="gemma3")
 
 
 # PEFT and torch warn of what fused experts and scripted functions bring with them.

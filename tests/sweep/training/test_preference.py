@@ -15,6 +15,7 @@ from qlora_sweep.search_spaces.models import load_model_spec
 from qlora_sweep.storage.records import QualityReport
 from qlora_sweep.sweep.data.batches import TokenizedDataset
 from qlora_sweep.sweep.predict.memory.predictor import CpuMemory
+from qlora_sweep.sweep.predict.memory.profile_store import TracingChildren
 from qlora_sweep.sweep.training.messages import QualityCommand
 from qlora_sweep.sweep.training.preference import Preference
 from qlora_sweep.sweep.training.quality import Quality
@@ -29,6 +30,7 @@ from tests.sweep.training.tiny import (
     tiny_config,
     tiny_loop,
 )
+from tests.tables import column
 
 PAIRS: tuple[dict[str, list[int]], ...] = (
     {"prompt_ids": [5, 6, 7], "chosen_ids": [8, 9, 10, 2], "rejected_ids": [11, 2]},
@@ -51,12 +53,14 @@ def on_pairs(**settings: Any) -> TrialConfig:
 
 @pytest.mark.parametrize(
     "settings",
-    [
-        {"reference": "precomputed"},
-        {"loss_type": "ipo", "dpo_beta": 0.5, "effective_batch_size": 4},
-        {"checkpoint_fraction": 0.0, "micro_batch_size": 3},
-        {"lora_dropout": 0.1, "loss_type": "hinge"},
-    ],
+    column(
+        """
+        {reference: precomputed}
+        {loss_type: ipo, dpo_beta: 0.5, effective_batch_size: 4}
+        {checkpoint_fraction: 0.0, micro_batch_size: 3}
+        {lora_dropout: 0.1, loss_type: hinge}
+        """
+    ),
     ids=str,
 )
 def test_a_trial_on_pairs_is_a_real_one(settings: dict[str, Any]) -> None:
@@ -225,10 +229,13 @@ def test_pairs_that_are_cut_before_they_differ_are_left_out(tmp_path: Path) -> N
         assert sorted(whole.rows.documents % 2) == [0] * kept + [1] * kept
 
 
-def test_what_a_cpu_needs_for_pairs_is_predicted(tmp_path: Path) -> None:
+def test_what_a_cpu_needs_for_pairs_is_predicted(
+    tmp_path: Path, tracing_child: TracingChildren
+) -> None:
     """As near as for texts: the CPU's attention keeps less than a GPU's (`CPU_UNCERTAINTY`)."""
     config = on_pairs(micro_batch_size=8, seq_len=64, reference="precomputed")
-    predicted = CpuMemory(TINY, cache_dir=tmp_path).predict(config).peak_allocated_bytes
+    cpu = CpuMemory(TINY, cache_dir=tmp_path, tracer=tracing_child)
+    predicted = cpu.predict(config).peak_allocated_bytes
     from qlora_sweep.sweep.training.device import CpuDevice
 
     # What earlier tests left counts as well.

@@ -14,6 +14,7 @@ from qlora_sweep.storage.records import Ineffective
 from qlora_sweep.sweep.running.wire import RunCommand, TrialRequest, WorkerMessage, WorkerSettings
 from tests.lazy import lazily
 from tests.sweep.training.tiny import LAYERS, QUICK, TINY, tiny_base, tiny_config, tiny_loop
+from tests.tables import cases
 
 torch = lazily("torch")
 adapters = lazily("qlora_sweep.sweep.training.adapters")
@@ -45,41 +46,40 @@ def stepped() -> Iterator[Callable[..., Any]]:
 
 EAGER = {"attention": "eager"}
 FLASH = {"attention": "flash_attention_2"}
-HALF = {"quantized_fraction": 0.5}
-SIXTEEN = {"quantization": "none", "double_quant": False}
-FUSED = {"optimizer": "adamw_torch_fused", "lora_rank": 64}
 
 
 @pytest.mark.parametrize(
     ("ran", "asked", "setting"),
-    [
-        ({}, EAGER, "attention"),
-        ({}, FLASH, "attention"),
-        (EAGER, {}, "attention"),
-        ({"compute_dtype": "fp32"}, {}, "compute_dtype"),
-        ({}, {"compute_dtype": "fp16"}, "compute_dtype"),
-        ({}, {"upcast_fp32": False}, "upcast_fp32"),
-        ({}, {"lora_dropout": 0.1}, "lora_dropout"),
-        ({"lora_dropout": 1.0}, {}, "lora_dropout"),
-        ({}, {"lora_alpha": 8}, "lora_alpha"),
-        ({}, {"checkpoint_fraction": 0.5}, "checkpoint_fraction"),
-        ({}, {"micro_batch_size": 1}, "micro_batch_size"),
-        ({}, {"seq_len": 8}, "seq_len"),
-        ({}, {"effective_batch_size": 8}, "effective_batch_size"),
-        ({}, {"learning_rate": 1e-3}, "learning_rate"),
-        ({}, {"packing": "packed"}, "packing"),
-        ({}, {"adapter_dtype": "bf16"}, "adapter_dtype"),
-        ({"adapter_dtype": "bf16"}, {}, "adapter_dtype"),
-        ({}, {"expandable_segments": True}, "expandable_segments"),
-        ({}, HALF, "quantized_fraction"),
-        (HALF, {"quantized_fraction": 0.75}, "quantized_fraction"),
-        ({}, {"quantization": "fp4"}, "quantization"),
-        (SIXTEEN, {}, "quantization"),
-        ({}, {"double_quant": False}, "double_quant"),
-        ({}, {"kernels": "liger"}, "kernels"),
-        ({}, {"compile": True}, "compile"),
-        (FUSED, {"lora_rank": 64}, "optimizer"),
-    ],
+    cases(
+        """
+        {} | {attention: eager} | attention
+        {} | {attention: flash_attention_2} | attention
+        {attention: eager} | {} | attention
+        {compute_dtype: fp32} | {} | compute_dtype
+        {} | {compute_dtype: fp16} | compute_dtype
+        {} | {upcast_fp32: false} | upcast_fp32
+        {} | {lora_dropout: 0.1} | lora_dropout
+        {lora_dropout: 1.0} | {} | lora_dropout
+        {} | {lora_alpha: 8} | lora_alpha
+        {} | {checkpoint_fraction: 0.5} | checkpoint_fraction
+        {} | {micro_batch_size: 1} | micro_batch_size
+        {} | {seq_len: 8} | seq_len
+        {} | {effective_batch_size: 8} | effective_batch_size
+        {} | {learning_rate: 0.001} | learning_rate
+        {} | {packing: packed} | packing
+        {} | {adapter_dtype: bf16} | adapter_dtype
+        {adapter_dtype: bf16} | {} | adapter_dtype
+        {} | {expandable_segments: true} | expandable_segments
+        {} | {quantized_fraction: 0.5} | quantized_fraction
+        {quantized_fraction: 0.5} | {quantized_fraction: 0.75} | quantized_fraction
+        {} | {quantization: fp4} | quantization
+        {quantization: none, double_quant: false} | {} | quantization
+        {} | {double_quant: false} | double_quant
+        {} | {kernels: liger} | kernels
+        {} | {compile: true} | compile
+        {optimizer: adamw_torch_fused, lora_rank: 64} | {lora_rank: 64} | optimizer
+        """
+    ),
 )
 def test_each_setting_is_found_out_where_another_value_ran(
     ran: dict[str, Any], asked: dict[str, Any], setting: str, stepped: Callable[..., Any]

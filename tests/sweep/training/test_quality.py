@@ -19,7 +19,6 @@ from tests.sweep.training.tiny import dataset_in, tiny_base, tiny_config
 torch = lazily("torch")
 batching = lazily("qlora_sweep.sweep.data.batches")
 devices = lazily("tests.sweep.training.devices")
-preparing = lazily("tests.sweep.data.prepared")
 LENGTHS = np.random.default_rng(1).integers(3, 40, 80)
 ASKED = QualityCommand(tokens=200, seed=3, eval_seq_len=32, eval_tokens=100)
 
@@ -98,14 +97,7 @@ def test_its_learning_rate_falls_as_that_of_a_training(
 
 def test_what_is_learned_shows_in_the_loss_of_what_was_held_out(tmp_path: Path) -> None:
     """Texts that all say the same are soon known by heart."""
-    from datasets import Dataset, Features, List, Value
-
-    alike = dataset_in(tmp_path, [12] * 40, eval_fraction=0.1)
-    for path in (tmp_path / "tokens").iterdir():
-        path.unlink()
-    rows = {"input_ids": [[5, 9, 7, 11] * 3] * 40, "completion_mask": [[1] * 12] * 40}
-    features = Features({"input_ids": List(Value("int32")), "completion_mask": List(Value("int8"))})
-    Dataset.from_dict(rows, features=features).save_to_disk(tmp_path / "tokens")
+    alike = dataset_in(tmp_path, [12] * 40, eval_fraction=0.1, texts=[[5, 9, 7, 11] * 3] * 40)
     config = tiny_config(target_modules="all-linear", learning_rate=1e-2, micro_batch_size=4)
     with tiny_base(config) as base:
         little = learned(base, alike, config, tokens=44, eval_seq_len=12)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import resource
-import time
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -33,6 +31,7 @@ from tests.sweep.training.tiny import (
     tiny_loop,
     trial_on,
 )
+from tests.tables import cases, column
 
 devices = lazily("tests.sweep.training.devices")
 torch = lazily("torch")
@@ -42,13 +41,15 @@ CONFIG = tiny_config()
 
 @pytest.mark.parametrize(
     "settings",
-    [
-        {"checkpoint_fraction": 0.5, "quantized_fraction": 0.5},
-        {"checkpoint_fraction": 0.0, "upcast_fp32": False, "optimizer": "adamw_torch_fused"},
-        {"quantization": "fp4", "double_quant": False, "effective_batch_size": 8},
-        {"quantization": "none", "double_quant": False, "compute_dtype": "fp32"},
-        {"attention": "eager", "lora_dropout": 0.1, "target_modules": "all-linear"},
-    ],
+    column(
+        """
+        {checkpoint_fraction: 0.5, quantized_fraction: 0.5}
+        {checkpoint_fraction: 0.0, upcast_fp32: false, optimizer: adamw_torch_fused}
+        {quantization: fp4, double_quant: false, effective_batch_size: 8}
+        {quantization: none, double_quant: false, compute_dtype: fp32}
+        {attention: eager, lora_dropout: 0.1, target_modules: all-linear}
+        """
+    ),
     ids=str,
 )
 def test_every_setting_the_cpu_has_is_trained_for_real(settings: dict[str, object]) -> None:
@@ -122,6 +123,7 @@ def test_a_kernel_that_cannot_be_made_is_its_settings_fault_and_other_errors_are
         if setting is None:
             with pytest.raises(type(error)):
                 trial.run()
+            assert trial.phase == "warmup"
         else:
             outcome = trial.run()
             assert isinstance(outcome, Ineffective)
@@ -139,13 +141,12 @@ def test_memory_that_runs_out_in_a_step_is_out_of_memory_and_the_next_trial_fits
         assert isinstance(trial_on(base, CONFIG, steps=BRIEF).run(), Measured)
 
 
-@pytest.mark.parametrize("phase", ["warmup", "detach"])
-def test_a_trial_knows_in_which_phase_it_failed(phase: str) -> None:
+def test_a_trial_that_fails_when_it_is_taken_off_says_so() -> None:
     with tiny_base(CONFIG) as base:
-        trial = trial_on(base, CONFIG, device=devices.Breaking(phase), steps=BRIEF)
+        trial = trial_on(base, CONFIG, device=devices.Breaking(), steps=BRIEF)
         with pytest.raises(RuntimeError, match="launch"):
             trial.run()
-    assert trial.phase == phase
+    assert trial.phase == "detach"
 
 
 def test_a_peak_above_the_budget_does_not_fit_and_one_at_the_budget_does() -> None:
@@ -183,12 +184,14 @@ def test_a_trial_that_spilled_into_the_hosts_memory_does_not_fit() -> None:
 
 @pytest.mark.parametrize(
     ("rooms", "is_flagged"),
-    [
-        ((80, 80, 79), True),
+    cases(
+        """
+        [80, 80, 79] | true
         # The libraries' own kernels, loaded with the first steps.
-        ((80, 79.5, 79.5), False),
-        ((80, 70, 70), True),
-    ],
+        [80, 79.5, 79.5] | false
+        [80, 70, 70] | true
+        """
+    ),
     ids=["measuring", "kernels", "warming"],
 )
 def test_memory_that_others_take_meanwhile_is_a_neighbours(
@@ -216,23 +219,14 @@ def test_memory_that_ran_out_because_others_held_it_is_flagged(
 ACCUMULATING = tiny_config(effective_batch_size=16)
 
 
-def test_two_micro_steps_stand_for_a_whole_accumulation(monkeypatch: pytest.MonkeyPatch) -> None:
-    # This process's own seconds: other processes take as much of the clock's as they like.
-    own = SimpleNamespace(perf_counter=time.process_time)
-    monkeypatch.setattr("qlora_sweep.sweep.training.device.time", own)
-    monkeypatch.setattr("qlora_sweep.sweep.training.trial.time", own)
+def test_two_micro_steps_stand_for_a_whole_accumulation() -> None:
     with tiny_base(ACCUMULATING) as base:
         trial_on(base, ACCUMULATING, micro_steps_max=8, steps=BRIEF).run()
-        # Processors shared with others are slower now and then; a mistake shows always.
-        for _ in range(3):
-            short, whole = (
-                measured(trial_on(base, ACCUMULATING, micro_steps_max=most).run())
-                for most in (2, 8)
-            )
-            if short.step_seconds == pytest.approx(whole.step_seconds, rel=0.5):
-                break
+        short, whole = (
+            measured(trial_on(base, ACCUMULATING, micro_steps_max=most, steps=BRIEF).run())
+            for most in (2, 8)
+        )
     assert short.peak_allocated_bytes == whole.peak_allocated_bytes
-    assert short.step_seconds == pytest.approx(whole.step_seconds, rel=0.5)
     flag = "accumulation_extrapolated"
     assert (flag in short.flags, flag in whole.flags) == (True, False)
     tokens = short.tokens_per_second * short.step_seconds

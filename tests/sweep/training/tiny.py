@@ -124,12 +124,12 @@ def trial_on(base: BaseModel, config: TrialConfig, **changes: Any) -> Trial:
     return Trial(base, TrialDevice(**of_device), TrialTask(config, **of_task), **of_trial)
 
 
-def dataset_in(directory: Path, lengths: Any, *, eval_fraction: float = 0.0) -> Any:
+def dataset_in(directory: Path, lengths: Any, *, eval_fraction: float = 0.0, **options: Any) -> Any:
     """Prepare texts of so many tokens each."""
     from qlora_sweep.sweep.data.batches import TokenizedDataset
     from tests.sweep.data.prepared import prepared
 
-    prepared(directory, lengths)
+    prepared(directory, lengths, **options)
     return TokenizedDataset(directory, eval_fraction=eval_fraction, seed=0)
 
 

@@ -22,6 +22,7 @@ from qlora_sweep.sweep.predict.memory.profiles import Structure
 from tests.sweep.predict.memory.imagined_profile import MODEL, ImaginedTracer
 from tests.sweep.shared_tracing import trace
 from tests.sweep.test_processes import ends_soon
+from tests.tables import cases
 
 SPACE = [
     TrialConfig(upcast_fp32=upcast, kernels=kernels, target_modules=targets, seq_len=length)
@@ -49,12 +50,14 @@ def test_a_whole_space_is_traced_ahead_and_then_predicted_without_tracing(tmp_pa
 
 @pytest.mark.parametrize(
     ("setting", "values", "structures"),
-    [
+    cases(
+        """
         # Recomputed layers and others are of two kinds, and so are those of a mixed base.
-        ("checkpoint_fraction", [1.0], 1),
-        ("checkpoint_fraction", [0.0, 0.25, 1.0], 2),
-        ("quantized_fraction", [1.0, 0.75, 0.5, 0.25], 2),
-    ],
+        checkpoint_fraction | [1.0] | 1
+        checkpoint_fraction | [0.0, 0.25, 1.0] | 2
+        quantized_fraction | [1.0, 0.75, 0.5, 0.25] | 2
+        """
+    ),
 )
 def test_kinds_of_layers_are_traced_where_a_configuration_has_them(
     tmp_path: Path, setting: str, values: list[float], structures: int
@@ -158,8 +161,9 @@ def test_children_end_where_nobody_waits_for_their_answers() -> None:
     assert ends_soon(first["pid"])
 
 
-def test_two_children_trace_as_one(tracing_child: TracingChildren) -> None:
-    """Their profiles depend neither on who traced them nor on what was traced before."""
+def test_a_profile_does_not_depend_on_what_was_traced_before(
+    tracing_child: TracingChildren,
+) -> None:
     sizes = {"hidden_size": 64, "intermediate_size": 128, "vocab_size": 512}
     layers = {"num_hidden_layers": 3, "num_attention_heads": 4}
     model = ModelSpec("small", "directory", {"model_type": "llama", **sizes, **layers})
@@ -173,9 +177,8 @@ def test_two_children_trace_as_one(tracing_child: TracingChildren) -> None:
         for config in configs
         for is_checkpointed in (True, False)
     ]
-    answers = dict(TracingChildren(2).trace_all(model, asked))
-    for structure in reversed(asked):
-        assert answers[structure] == trace(tracing_child, model, structure)
+    answers = dict(tracing_child.trace_all(model, asked))
+    assert dict(tracing_child.trace_all(model, asked[::-1])) == answers
     shared = [s for s in asked if (twin := s.in_bf16()) and answers[twin]["is_same_in_fp16"]]
     assert shared
     assert all(answers[s] == answers[s.in_bf16()] for s in shared)
@@ -212,15 +215,17 @@ def child_of(monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
 
 @pytest.mark.parametrize(
     ("program", "said"),
-    [
-        ("os.kill(os.getpid(), signal.SIGSEGV)", "it ended with signal SIGSEGV"),
-        ("subprocess.Popen(['sleep', '600']); os._exit(7)", "it ended with exit status 7"),
-        ("print('no JSON', flush=True)", "is no answer: 'no JSON'"),
-        ("os.write(1, b'\\xff\\xfe\\n')", "is no answer"),
-        ("os.kill(os.getpid(), signal.SIGSTOP)", "it took too long"),
-        ("os.close(1); time.sleep(60)", "it closed its pipe"),
-        ("[os.write(1, b'x' * 65536) for _ in iter(int, 1)]", "is no answer"),
-    ],
+    cases(
+        r"""
+        os.kill(os.getpid(), signal.SIGSEGV) | it ended with signal SIGSEGV
+        subprocess.Popen(['sleep', '600']); os._exit(7) | it ended with exit status 7
+        print('no JSON', flush=True) | "is no answer: 'no JSON'"
+        os.write(1, b'\xff\xfe\n') | is no answer
+        os.kill(os.getpid(), signal.SIGSTOP) | it took too long
+        os.close(1); time.sleep(60) | it closed its pipe
+        "[os.write(1, b'x' * 65536) for _ in iter(int, 1)]" | is no answer
+        """
+    ),
 )
 def test_what_it_does_instead_of_answering_is_told_as_it_was(
     child_of: Start, monkeypatch: pytest.MonkeyPatch, program: str, said: str

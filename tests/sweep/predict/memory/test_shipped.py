@@ -58,14 +58,8 @@ def imagined(path: Path, of: dict[str, str], **about: Any) -> ShippedProfiles:
     return ShippedProfiles(MODEL, archive(path, of, MODEL, answers))
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param("qwen3-8b"),
-        pytest.param("gemma-3-12b", marks=pytest.mark.integration),
-        pytest.param("phi-4", marks=pytest.mark.integration),
-    ],
-)
+@pytest.mark.integration
+@pytest.mark.parametrize("name", ["qwen3-8b", "gemma-3-12b", "phi-4"])
 def test_the_presets_need_no_tracing_of_a_shipped_model(name: str, tmp_path: Path) -> None:
     model, tracer = load_model_spec(name), ImaginedTracer()
     shipped = ShippedProfiles(model, PROFILES)

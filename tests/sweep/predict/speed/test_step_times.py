@@ -16,10 +16,9 @@ import pytest
 from qlora_sweep.search_spaces.config import TrialConfig, parse_config
 from qlora_sweep.search_spaces.errors import InputError
 from qlora_sweep.search_spaces.gpus import GpuSpec, Interconnect, find_gpu, gpu_catalogue
-from qlora_sweep.search_spaces.models import ModelSpec, load_model_spec
+from qlora_sweep.search_spaces.models import load_model_spec
 from qlora_sweep.sweep.predict.speed.kernels import MASKED_DOUBT, KernelShapes, attention
 from qlora_sweep.sweep.predict.speed.predictor import (
-    EIGHT_BIT_SPREAD,
     FACTORS,
     Calibration,
     SpeedPrediction,
@@ -31,6 +30,7 @@ from qlora_sweep.sweep.predict.speed.steps import ATTENTION_EFFICIENCY, ELEMENTW
 from tests.sweep.predict.mixed_space import mixed_configs
 from tests.sweep.predict.predicted_steps import predict_step
 from tests.sweep.predict.rows import EIGHT_BIT, SEVERAL_GPUS, config_of, describe, model_of
+from tests.tables import cases
 
 MISTRAL = load_model_spec("mistral-7b-v0.3")
 H200 = find_gpu("h200")
@@ -62,18 +62,6 @@ def test_each_of_many_configurations_takes_as_long_as_it_does_alone(
         assert times.log_spread[row] == pytest.approx(alone.log_spread, rel=1e-9)
         assert sum(alone.terms.values()) == pytest.approx(alone.step_seconds, rel=1e-9)
         assert min(alone.terms.values()) >= 0.0
-
-
-def test_what_is_not_known_has_no_step_time() -> None:
-    unknown = ModelSpec("new", "directory", {**MISTRAL.config, "model_type": "new"})
-    times = StepTimes(mixed_configs(3), model=unknown, gpu=find_gpu("a10"))
-    assert np.isnan(times.seconds).all()
-    assert np.isnan(times.log_spread).all()
-    # Nor has a compute type that the GPU has no rate for.
-    configs = [TrialConfig(compute_dtype=dtype) for dtype in ("bf16", "fp16")]
-    times = StepTimes(configs, model=MISTRAL, gpu=find_gpu("t4"))
-    assert np.isnan(times.seconds).tolist() == [True, False]
-    assert StepTimes([], model=MISTRAL, gpu=find_gpu("a10")).seconds.shape == (0,)
 
 
 # What GPUs that train together wait for each other: physics that must hold
@@ -210,30 +198,24 @@ def ratio_is_off(one: TrialConfig, other: TrialConfig, gpu: GpuSpec) -> float:
     return ratio_spread(*times.slopes(np.zeros(len(FACTORS)), slice(None)), gpu=gpu)
 
 
-def test_a_ratio_of_two_classes_is_surer_than_the_speeds_of_either() -> None:
-    l4, configs = find_gpu("l4"), (config(**FP8), config(**BF16))
-    spread = ratio_is_off(*configs, l4)
-    assert ratio_is_off(*configs, H200) < spread < EIGHT_BIT_SPREAD
-    assert ratio_is_off(configs[0], configs[0], l4) == 0.0
-    assert spread < fast_step(l4, **FP8).log_spread
-
-
-GAINS = {
-    ("a10", "int8"): (1.5, 0.9, 2.3),
-    ("a100-40gb", "int8"): (1.4, 0.9, 2.2),
-    ("rtx-3090", "int8"): (2.3, 1.5, 3.4),
-    ("rtx-4090", "int8"): (1.8, 1.2, 2.6),
-    ("rtx-4090", "fp8"): (1.6, 1.1, 2.4),
-    ("l4", "fp8"): (1.5, 1.0, 2.3),
-    ("l40s", "fp8"): (1.5, 1.0, 2.2),
-    ("h100-80gb", "fp8"): (1.5, 1.0, 2.3),
-    ("h200", "fp8"): (1.6, 1.3, 1.9),
-}
+GAINS = """
+a10 | int8 | [1.5, 0.9, 2.3]
+a100-40gb | int8 | [1.4, 0.9, 2.2]
+rtx-3090 | int8 | [2.3, 1.5, 3.4]
+rtx-4090 | int8 | [1.8, 1.2, 2.6]
+rtx-4090 | fp8 | [1.6, 1.1, 2.4]
+l4 | fp8 | [1.5, 1.0, 2.3]
+l40s | fp8 | [1.5, 1.0, 2.2]
+h100-80gb | fp8 | [1.5, 1.0, 2.3]
+h200 | fp8 | [1.6, 1.3, 1.9]
+"""
 """What docs/lab/speed.md says that 8 bits are expected to bring, and between what."""
 
 
-@pytest.mark.parametrize(("gpu", "kind"), GAINS)
-def test_what_8_bits_are_expected_to_bring_is_as_the_page_says(gpu: str, kind: str) -> None:
+@pytest.mark.parametrize(("gpu", "kind", "gains"), cases(GAINS))
+def test_what_8_bits_are_expected_to_bring_is_as_the_page_says(
+    gpu: str, kind: str, gains: list[float]
+) -> None:
     gpu_spec = find_gpu(gpu)
     narrow = config(compute_dtype=kind, quantization=kind)
     wide = config(quantization="nf4", double_quant=True)
@@ -242,15 +224,7 @@ def test_what_8_bits_are_expected_to_bring_is_as_the_page_says(gpu: str, kind: s
     ]
     doubt = math.exp(1.645 * ratio_is_off(narrow, wide, gpu_spec))
     ratio = speeds[0] / speeds[1]
-    assert (ratio, ratio / doubt, ratio * doubt) == pytest.approx(GAINS[gpu, kind], abs=0.06)
-
-
-def test_the_stated_spread_is_that_of_the_published_rates() -> None:
-    """docs/lab/speed.md has their sources; each is over what 16 bits and the data sheet imply."""
-    fp8 = [3432.5 / 4500 / (1696 / 2250), 1570 / 1979 / (790 / 989), 1453.4 / 1979 / (790 / 989)]
-    fp8 += [1125.5 / (2 * 585.2), 388.9 / 419 / (237 / 209.5), 580.4 / (2 * 433)]
-    int8 = [1100 / 1979 / (790 / 989), 247 / (2 * 267)]
-    assert math.sqrt(np.mean(np.log(fp8 + int8) ** 2)) == pytest.approx(EIGHT_BIT_SPREAD, abs=0.01)
+    assert [ratio, ratio / doubt, ratio * doubt] == pytest.approx(gains, abs=0.06)
 
 
 # The mask that keeps packed texts apart costs what was measured of it on a GPU
@@ -284,9 +258,6 @@ def test_a_mask_slows_attention_as_it_was_measured_to() -> None:
 
 
 # Behaviour of the speed prediction: physics that must hold, accuracy against measured steps
-
-LIGER = {"kernels": "liger", "upcast_fp32": False}
-WIDE = {"lora_rank": 64, "target_modules": "all-linear"}
 
 
 EIGHT_BITS = (("int8", "int8"), ("fp8", "fp8"), ("fp8", "nf4"))
@@ -322,17 +293,19 @@ def test_recomputing_never_makes_a_step_shorter(more: float) -> None:
 
 @pytest.mark.parametrize(
     ("slower", "faster"),
-    [
-        ({"upcast_fp32": True}, {"upcast_fp32": False}),
-        ({"kernels": "hf"}, {"kernels": "liger"}),
-        ({"attention": "eager"}, {"attention": "sdpa"}),
-        ({"lora_dropout": 0.1}, {"lora_dropout": 0.0}),
-        ({"target_modules": "all-linear"}, {"target_modules": "qv"}),
-        ({"compute_dtype": "fp16"}, {"compute_dtype": "bf16"}),
-        ({}, {"quantized_fraction": 0.75, "upcast_fp32": False}),
-        ({"adapter_dtype": "fp32"}, {"adapter_dtype": "bf16"}),
-        ({"quantization": "nf4"}, {"quantization": "none", "upcast_fp32": True}),
-    ],
+    cases(
+        """
+        {upcast_fp32: true} | {upcast_fp32: false}
+        {kernels: hf} | {kernels: liger}
+        {attention: eager} | {attention: sdpa}
+        {lora_dropout: 0.1} | {lora_dropout: 0.0}
+        {target_modules: all-linear} | {target_modules: qv}
+        {compute_dtype: fp16} | {compute_dtype: bf16}
+        {} | {quantized_fraction: 0.75, upcast_fp32: false}
+        {adapter_dtype: fp32} | {adapter_dtype: bf16}
+        {quantization: nf4} | {quantization: none, upcast_fp32: true}
+        """
+    ),
 )
 def test_more_work_costs_time(slower: dict[str, Any], faster: dict[str, Any]) -> None:
     assert predicted(**slower).step_seconds > predicted(**faster).step_seconds
@@ -340,11 +313,13 @@ def test_more_work_costs_time(slower: dict[str, Any], faster: dict[str, Any]) ->
 
 @pytest.mark.parametrize(
     ("config", "bottleneck"),
-    [
-        ({"micro_batch_size": 1}, "launch"),
-        ({"micro_batch_size": 64, **LIGER}, "compute"),
-        ({"micro_batch_size": 64, **WIDE}, "bandwidth"),
-    ],
+    cases(
+        """
+        {micro_batch_size: 1} | launch
+        {micro_batch_size: 64, kernels: liger, upcast_fp32: false} | compute
+        {micro_batch_size: 64, lora_rank: 64, target_modules: all-linear} | bandwidth
+        """
+    ),
 )
 def test_the_bottleneck_is_what_a_step_waits_for(config: dict[str, Any], bottleneck: str) -> None:
     assert predicted(**config).bottleneck == bottleneck
