@@ -222,7 +222,7 @@ def _train(
             )
         job = job.model_copy(
             update={
-                "texts": str(directory),
+                "dataset": str(directory),
                 "eval_fraction": recorded.eval_fraction,
                 "seed": recorded.seed,
             }
