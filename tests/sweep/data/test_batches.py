@@ -25,7 +25,7 @@ from tests.sweep.data.prepared import configured, prepared
 PACKINGS = ("none", "grouped", "packed")
 
 
-@pytest.fixture(scope="module", params=["texts", "completions"])
+@pytest.fixture(scope="module", params=["dataset", "completions"])
 def either(request: pytest.FixtureRequest) -> Path:
     """Rows that are supervised as a whole, and rows that end with an answer."""
     return Path(request.getfixturevalue(request.param))

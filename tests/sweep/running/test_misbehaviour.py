@@ -391,7 +391,7 @@ GPU = Target(gpu="a10", device="cuda", budget_bytes=GIB)
 
 @pytest.mark.parametrize(
     ("options", "visible"),
-    [({}, ""), ({"target": GPU, "gpus": ("GPU-2", "GPU-3"), "neighbours": 1}, "GPU-2,GPU-3")],
+    [({}, ""), ({"target": GPU, "gpus": ("GPU-2", "GPU-3"), "concurrent_jobs": 1}, "GPU-2,GPU-3")],
 )
 def test_a_worker_sees_its_own_gpus_and_no_other_trainings_settings_and_shares_the_cores(
     start: Start,
