@@ -61,10 +61,12 @@ def url(home: Path) -> str:
 
 
 def prepared(
-    space: str = "cpu-demo", *, study: Any = None, held: Any = None, **typed: Any
+    space: str = "cpu-demo", *, study: Any = None, fixed_settings: Any = None, **typed: Any
 ) -> Prepared:
     gpu = a_gpu("h200")
-    request = RunRequest(space=space, overrides=typed, fixed_settings=held or {}, study=study)
+    request = RunRequest(
+        space=space, overrides=typed, fixed_settings=fixed_settings or {}, study=study
+    )
     return prepare(request, read_gpu=lambda: gpu)
 
 

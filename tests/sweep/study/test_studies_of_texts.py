@@ -36,13 +36,20 @@ def reader(home: Path) -> Reader:
 
 
 def prepared(
-    reader: Reader, *, space: str = "cpu-demo", study: Any = None, held: Any = None, **typed: Any
+    reader: Reader,
+    *,
+    space: str = "cpu-demo",
+    study: Any = None,
+    fixed_settings: Any = None,
+    **typed: Any,
 ) -> Prepared:
     """Prepare a study, or go on with it where a database is named under ``url``."""
     url = typed.pop("url", None)
     overrides = {"data": {"texts": "mine.jsonl"}, "confirm": False, "trials": 4} | typed
     return prepare(
-        RunRequest(space=space, overrides=overrides, study=study, fixed_settings=held or {}),
+        RunRequest(
+            space=space, overrides=overrides, study=study, fixed_settings=fixed_settings or {}
+        ),
         read_gpu=lambda: None,
         read_dataset=reader,
         stored=lambda name: read(url, name).definition if url else None,

@@ -66,7 +66,7 @@ def test_a_silence_is_broken_by_what_is_done_and_for_how_long(
     with working("predicting") as progress:
         progress("steps replayed")(3, 36)
     assert capsys.readouterr() == ("", "")
-    monkeypatch.setattr(console, "SILENCE_SECONDS", 0.02)
+    monkeypatch.setattr(console, "QUIET_SECONDS", 0.02)
     with working("predicting") as progress:
         time.sleep(0.2)
         progress("steps replayed")(3, 36)
