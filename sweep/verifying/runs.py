@@ -202,37 +202,47 @@ def _train(
         if isinstance(event, TrainingProgress):
             tell("steps", event.step, steps)
 
+    dataset = None
+    eval_fraction = 0.0
+    seed = 0
+    if record.texts is not None:
+        dataset = str(_prepared_directory(record, record.texts, spec))
+        eval_fraction = record.texts.eval_fraction
+        seed = record.texts.seed
     job = TrainingJob(
         config=record.config,
         model=spec.to_json(),
         weights=weights,
+        dataset=dataset,
+        eval_fraction=eval_fraction,
+        seed=seed,
         max_steps=steps,
         device=record.gpu.target.device,
         budget_bytes=record.gpu.budget_bytes,
         output=str(place),
         keeps_checkpoints=False,
     )
-    recorded = record.texts
-    if recorded is not None:
-        directory = runs_directory() / ".texts" / recorded.summary.fingerprint
-        if not directory.is_dir():
-            raise InputError(
-                f"{record.label} was measured on {recorded.summary.source}, which is not prepared "
-                f"here: `{_preparing(recorded, spec)}` does that"
-            )
-        job = job.model_copy(
-            update={
-                "dataset": str(directory),
-                "eval_fraction": recorded.eval_fraction,
-                "seed": recorded.seed,
-            }
-        )
     result = follow(job, observe=observe)
     if not isinstance(result, TrainingResult):
         raise fault_of(result)
     if result.steps_measured == 0:
         raise NothingFits(f"{record.label}: {result.steps} steps are too few to tell a speed")
     return Reached.model_validate(result, from_attributes=True)
+
+
+def _prepared_directory(record: Record, recorded: RecordedDataset, spec: ModelSpec) -> Path:
+    """Return the prepared dataset that was measured on.
+
+    Raises:
+        InputError: it is not prepared here.
+    """
+    directory = runs_directory() / ".texts" / recorded.summary.fingerprint
+    if not directory.is_dir():
+        raise InputError(
+            f"{record.label} was measured on {recorded.summary.source}, which is not prepared "
+            f"here: `{_preparing(recorded, spec)}` does that"
+        )
+    return directory
 
 
 def _preparing(recorded: RecordedDataset, spec: ModelSpec) -> str:

@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 
 from qlora_sweep.search_spaces.config import TrialConfig
-from qlora_sweep.search_spaces.errors import EnvironmentFault, InputError
+from qlora_sweep.search_spaces.errors import EnvironmentFault, InputError, NothingFits
 from qlora_sweep.search_spaces.models import ModelSpec, load_model_spec
 from qlora_sweep.search_spaces.presets import preset_texts
+from qlora_sweep.storage.records import Diverged
 from qlora_sweep.sweep.cli import main
 from qlora_sweep.sweep.data.marking import marked
 from qlora_sweep.sweep.export.formats import exported
@@ -68,6 +69,29 @@ def test_a_study_is_verified_by_a_training_of_its_winner(
     speed = document["tokens_per_second"]
     assert speed["reached"] == pytest.approx(speed["promised"] * speed["ratio"])
     assert list(home.joinpath("runs").glob(".verify-*")) == []
+
+
+def test_a_verification_trains_on_the_dataset_that_was_measured_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SWEEP_HOME", str(tmp_path))
+    jobs = []
+
+    def ended(job: Any, **_: Any) -> Any:
+        jobs.append(job)
+        return Diverged(step=1, detail="loss nan")
+
+    monkeypatch.setattr(runs, "follow", ended)
+    record = on_cpu("json", dataset=some_dataset())
+    with pytest.raises(InputError, match="sweep data"):
+        verify(record, steps=8)
+    assert record.texts is not None
+    directory = tmp_path / "runs" / ".texts" / record.texts.summary.fingerprint
+    directory.mkdir(parents=True)
+    with pytest.raises(NothingFits):
+        verify(record, steps=8)
+    (job,) = jobs
+    assert (job.dataset, job.eval_fraction) == (str(directory), record.texts.eval_fraction)
 
 
 @pytest.mark.integration

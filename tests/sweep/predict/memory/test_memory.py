@@ -311,7 +311,7 @@ def test_each_of_many_configurations_needs_what_it_needs_alone(tmp_path: Path) -
         assert prediction.breakdown == expected.breakdown
         assert prediction.moment == expected.moment
         assert sum(prediction.breakdown.values()) == peaks[row]
-    for budget in np.quantile(peaks, (0.0, 0.5, 1.0)).astype(int):
+    for budget in np.quantile(peaks, np.linspace(0.0, 1.0, 21)).astype(int):
         fits = [one.fits(int(budget)) for one in alone]
         pairs = zip(memory.quick_fits(int(budget)), fits, strict=True)
         assert all(code is None or code is fit for code, fit in pairs)
