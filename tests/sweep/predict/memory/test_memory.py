@@ -311,7 +311,7 @@ def test_each_of_many_configurations_needs_what_it_needs_alone(tmp_path: Path) -
         assert prediction.breakdown == expected.breakdown
         assert prediction.moment == expected.moment
         assert sum(prediction.breakdown.values()) == peaks[row]
-    for budget in np.quantile(peaks, np.linspace(0.0, 1.0, 21)).astype(int):
+    for budget in np.quantile(peaks, (0.0, 0.5, 1.0)).astype(int):
         fits = [one.fits(int(budget)) for one in alone]
         pairs = zip(memory.quick_fits(int(budget)), fits, strict=True)
         assert all(code is None or code is fit for code, fit in pairs)
@@ -337,6 +337,14 @@ def test_the_largest_sizes_that_can_be_typed_are_exact(tmp_path: Path) -> None:
     assert prediction.breakdown["loss"] == 64 * KIB * 65_536 * 10_000_000
     assert prediction.breakdown["activations"] > 65_536 * 10_000_000**2
     assert memory.quick_fits(10**15)[1] is Fit.NO
+
+
+def test_near_the_budget_it_is_uncertain_whether_expandable_segments_fit(tmp_path: Path) -> None:
+    memory = imagined(tmp_path).predict_all([TrialConfig(expandable_segments=True)])
+    budget = int(memory.peak_allocated_bytes[0])
+    fits = [memory.quick_fits(share * budget // 10)[0] for share in (5, 10, 20)]
+    for fit, expected in zip(fits, (Fit.NO, Fit.UNCERTAIN, Fit.YES), strict=True):
+        assert fit is expected
 
 
 def test_expandable_segments_hold_what_was_asked_for_and_no_more(tmp_path: Path) -> None:
