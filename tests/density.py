@@ -1,16 +1,13 @@
 """Density of the code: what reads slowly, counted in each file and each room, held to limits.
 
-`python -m tests.density` (part of `make lint`) names each file and room that is over a limit and
-is not in density_exempt.txt, and each line of that list which is to be taken off. `--rooms` prints
-the figures by room instead.
+`python -m tests.density` (part of `make lint`) names each file and room that is over a limit.
+`--rooms` prints the figures by room instead.
 """
 
 import argparse
 import ast
 import io
 import math
-import os
-import subprocess
 import sys
 import tokenize
 from collections.abc import Iterator
@@ -18,7 +15,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-EXEMPT = "tests/density_exempt.txt"
 FOLDERS = ("qlora_sweep", "search_spaces", "storage", "reports", "sweep")
 
 # At most so many per 10,000 tokens, rounded up to a whole count: one is allowed in any file.
@@ -149,25 +145,15 @@ def survey(root: Path) -> dict[str, Density]:
     return surveyed
 
 
-def faults(surveyed: dict[str, Density], exempt: list[str]) -> list[str]:
-    """Return what is to be mended, a text each: what is too dense, what is exempt without need.
+def faults(surveyed: dict[str, Density]) -> list[str]:
+    """Return what is too dense, a text each.
 
     Args:
         surveyed: the density of each file and room, by name.
-        exempt: names in the list of exempt files.
     """
     messages: list[str] = []
     for name in sorted(surveyed):
-        if name not in exempt:
-            messages += _excess_messages(name, surveyed[name])
-    for name in exempt:
-        if name not in surveyed:
-            messages.append(f"{EXEMPT}: {name} no longer exists: take it off the list")
-        elif not surveyed[name].excesses():
-            messages.append(f"{EXEMPT}: {name} holds every limit: take it off the list")
-    repeated = {name for name in exempt if exempt.count(name) > 1}
-    for name in sorted(repeated):
-        messages.append(f"{EXEMPT}: {name} stands there twice: take one off the list")
+        messages += _excess_messages(name, surveyed[name])
     return messages
 
 
@@ -179,35 +165,6 @@ def _excess_messages(name: str, measured: Density) -> list[str]:
         count = f"{len(places)} {kind} in {measured.tokens:,} tokens"
         messages.append("\n  ".join([f"{name}: {count}; the limit is {limit}"] + places))
     return messages
-
-
-def listed(text: str) -> list[str]:
-    """Return the names in the list of exempt files: one a line, `#` begins a comment."""
-    lines = (line.split("#")[0].strip() for line in text.splitlines())
-    return [line for line in lines if line]
-
-
-def grown(root: Path, exempt: list[str]) -> str | None:
-    """Return what to say if the list is longer than at BASE, or than in the commit before this one.
-
-    None where that cannot be told: no git, or no list there.
-    """
-    revision = os.environ.get("BASE") or "HEAD^"
-    command = ["git", "show", f"{revision}:{EXEMPT}"]
-    try:
-        shown = subprocess.run(
-            command, cwd=root, capture_output=True, encoding="utf-8", check=False
-        )
-    except OSError:
-        return None
-    if shown.returncode != 0:
-        return None
-    before = listed(shown.stdout)
-    if len(exempt) <= len(before):
-        return None
-    added = ", ".join(name for name in exempt if name not in before)
-    lengths = f"{len(before)} lines at {revision}, {len(exempt)} now"
-    return f"{EXEMPT} only shrinks: {lengths}; added: {added}"
 
 
 def table(surveyed: dict[str, Density]) -> str:
@@ -240,17 +197,13 @@ def main() -> int:
     if arguments.rooms:
         print(table(surveyed))
         return 0
-    exempt = listed((ROOT / EXEMPT).read_text(encoding="utf-8"))
-    messages = faults(surveyed, exempt)
-    growth = grown(ROOT, exempt)
-    if growth is not None:
-        messages.append(growth)
+    messages = faults(surveyed)
     for message in messages:
         print(message)
     if messages:
         print(f"density: {len(messages)} to mend")
         return 1
-    print(f"density: all holds, {len(exempt)} exempt")
+    print("density: all holds")
     return 0
 
 

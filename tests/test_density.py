@@ -1,6 +1,4 @@
-"""The check of density: what is counted, what fails, and the list of exempt files."""
-
-import subprocess
+"""The check of density: what is counted, and what fails."""
 
 import pytest
 
@@ -21,10 +19,10 @@ class TestLimits:
         return {"room/file.py": density.measure(text, "room/file.py")}
 
     def test_one_is_allowed_in_a_small_file(self, kind):
-        assert density.faults(self.measured(kind, 1), []) == []
+        assert density.faults(self.measured(kind, 1)) == []
 
     def test_more_fail_with_the_line_of_each(self, kind):
-        (fault,) = density.faults(self.measured(kind, 3), [])
+        (fault,) = density.faults(self.measured(kind, 3))
         assert kind in fault
         assert str(density.LIMITS[kind]) in fault
         assert all(f"room/file.py:{line}" in fault for line in (1, 2, 3))
@@ -36,22 +34,6 @@ class TestLimits:
         for times, is_dense in ((allowed, False), (2 * allowed, True)):
             text = plain + f"{OCCURRENCES[kind]}\n" * times
             assert (kind in density.measure(text, "file.py").excesses()) is is_dense
-
-    def test_an_exempt_file_may_be_dense_and_is_taken_off_once_it_is_clean(self, kind):
-        assert density.faults(self.measured(kind, 3), ["room/file.py"]) == []
-        (fault,) = density.faults(self.measured(kind, 1), ["room/file.py"])
-        assert "room/file.py" in fault
-
-
-def test_an_exempt_file_that_is_gone_is_to_be_taken_off():
-    (fault,) = density.faults({}, ["room/gone.py"])
-    assert "room/gone.py" in fault
-
-
-def test_a_name_stands_in_the_list_once():
-    dense = {"file.py": density.measure("a = b if c else d\n" * 3, "file.py")}
-    (fault,) = density.faults(dense, ["file.py", "file.py"])
-    assert "file.py" in fault
 
 
 @pytest.mark.parametrize(
@@ -81,18 +63,5 @@ def test_a_room_is_held_to_the_limits_beside_its_files(tmp_path):
     vendored = room / "vendor"
     vendored.mkdir()
     (vendored / "theirs.py").write_text("a, b = c, d\n" * 10)
-    (fault,) = density.faults(density.survey(tmp_path), [])
+    (fault,) = density.faults(density.survey(tmp_path))
     assert fault.startswith("sweep/export/: 4 tuple assignments")
-    assert density.faults(density.survey(tmp_path), ["sweep/export/"]) == []
-
-
-def test_the_list_may_not_grow(tmp_path, monkeypatch):
-    monkeypatch.setattr(density, "EXEMPT", "exempt.txt")
-    monkeypatch.setenv("BASE", "HEAD")
-    (tmp_path / "exempt.txt").write_text("# Why.\na.py\nb.py  # soon\n")
-    git = ["git", "-c", "user.name=a", "-c", "user.email=a@b", "-C", str(tmp_path)]
-    for words in (["init", "-q"], ["add", "."], ["commit", "-q", "-m", "a"]):
-        subprocess.run([*git, *words], check=True)
-    assert density.grown(tmp_path, ["a.py"]) is None
-    assert density.grown(tmp_path, ["a.py", "renamed.py"]) is None
-    assert "c.py" in (density.grown(tmp_path, ["a.py", "b.py", "c.py"]) or "")
