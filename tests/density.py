@@ -8,6 +8,7 @@ import argparse
 import ast
 import io
 import math
+import os
 import sys
 import tokenize
 from collections.abc import Iterator
