@@ -159,27 +159,18 @@ class _EightBitProduct(torch.autograd.Function):
             weight = _widened(parts[0], scales, gradient.dtype, input_scales, is_again=True)
             of_input = gradient @ weight
         else:
-            of_input = _gradient_in_8_bits(ctx, gradient, scales, input_scales, parts)
+            narrow, row_scales = rounded(gradient, ctx.kind, scales)
+            weight = _in_8_bits(
+                parts, scales, ctx.kind, ctx.columns, input_scales, is_transposed=True
+            )
+            if input_scales is None:
+                column_scales = scales.new_ones(ctx.columns)
+            else:
+                column_scales = input_scales.reciprocal()
+            product = _multiplied(narrow, row_scales, weight, column_scales)
+            of_input = product.to(gradient.dtype).reshape(*gradient.shape[:-1], ctx.columns)
         nothing = (None,) * (5 + len(parts))
         return of_input, *nothing
-
-
-def _gradient_in_8_bits(
-    ctx: Any,
-    gradient: torch.Tensor,
-    scales: torch.Tensor,
-    input_scales: torch.Tensor | None,
-    parts: list[torch.Tensor],
-) -> torch.Tensor:
-    """Return the input's gradient (..., in) of an output's (..., out), by a product in 8 bits."""
-    narrow, row_scales = rounded(gradient, ctx.kind, scales)
-    weight = _in_8_bits(parts, scales, ctx.kind, ctx.columns, input_scales, is_transposed=True)
-    if input_scales is None:
-        column_scales = scales.new_ones(ctx.columns)
-    else:
-        column_scales = input_scales.reciprocal()
-    product = _multiplied(narrow, row_scales, weight, column_scales)
-    return product.to(gradient.dtype).reshape(*gradient.shape[:-1], ctx.columns)
 
 
 def _widened(
