@@ -12,6 +12,7 @@ from pydantic import Field
 
 from qlora_sweep.search_spaces.documents import Strict, shipped
 from qlora_sweep.search_spaces.errors import InputError, did_you_mean
+from qlora_sweep.search_spaces.frozen import replaced
 from qlora_sweep.search_spaces.kinds import ComputeDtype, Numerics
 
 GIB = 1024**3
@@ -182,7 +183,7 @@ def gpu_catalogue() -> dict[str, GpuSpec]:
     """Return the shipped GPUs by name."""
     known = shipped("speed_spreads.yaml", SpeedSpreads)
     return {
-        spec.name: spec.model_copy(update={"speed": known.gpus.get(spec.name, known.others)})
+        spec.name: replaced(spec, speed=known.gpus.get(spec.name, known.others))
         for spec in shipped("gpus.yaml", _Catalogue).gpus
     }
 

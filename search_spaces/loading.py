@@ -23,6 +23,7 @@ from qlora_sweep.search_spaces.documents import (
     validate,
 )
 from qlora_sweep.search_spaces.errors import InputError, did_you_mean, in_percent
+from qlora_sweep.search_spaces.frozen import replaced
 from qlora_sweep.search_spaces.gpus import find_gpu, match_product
 from qlora_sweep.search_spaces.kinds import METHODS
 from qlora_sweep.search_spaces.learning_rates import learning_rate_of
@@ -86,7 +87,7 @@ def load_space(name_or_path: str) -> SearchSpace:
     space = parse_space(read_text(path, label=name_or_path), label=name_or_path)
     data = None if space.data is None else located_dataset(space.data, beside=path.parent)
     here = {"model": located(space.model, beside=path.parent), "data": data}
-    return space.model_copy(update=here)
+    return replaced(space, **here)
 
 
 def located_dataset(choice: DatasetChoice, *, beside: Path) -> DatasetChoice:
@@ -100,7 +101,7 @@ def located_dataset(choice: DatasetChoice, *, beside: Path) -> DatasetChoice:
         name = getattr(choice, key)
         if name and exists(path := beside / home_expanded(name), label=name):
             found[key] = str(path.absolute())
-    return choice.model_copy(update=found)
+    return replaced(choice, **found)
 
 
 def shipped_presets() -> list[SearchSpace]:

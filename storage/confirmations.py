@@ -36,6 +36,7 @@ from typing import Any
 import numpy as np
 
 from qlora_sweep.search_spaces.config import TrialConfig, canonical
+from qlora_sweep.search_spaces.frozen import replaced
 from qlora_sweep.storage.records import (
     RETRYABLE,
     Measured,
@@ -356,7 +357,7 @@ def pool(
         changes[key] = None
         if known:
             changes[key] = pooled(known)
-    return scaled(runs[-1], runs[-1].step_seconds / math.exp(center)).model_copy(update=changes)
+    return replaced(scaled(runs[-1], runs[-1].step_seconds / math.exp(center)), **changes)
 
 
 _POOLED: Mapping[str, Callable[[Sequence[float]], float]] = {
@@ -378,14 +379,13 @@ def scaled(measured: Measurement, faster: float) -> Measurement:
     """Return a measurement as if every step had been ``faster`` times as fast."""
     ends = measured.step_seconds_ci95
     used = measured.flops_utilization
-    return measured.model_copy(
-        update={
-            "tokens_per_second": measured.tokens_per_second * faster,
-            "samples_per_second": measured.samples_per_second * faster,
-            "step_seconds": measured.step_seconds / faster,
-            "step_seconds_ci95": ends and (ends[0] / faster, ends[1] / faster),
-            "flops_utilization": used and used * faster,
-        }
+    return replaced(
+        measured,
+        tokens_per_second=measured.tokens_per_second * faster,
+        samples_per_second=measured.samples_per_second * faster,
+        step_seconds=measured.step_seconds / faster,
+        step_seconds_ci95=ends and (ends[0] / faster, ends[1] / faster),
+        flops_utilization=used and used * faster,
     )
 
 
@@ -535,14 +535,17 @@ def _pooled_quality(runs: Sequence[QualityReport], half: float) -> QualityReport
     for of_seeds in zip(*(run.eval_blocks or () for run in runs), strict=False):
         block_loss = statistics.fmean(block[0] for block in of_seeds)
         blocks.append((block_loss, of_seeds[0][1]))
-    return runs[0].model_copy(
-        update=changes
-        | {
-            "eval_loss": loss,
-            "eval_blocks": tuple(blocks),
-            "train_loss": statistics.fmean(map(attrgetter("train_loss"), runs)),
-            "seconds": sum(map(attrgetter("seconds"), runs)),
-            "seeds": tuple(map(attrgetter("seed"), runs)),
-            "eval_loss_ci95": (loss - half, loss + half),
-        }
+    return replaced(
+        runs[0],
+        **(
+            changes
+            | {
+                "eval_loss": loss,
+                "eval_blocks": tuple(blocks),
+                "train_loss": statistics.fmean(map(attrgetter("train_loss"), runs)),
+                "seconds": sum(map(attrgetter("seconds"), runs)),
+                "seeds": tuple(map(attrgetter("seed"), runs)),
+                "eval_loss_ci95": (loss - half, loss + half),
+            }
+        ),
     )

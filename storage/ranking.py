@@ -54,6 +54,7 @@ from pydantic import BaseModel, ConfigDict
 
 from qlora_sweep.search_spaces.config import TrialConfig, canonical
 from qlora_sweep.search_spaces.estimates import Estimate
+from qlora_sweep.search_spaces.frozen import replaced
 from qlora_sweep.search_spaces.kinds import Numerics
 from qlora_sweep.search_spaces.linears import CapacityClass, nearest_capacity
 from qlora_sweep.search_spaces.models import ModelSpec
@@ -264,7 +265,7 @@ class Ranking:
         for record in self.searched:
             run = self.fallen.get(record.number)
             if run is not None:
-                record = record.model_copy(update={"outcome": run.outcome})
+                record = replaced(record, outcome=run.outcome)
             records.append(record)
         return tuple(records)
 
@@ -286,7 +287,7 @@ class Ranking:
                 continue
             quality = qualities.get(canonical(record.config))
             if quality is not None and record.verdict is Verdict.FITS:
-                measured = measured.model_copy(update={"quality": quality})
+                measured = replaced(measured, quality=quality)
             found[record.number] = measured
         return found
 
@@ -302,7 +303,7 @@ class Ranking:
             pooled = self.confirmations.pooled(record.config)
             if pooled is not None:
                 quality = {"quality": self._searched[record.number].quality}
-                repeated[record.number] = pooled.model_copy(update=quality)
+                repeated[record.number] = replaced(pooled, **quality)
         return repeated
 
     @cached_property

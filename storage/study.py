@@ -22,6 +22,7 @@ from optuna.trial import FrozenTrial, Trial, TrialState
 
 from qlora_sweep.search_spaces.config import TrialConfig
 from qlora_sweep.search_spaces.errors import EnvironmentFault, InputError
+from qlora_sweep.search_spaces.frozen import replaced
 from qlora_sweep.storage import codec, database, directory
 from qlora_sweep.storage.database import Storage, faults, retried
 from qlora_sweep.storage.definition import (
@@ -185,7 +186,7 @@ def _continued(
     # An earlier attempt may have written the run before its connection failed.
     earlier = [run for run in stored.attributes.runs if run not in fresh.runs]
     changes = {key: getattr(fresh, key) for key in _OF_A_RUN - {"identity"}}
-    return stored.attributes.model_copy(update=changes | {"runs": earlier + fresh.runs})
+    return replaced(stored.attributes, **(changes | {"runs": earlier + fresh.runs}))
 
 
 def _resume_warnings(
@@ -342,12 +343,12 @@ class OpenStudy(AbstractContextManager["OpenStudy"]):
         record = begun or self._begun(left.attempt, left.config)
         if is_neighbours or record.config != left.config:
             return None
-        record = record.model_copy(update={"outcome": outcome})
+        record = replaced(record, outcome=outcome)
         measured = record.measurement
         if measured is None:
             return record
         seconds = measured.setup_seconds + measured.measured_seconds
-        return record.model_copy(update={"device_seconds": seconds, "wall_seconds": seconds})
+        return replaced(record, device_seconds=seconds, wall_seconds=seconds)
 
     def _begun(self, attempt: Attempt, config: TrialConfig) -> TrialRecord:
         """Return the record of a trial that begins: as lost, until more is known."""
@@ -433,7 +434,7 @@ class OpenStudy(AbstractContextManager["OpenStudy"]):
             distributions: of those.
         """
         trial = self.ask(distributions, params=params)
-        record = record.model_copy(update={"number": trial.number})
+        record = replaced(record, number=trial.number)
         self._write(lambda: self._store(record, attempt=None))
         del self._open[trial.number]
         self.ledger.add(record)
@@ -503,7 +504,7 @@ class OpenStudy(AbstractContextManager["OpenStudy"]):
                 f"database: the result is kept in {self.spool.path} alone",
                 is_kept=True,
             )
-            record = record.model_copy(update={"outcome": lost})
+            record = replaced(record, outcome=lost)
             # The database is not as it was left: perhaps a copy was written over it.
             self._is_stale = True
         self.ledger.add(record)
@@ -531,7 +532,7 @@ class OpenStudy(AbstractContextManager["OpenStudy"]):
             lost = Lost(detail="interrupted before it ran", is_interrupted=True)
             for record in filter(None, never_ran.values()):
                 with suppress(EnvironmentFault):
-                    self.spool.append(record.model_copy(update={"outcome": lost}))
+                    self.spool.append(replaced(record, outcome=lost))
             raise
         for number in never_ran:
             del self._open[number]
@@ -555,7 +556,7 @@ class OpenStudy(AbstractContextManager["OpenStudy"]):
                 self.study.set_user_attr(key, value)
 
         self._write(write)
-        self.known = self.known.model_copy(update=attributes)
+        self.known = replaced(self.known, **attributes)
 
     def _close(self, trial: FrozenTrial) -> None:
         """Close a trial that never ran."""
@@ -633,7 +634,7 @@ class OpenStudy(AbstractContextManager["OpenStudy"]):
         except KeyError:
             return False
         if is_stored:
-            self.known = self.known.model_copy(update=spent)
+            self.known = replaced(self.known, **spent)
         return is_stored
 
     def _store(self, record: TrialRecord, *, attempt: str | None) -> bool:

@@ -20,6 +20,7 @@ from transformers import TrainerCallback, TrainingArguments
 from qlora_sweep.reports import format as units
 from qlora_sweep.search_spaces.config import SETTINGS, allocator_settings
 from qlora_sweep.search_spaces.errors import InputError, quote
+from qlora_sweep.search_spaces.frozen import replaced
 from qlora_sweep.search_spaces.linears import parameters
 from qlora_sweep.search_spaces.models import load_model_spec
 from qlora_sweep.search_spaces.space import Weights
@@ -94,7 +95,7 @@ def _arguments(kind: Any, record: Record, changes: dict[str, Any]) -> Any:
         spelled["chat_template_path"] = str(_kept(record.texts.summary.marked_template or ""))
     has_gpu = torch.cuda.is_available()
     here = {
-        "output_dir": record.model_copy(update={"format": "python"}).output_dir,
+        "output_dir": replaced(record, format="python").output_dir,
         "use_cpu": not has_gpu,
         "dataloader_pin_memory": has_gpu,
         "accelerator_config": {"non_blocking": has_gpu},

@@ -20,6 +20,7 @@ from qlora_sweep.search_spaces.config import SETTINGS, TrialConfig, as_options
 from qlora_sweep.search_spaces.dataset_choice import DatasetChoice
 from qlora_sweep.search_spaces.documents import exists, explain, home_expanded, read_text
 from qlora_sweep.search_spaces.errors import InputError, did_you_mean, quote
+from qlora_sweep.search_spaces.frozen import replaced
 from qlora_sweep.search_spaces.gpus import find_gpu
 from qlora_sweep.search_spaces.loading import load_space, preset_name, with_fixed
 from qlora_sweep.search_spaces.models import load_model_spec
@@ -182,7 +183,7 @@ class RunRequest(BaseModel):
         changes: dict[str, Any] = {"space": rename(self.space), "overrides": overrides}
         if self.carried is not None:
             changes["carried"] = rename(self.carried)
-        return self.model_copy(update=changes)
+        return replaced(self, **changes)
 
     def named(self) -> tuple[str, SearchSpace]:
         """Return a name for the study and its space, for whoever runs it elsewhere.
@@ -213,7 +214,7 @@ def refuse_mistakes(request: RunRequest, *, storage: str) -> None:
     """
     if not (request.overrides.get("data") or {}).get("texts"):
         # The others may be about the dataset of the study.
-        request = request.model_copy(update={"overrides": {**request.overrides, "data": {}}})
+        request = replaced(request, overrides={**request.overrides, "data": {}})
     name, space = request.named()
     model = load_model_spec(space.model)
     choice = space.data

@@ -16,6 +16,7 @@ from qlora_sweep.search_spaces.dataset_choice import CUT_MAX, DatasetChoice
 from qlora_sweep.search_spaces.documents import Document, exists, home_expanded, validate
 from qlora_sweep.search_spaces.errors import EnvironmentFault, InputError
 from qlora_sweep.search_spaces.feasibility import HOW_TO_NAME_A_DATASET
+from qlora_sweep.search_spaces.frozen import replaced
 from qlora_sweep.search_spaces.kinds import METHODS
 from qlora_sweep.search_spaces.loading import Length, Offered, located_dataset, with_dataset
 from qlora_sweep.search_spaces.models import ModelSpec
@@ -75,7 +76,7 @@ def is_same_choice(known: DatasetChoice | None, given: DatasetChoice) -> bool:
         return known is not None
     name = Path(given.texts).parts
     is_its_name = bool(name) and Path(known.texts).parts[-len(name) :] == name
-    if not is_its_name or known.model_copy(update={"texts": given.texts}) != given:
+    if not is_its_name or replaced(known, texts=given.texts) != given:
         return False
     return not (_is_here(known) or _is_here(given))
 

@@ -23,6 +23,7 @@ from pydantic import ValidationError
 from qlora_sweep.search_spaces.dataset_choice import DatasetChoice, DatasetSummary
 from qlora_sweep.search_spaces.documents import home_expanded
 from qlora_sweep.search_spaces.errors import EnvironmentFault, InputError, words_of
+from qlora_sweep.search_spaces.frozen import replaced
 from qlora_sweep.search_spaces.models import ModelSpec
 from qlora_sweep.search_spaces.redaction import redact
 from qlora_sweep.sweep.child_environment import child_environment
@@ -319,7 +320,7 @@ def prepare_dataset(
         )
         directory = Path(answer["prepared"])
     found = open_prepared(directory)
-    summary = found.summary.model_copy(update={"source": request.source})
+    summary = replaced(found.summary, source=request.source)
     if request.model is not None:
         require_vocabulary(summary, request.model)
     return replace(found, summary=summary)

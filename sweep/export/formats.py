@@ -17,6 +17,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from qlora_sweep.search_spaces.config import LOGITS_AT_ONCE, allocator_settings
 from qlora_sweep.search_spaces.errors import InputError, did_you_mean, quote
+from qlora_sweep.search_spaces.frozen import replaced
 from qlora_sweep.search_spaces.kinds import COMPUTE_DTYPES
 from qlora_sweep.search_spaces.quantized import stored_quantization
 from qlora_sweep.storage.definition import StudySnapshot
@@ -137,7 +138,7 @@ def written(record: Record, *, format: str) -> Export:
     Raises:
         InputError: the format is of a trainer that would train something else.
     """
-    record = record.model_copy(update={"format": format})
+    record = replaced(record, format=format)
     for why in trainers.unsupported(record, format, section="refused").values():
         raise InputError(f"--format {format}: {why}")
     return _FORMATS[format][0](record)
@@ -291,7 +292,7 @@ def joined_rows() -> str:
 
 def _with_lost(record: Record, lost: tuple[str, ...]) -> str:
     """Return the record that lies beside a file, as JSON."""
-    return record.model_copy(update={"unsupported": lost}).to_json()
+    return replaced(record, unsupported=lost).to_json()
 
 
 def _unsloth(record: Record) -> Export:

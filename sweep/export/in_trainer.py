@@ -12,6 +12,7 @@ from typing import Any
 from qlora_sweep.reports import format as units
 from qlora_sweep.search_spaces.config import TrialConfig, as_options
 from qlora_sweep.search_spaces.errors import EnvironmentFault, InputError
+from qlora_sweep.search_spaces.frozen import replaced
 from qlora_sweep.search_spaces.gpus import find_gpu, match_product
 from qlora_sweep.search_spaces.kinds import TrainerName
 from qlora_sweep.search_spaces.loading import with_fixed
@@ -88,7 +89,7 @@ class InTrainer:
         self.trainer: Trainer = TRAINERS[name]
         self._model = ModelSpec.from_json(snapshot.definition.model)
         # Speed is of the GPU that the study is for, whatever stood in for it.
-        target = snapshot.definition.target.model_copy(update={"emulated_on": None})
+        target = replaced(snapshot.definition.target, emulated_on=None)
         self._gpu = find_gpu(target.gpu)
         try:
             shapes = shapes_of_study(snapshot.definition)

@@ -32,6 +32,7 @@ from qlora_sweep.search_spaces.config import SETTINGS, TrialConfig, canonical
 from qlora_sweep.search_spaces.dataset_choice import DatasetChoice, DatasetSummary
 from qlora_sweep.search_spaces.documents import home_expanded, is_directory, parse_object, read_text
 from qlora_sweep.search_spaces.errors import InputError, NothingFits, in_percent, quote
+from qlora_sweep.search_spaces.frozen import replaced
 from qlora_sweep.search_spaces.gpus import match_product
 from qlora_sweep.search_spaces.kinds import ComputeDtype
 from qlora_sweep.search_spaces.learning_rates import LearningRate, learning_rate_of
@@ -509,7 +510,7 @@ def read_record(typed: str) -> tuple[Record, Path]:
             f"{typed}: no record of what was measured in it or beside it ({record_path.name}): "
             "name a study, or a file that `sweep export --format script`, trl, json or yaml wrote"
         )
-    record = parse_record(values, where=typed).model_copy(update={"format": "json"})
+    record = replaced(parse_record(values, where=typed), format="json")
     return record, path.resolve()
 
 

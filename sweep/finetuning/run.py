@@ -31,6 +31,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 from qlora_sweep.search_spaces.checkpoints import ADAPTER
 from qlora_sweep.search_spaces.config import MAX_GRAD_NORM, SCHEDULE, SCHEDULE_WARMUP_STEPS
 from qlora_sweep.search_spaces.errors import InputError, words_of
+from qlora_sweep.search_spaces.frozen import replaced
 from qlora_sweep.storage import records
 from qlora_sweep.sweep.data.batches import loss_tokens
 from qlora_sweep.sweep.finetuning import checkpoints, protocol
@@ -304,7 +305,7 @@ class Training(TrainerCallback):
             self._others.hear_out()
             if device.ran_out(error):
                 ended = out_of_memory(error, device, None, doing=f"{_DOING[self._phase]}: ")
-                return ended.model_copy(update={"step": self._step})
+                return replaced(ended, step=self._step)
             setting = setting_at_fault(error, job.config)
             if setting is not None:
                 detail = f"does not run here: {words_of(error)}"
@@ -516,7 +517,7 @@ class Training(TrainerCallback):
             left = (self._steps - steps.done) * sum(seconds) / len(seconds)
             rate = sum(steps.tokens[: steps.done][-_RECENT_STEPS:]) / sum(seconds)
             figures = {"loss": steps.losses[-1], "tokens_per_second": rate, "seconds_left": left}
-            recent = recent.model_copy(update=figures)
+            recent = replaced(recent, **figures)
         self._send(recent)
 
     def _stop_observing(self) -> None:
@@ -530,7 +531,7 @@ class Training(TrainerCallback):
             memories = process_group.all_gathered(self._device.memory())
             peak = max(memory.peak_allocated_bytes for memory in memories)
             over = records.over_budget(peak, budget_bytes=budget, stage="forward")
-            self._end = over and over.model_copy(update={"step": self._step})
+            self._end = over and replaced(over, step=self._step)
 
     def _note_peak(self) -> None:
         for memory in process_group.all_gathered(self._device.memory()):

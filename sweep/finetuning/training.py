@@ -23,6 +23,7 @@ from qlora_sweep.search_spaces.errors import (
     NothingFits,
     SweepError,
 )
+from qlora_sweep.search_spaces.frozen import replaced
 from qlora_sweep.search_spaces.linears import lora_parameters
 from qlora_sweep.search_spaces.models import ModelSpec
 from qlora_sweep.search_spaces.presets import preset_texts
@@ -454,7 +455,7 @@ def _dataset_of(
     if choice is None:
         raise InputError("which texts? name them with --data")
     if request.dataset.get("eval_fraction") is None and of_study is None:
-        choice = choice.model_copy(update={"eval_fraction": EVAL_FRACTION})
+        choice = replaced(choice, eval_fraction=EVAL_FRACTION)
     if choice == of_study and study is not None:
         stored = dataset_of_study(study, model=subject.model, read=read_dataset)
         if stored is not None:
@@ -521,7 +522,7 @@ def train(
     first = 0
     if resume_from is not None:
         first = checkpoints.step_of(resume_from)
-        job = job.model_copy(update={"resume_from": str(resume_from.absolute())})
+        job = replaced(job, resume_from=str(resume_from.absolute()))
     # Later ones are written anew.
     kept = [step for step in checkpoints.steps_of(directory) if step <= first]
     checkpoints.remove(directory, keep=kept)

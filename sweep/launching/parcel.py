@@ -27,6 +27,7 @@ from packaging.version import Version
 
 from qlora_sweep.search_spaces.documents import exists, home_expanded
 from qlora_sweep.search_spaces.errors import InputError
+from qlora_sweep.search_spaces.frozen import replaced
 from qlora_sweep.search_spaces.loading import preset_name
 from qlora_sweep.search_spaces.models import load_model_spec
 from qlora_sweep.search_spaces.redaction import remember
@@ -226,7 +227,7 @@ def packed(
             if file.is_file():
                 files[f"{there}/{file.name}"] = file.absolute()
         changes["carried"] = f"{BESIDE}{there}/{path.name}"
-    return request.model_copy(update=changes), files
+    return replaced(request, **changes), files
 
 
 def _read_files(kind: str, path: Path) -> list[Path]:

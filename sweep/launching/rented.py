@@ -40,6 +40,7 @@ from qlora_sweep.search_spaces.errors import (
     did_you_mean,
     quote,
 )
+from qlora_sweep.search_spaces.frozen import replaced
 from qlora_sweep.search_spaces.gpus import GpuSpec
 from qlora_sweep.search_spaces.prices import TYPED_PROVIDER, Offer
 from qlora_sweep.search_spaces.space import ConfirmBudget, SearchSpace
@@ -109,7 +110,7 @@ class Provider(Strict):
             if cloud not in self.clouds:
                 near = did_you_mean(cloud, self.clouds)
                 raise InputError(f"--with cloud: unknown cloud '{cloud}'{near}")
-            own = self.model_copy(update={"clouds": {}, **self.clouds[cloud]})
+            own = replaced(self, **{"clouds": {}, **self.clouds[cloud]})
         where = own.sold_by or own.title
         if gpu not in own.gpus:
             raise InputError(f"--gpu: {where} has no {gpu}; it has {', '.join(own.gpus)}")
@@ -120,7 +121,7 @@ class Provider(Strict):
             return own
         if isinstance(own.spot, str):
             raise InputError(f"--with spot: {own.spot}")
-        return own.model_copy(update={"commands": {**own.commands, **own.spot}})
+        return replaced(own, commands={**own.commands, **own.spot})
 
     def checked_volume(self, typed: str | None) -> str:
         """Return the volume of all studies: what was typed, or the same at every call.
@@ -173,7 +174,7 @@ class Provider(Strict):
         }
         if best.provider == TYPED_PROVIDER:
             changes["provider"] = self.title
-        return best.model_copy(update=changes)
+        return replaced(best, **changes)
 
     def require(self, cloud: str | None) -> None:
         """Check that its tool is installed and knows an account.
@@ -251,7 +252,7 @@ def predicted(
     if not isinstance(space, SearchSpace):
         raise InputError("what is typed leaves nothing to search: leave one setting open")
     limits = {key: getattr(typed, key) for key in ("trials", "time_budget_seconds")}
-    space = space.model_copy(update=limits)
+    space = replaced(space, **limits)
     download = 0.0
     if space.weights == "pretrained" and model.source == "hub":
         download = checkpoint_bytes(model)

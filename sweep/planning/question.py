@@ -26,6 +26,7 @@ from qlora_sweep.search_spaces.costs import AskedWork
 from qlora_sweep.search_spaces.documents import Document, Strict, parse_object, read_text, validate
 from qlora_sweep.search_spaces.errors import InputError, did_you_mean
 from qlora_sweep.search_spaces.feasibility import refuse_impossible, refuse_without_dataset
+from qlora_sweep.search_spaces.frozen import replaced
 from qlora_sweep.search_spaces.gpus import (
     GpuSpec,
     asked_bytes,
@@ -414,7 +415,7 @@ def resolve_request(
         dataset = read_dataset(DatasetRequest.of(choice, model))
         shapes = shapes_of_dataset(dataset, choice, seed=of_first.seed)
     if space is not None:
-        space = space.model_copy(update={"data": choice})
+        space = replaced(space, data=choice)
     question = PlanQuestion(
         dataset=dataset,
         shapes=shapes,

@@ -25,6 +25,7 @@ from pydantic import TypeAdapter
 
 from qlora_sweep.search_spaces import redaction
 from qlora_sweep.search_spaces.errors import MORE_DESCRIPTORS, EnvironmentFault, words_of
+from qlora_sweep.search_spaces.frozen import replaced
 from qlora_sweep.storage import files
 from qlora_sweep.storage.records import CrashCause, Crashed, Outcome, Phase, TimedOut
 from qlora_sweep.sweep.processes import KILL_SECONDS, End
@@ -190,7 +191,7 @@ def storable(outcome: Outcome) -> Outcome:
     detail: str = getattr(outcome, "detail", "")
     if shown(detail) == detail:
         return outcome
-    return outcome.model_copy(update={"detail": shown(detail)})
+    return replaced(outcome, detail=shown(detail))
 
 
 class WorkerLog:
@@ -343,7 +344,7 @@ class WorkerProcess:
             begun = take(environment, module)
             if begun is not None:
                 self._log.follow(begun.printed)
-                settings = settings.model_copy(update={"log_path": str(log_path.absolute())})
+                settings = replaced(settings, log_path=str(log_path.absolute()))
             try:
                 begun = begun or Starting(environment, module=module, log=self._log)
             except OSError as error:

@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable
 from typing import IO
 
+from qlora_sweep.search_spaces.frozen import replaced
 from qlora_sweep.storage.records import Crashed, Outcome
 from qlora_sweep.sweep.processes import End
 from qlora_sweep.sweep.running.starting import MODULE, spawn
@@ -99,7 +100,7 @@ class Ranks:
             self._meetings = self._meetings[-1:]
             self._meetings.append(os.fdopen(os.memfd_create("sweep-ranks"), "r+b"))
         if self._meetings:
-            command = command.model_copy(update={"rendezvous": self._rendezvous()})
+            command = replaced(command, rendezvous=self._rendezvous())
         for process in commanded:
             process.tell(command)
         return command
@@ -112,7 +113,7 @@ class Ranks:
             OSError: one cannot be started.
         """
         self._meetings.append(os.fdopen(os.memfd_create("sweep-ranks"), "r+b"))
-        settings = self._settings.model_copy(update={"rendezvous": self._rendezvous()})
+        settings = replaced(self._settings, rendezvous=self._rendezvous())
         for rank in range(1, size):
             process = _Rank(rank, settings, self._on_failure, module=module, run_id="")
             self._of_trial.append(process)
@@ -232,7 +233,7 @@ class _Rank:
                 self._ends.put(message)
             case Finished(outcome=outcome):
                 detail = f"GPU {self._rank}: {getattr(outcome, 'detail', '')}"
-                self._on_failure(outcome.model_copy(update={"detail": detail}))
+                self._on_failure(replaced(outcome, detail=detail))
             case Unusable(reason=reason):
                 detail = f"GPU {self._rank}: {reason}"
                 self._on_failure(Crashed(phase="start", cause="exception", detail=detail))

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 from qlora_sweep.search_spaces.errors import EnvironmentFault, GpuLost
+from qlora_sweep.search_spaces.frozen import replaced
 from qlora_sweep.search_spaces.kinds import DEVICES, DeviceName
 from qlora_sweep.storage.directory import OUTCOME, beside_log
 from qlora_sweep.storage.records import INTERRUPTED, Crashed, Outcome, Phase
@@ -241,7 +242,7 @@ class RayRunner(Runner):
             if request.seconds_left is not None:
                 # Each machine has a clock of its own.
                 seconds_left = request.seconds_left - (time.monotonic() - began)
-                request = request.model_copy(update={"seconds_left": seconds_left})
+                request = replaced(request, seconds_left=seconds_left)
             return self._follow(request, observe)
         except self.ray.exceptions.RayTaskError as error:
             if not isinstance(error.cause, EnvironmentFault):

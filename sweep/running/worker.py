@@ -23,6 +23,7 @@ from qlora_sweep.search_spaces.errors import (
     InputError,
     words_of,
 )
+from qlora_sweep.search_spaces.frozen import replaced
 from qlora_sweep.storage.directory import OutcomeFile
 from qlora_sweep.storage.records import (
     INTERRUPTED,
@@ -345,7 +346,7 @@ class Worker:
             return None
         flags = set(earlier.measurement.flags) | {SPEED_REUSED}
         changes = {"quality": None, "flags": tuple(sorted(flags))}
-        return Measured(measurement=earlier.measurement.model_copy(update=changes))
+        return Measured(measurement=replaced(earlier.measurement, **changes))
 
     def _with_quality(
         self,
@@ -384,7 +385,7 @@ class Worker:
             # It trains well, and what it learned is not known.
             flags += (NO_ROOM_TO_EVALUATE,)
         changes = {"quality": learned, "flags": flags}
-        return TrialEnd(Measured(measurement=outcome.measurement.model_copy(update=changes)))
+        return TrialEnd(Measured(measurement=replaced(outcome.measurement, **changes)))
 
     def _report(self, progress: Progress) -> bool:
         """Tell how far the trial is; return whether it is to stop."""

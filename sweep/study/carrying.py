@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 
 from qlora_sweep.search_spaces.config import TrialConfig, canonical
 from qlora_sweep.search_spaces.errors import InputError
+from qlora_sweep.search_spaces.frozen import replaced
 from qlora_sweep.search_spaces.space import SearchSpace
 from qlora_sweep.storage.definition import StudyDefinition, StudySnapshot
 from qlora_sweep.storage.ranking import CONCLUSIVE, rank_study
@@ -122,7 +123,7 @@ def carry_over(
         params = None
         if is_searched:
             params = encoding.params_of(record.config)
-        taken = record.model_copy(update=changes)
+        taken = replaced(record, **changes)
         if params is None:
             study.carry(taken, params={}, distributions={})
         else:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from qlora_sweep.search_spaces.config import TrialConfig, canonical
+from qlora_sweep.search_spaces.frozen import replaced
 from qlora_sweep.search_spaces.preference import TIE
 from qlora_sweep.search_spaces.space import ConfirmBudget, StepBudget
 from qlora_sweep.storage.confirmations import (
@@ -87,12 +88,11 @@ class ConfirmationPlan:
 
     def _soak_of(self, winner: RankedTrial) -> Wanted:
         budget = self.budget
-        steps = self._steps.model_copy(
-            update={
-                "measured_min": min(self._steps.measured_min, budget.soak_steps),
-                "measured_max": budget.soak_steps,
-                "seconds_max": budget.soak_seconds,
-            }
+        steps = replaced(
+            self._steps,
+            measured_min=min(self._steps.measured_min, budget.soak_steps),
+            measured_max=budget.soak_steps,
+            seconds_max=budget.soak_seconds,
         )
         run_kind = RunKind(purpose="soak", series=self.series, confirms=winner.number)
         return Wanted(steps, winner.config, run_kind)
@@ -127,7 +127,7 @@ class ConfirmationPlan:
         """How long one run measures: as a trial does, but no more than its share of the time."""
         steps = self.ranking.definition.space.steps
         share = self.budget.seconds / self.budget.repeats
-        return steps.model_copy(update={"seconds_max": min(steps.seconds_max, share)})
+        return replaced(steps, seconds_max=min(steps.seconds_max, share))
 
     def _next_seed(self) -> Wanted | None:
         """Return the next training with another seed, where losses are asked for: all take one seed
@@ -137,7 +137,7 @@ class ConfirmationPlan:
         if self.tokens is None:
             return None
         # Speed is known: what it learns is what is asked.
-        least = self._steps.model_copy(update={"measured_max": self._steps.measured_min})
+        least = replaced(self._steps, measured_max=self._steps.measured_min)
         tried = [r for r in self.ranking.confirmations.records if r.purpose == "quality"]
         for seed in range(space.seed + 1, space.seed + self.budget.quality_seeds):
             for trial in self._to_seed():
@@ -298,7 +298,7 @@ class ConfirmationPlan:
         seconds = max(self._spent + rest, 1.0)
         if seconds >= self.budget.seconds:
             return self
-        return replace(self, budget=self.budget.model_copy(update={"seconds": seconds}))
+        return replace(self, budget=replaced(self.budget, seconds=seconds))
 
     def in_time(self, wanted: Wanted, left_seconds: float) -> Wanted | None:
         """Return a run as far as there is time for it, a soak perhaps a shorter one; None where
@@ -306,7 +306,7 @@ class ConfirmationPlan:
         needed = self.run_seconds
         if wanted.run_kind.purpose == "soak":
             seconds = min(wanted.steps.seconds_max, left_seconds - self.setup_seconds)
-            shorter = wanted.steps.model_copy(update={"seconds_max": seconds})
+            shorter = replaced(wanted.steps, seconds_max=seconds)
             wanted = replace(wanted, steps=shorter)
         if wanted.run_kind.purpose == "confirm" and not self.has_begun:
             needed = self.least_seconds

@@ -19,6 +19,7 @@ import optuna
 
 from qlora_sweep.search_spaces.config import TrialConfig
 from qlora_sweep.search_spaces.errors import EnvironmentFault, GpuLost, words_of
+from qlora_sweep.search_spaces.frozen import replaced
 from qlora_sweep.search_spaces.space import SearchSpace, StepBudget
 from qlora_sweep.storage.records import (
     INTERRUPTED,
@@ -330,10 +331,10 @@ class Driver:
         if run_kind == SEARCH:
             # Now, while it may take long, and before the trial teaches anything.
             expected = self.forecaster.expect(config)
-            record = record.model_copy(update={"prediction": expected.record})
+            record = replaced(record, prediction=expected.record)
             if expected.refusal is not None:
                 changes = {"outcome": expected.refusal, "ran_on": None}
-                record = record.model_copy(update=changes)
+                record = replaced(record, **changes)
         is_half = self.asks_for_loss and run_kind == SEARCH and wanted.quality is None
         request = TrialRequest(
             config=config,
@@ -412,7 +413,7 @@ class Driver:
         if not self.time.is_limited:
             return trial.request
         seconds_left = max(0.0, self.time.left_seconds - trial.kept_seconds)
-        return trial.request.model_copy(update={"seconds_left": seconds_left})
+        return replaced(trial.request, seconds_left=seconds_left)
 
     def _observe(self, trial: RunningTrial, progress: Progress) -> bool:
         """Return whether a trial is to be stopped, as it cannot matter any more."""
@@ -455,7 +456,7 @@ class Driver:
                 tokens = default_tokens(result.measurement.tokens_per_second, epoch)
                 self.study.note(quality_tokens=tokens)
             whole = {"quality": quality_command(self.space, tokens=tokens), "attempt": trial.begun}
-            trial.request = trial.request.model_copy(update=whole)
+            trial.request = replaced(trial.request, **whole)
             self.lanes.launch(lane, trial, partial(self._measure, trial, lane))
             return
         with self.interruption.settling():
@@ -497,7 +498,7 @@ class Driver:
             "device_seconds": trial.device_seconds,
             "epoch": self.forecaster.epoch_of(trial.record.config),
         }
-        return trial.record.model_copy(update=changes)
+        return replaced(trial.record, **changes)
 
 
 def tokens_of(study: OpenStudy) -> int | None:

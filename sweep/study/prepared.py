@@ -14,6 +14,7 @@ from qlora_sweep.search_spaces.checkpoints import check_weights
 from qlora_sweep.search_spaces.documents import Document, validate
 from qlora_sweep.search_spaces.errors import InputError
 from qlora_sweep.search_spaces.feasibility import refuse_impossible, refuse_without_dataset
+from qlora_sweep.search_spaces.frozen import replaced
 from qlora_sweep.search_spaces.gpus import match_product
 from qlora_sweep.search_spaces.loading import (
     Offered,
@@ -238,7 +239,7 @@ def _with_able_sampler(space: SearchSpace) -> Offered:
         f"{why}, so the sampler is tpe, and the search ends after {space.trials} trials, or its "
         "time budget."
     )
-    return Offered(space.model_copy(update={"sampler": "tpe"}), (note,))
+    return Offered(replaced(space, sampler="tpe"), (note,))
 
 
 def prepare_again(

@@ -13,6 +13,7 @@ from qlora_sweep.reports import format as units
 from qlora_sweep.search_spaces.config import CONFIG_KEYS, TrialConfig
 from qlora_sweep.search_spaces.documents import Document, validate
 from qlora_sweep.search_spaces.errors import InputError
+from qlora_sweep.search_spaces.frozen import replaced
 from qlora_sweep.search_spaces.gpus import find_gpu
 from qlora_sweep.search_spaces.linears import lora_parameters
 from qlora_sweep.search_spaces.loading import parse_space, shipped_presets
@@ -79,7 +80,7 @@ def target_of(surface: Surface, target: Target) -> Target:
     recorded = units.with_article(surface.measured_on.product)
     if surface.header.date:
         recorded += f", {surface.header.date}"
-    return target.model_copy(update={"recorded": recorded})
+    return replaced(target, recorded=recorded)
 
 
 def within(surface: Surface, space: SearchSpace, *, budget_bytes: int) -> Surface:
@@ -112,7 +113,7 @@ def recorded_study(name: str) -> StudySnapshot:
     surface = read_surface(name)
     gpu = find_gpu(surface.gpu)
     preset = parse_space(starting_text(gpu.name, None), label=gpu.name)
-    preset = preset.model_copy(update={"model": surface.model.name})
+    preset = replaced(preset, model=surface.model.name)
     recorded = _identities(surface)
     baseline = preset.baseline_config()
     for space in itertools.chain([preset], shipped_presets()):
@@ -133,7 +134,7 @@ def recorded_study(name: str) -> StudySnapshot:
     for record in records_of(surface, budget_bytes=budget_bytes):
         wall_seconds += record.device_seconds
         is_baseline = identity(record.config) == identity(baseline)
-        records.append(record.model_copy(update={"is_baseline": is_baseline}))
+        records.append(replaced(record, is_baseline=is_baseline))
     return StudySnapshot(
         name=Path(surface.name).stem,
         definition=StudyDefinition(

@@ -14,6 +14,7 @@ from typing import Any
 
 from qlora_sweep.search_spaces.config import TrialConfig
 from qlora_sweep.search_spaces.errors import MORE_DESCRIPTORS, EnvironmentFault, InputError
+from qlora_sweep.search_spaces.frozen import replaced
 from qlora_sweep.search_spaces.kinds import EIGHT_BIT
 from qlora_sweep.search_spaces.linears import nearest_capacity
 from qlora_sweep.search_spaces.models import ModelSpec
@@ -285,7 +286,7 @@ class Rivals:
         best_case = None
         if speed is not None:
             best_case = speed.tokens_per_second
-        return progress.model_copy(update={"tokens_per_second_high": best_case})
+        return replaced(progress, tokens_per_second_high=best_case)
 
     def of(self, config: TrialConfig) -> tuple[Rival, ...]:
         """Return what a running trial has to beat.
@@ -396,8 +397,8 @@ def outcome_to_keep(outcomes: Sequence[Outcome]) -> Outcome:
     if len(outcomes) == 1 or not isinstance(kept, Measured | PrunedSlow):
         return kept
     flags = kept.measurement.flags + (REMEASURED,)
-    measurement = kept.measurement.model_copy(update={"flags": flags})
-    return kept.model_copy(update={"measurement": measurement})
+    measurement = replaced(kept.measurement, flags=flags)
+    return replaced(kept, measurement=measurement)
 
 
 def _speed(outcome: Measured | PrunedSlow) -> float:

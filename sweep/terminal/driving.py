@@ -19,6 +19,7 @@ from qlora_sweep.reports.view import StudyView, view_of
 from qlora_sweep.reports.words import emulation_note
 from qlora_sweep.search_spaces.documents import home_expanded
 from qlora_sweep.search_spaces.errors import InputError, NothingFits, quote, words_of
+from qlora_sweep.search_spaces.frozen import replaced
 from qlora_sweep.search_spaces.loading import load_space
 from qlora_sweep.search_spaces.redaction import redact
 from qlora_sweep.search_spaces.space import SearchSpace
@@ -187,7 +188,7 @@ class Recorded(LocalGpus):
         self._runner = runner = ReplayRunner(records, pause=lambda: time.sleep(seconds))
         return replace(
             prepared,
-            definition=definition.model_copy(update={"target": target}),
+            definition=replaced(definition, target=target),
             resolved=replace(prepared.resolved, target=target),
             surface=surface,
             clock=lambda: runner.device_seconds,

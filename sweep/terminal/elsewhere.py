@@ -19,6 +19,7 @@ from qlora_sweep.reports.view import view_of
 from qlora_sweep.search_spaces.costs import SECONDS_PER_HOUR
 from qlora_sweep.search_spaces.documents import home_expanded
 from qlora_sweep.search_spaces.errors import EnvironmentFault, InputError, NothingFits, quote
+from qlora_sweep.search_spaces.frozen import replaced
 from qlora_sweep.search_spaces.gpus import find_gpu
 from qlora_sweep.search_spaces.models import load_model_spec
 from qlora_sweep.search_spaces.prices import PRICE_OPTION
@@ -247,7 +248,7 @@ def on_slurm(request: RunRequest, where: Where, *, is_dry: bool) -> int:
         name,
         allocation,
         python=_python(where.settings.get("env")),
-        request=request.model_copy(update=changes).model_dump_json(),
+        request=replaced(request, **changes).model_dump_json(),
         files=files,
     )
     about = {"study": name, "on": "slurm"}
@@ -392,7 +393,7 @@ def _as_read_there(request: RunRequest, study: str, machine: rented.RentalReques
         "overrides": {**request.overrides, "gpu": machine.gpu.name},
         "devices": None if machine.gpus == 1 else "all",
     }
-    return request.model_copy(update=changes)
+    return replaced(request, **changes)
 
 
 def _written(

@@ -13,6 +13,7 @@ import torch
 
 from qlora_sweep.search_spaces.config import TrialConfig
 from qlora_sweep.search_spaces.errors import InputError, words_of
+from qlora_sweep.search_spaces.frozen import replaced
 from qlora_sweep.search_spaces.kinds import ComputeDtype
 from qlora_sweep.search_spaces.space import MICRO_STEPS_TIMED, StepBudget
 from qlora_sweep.storage.records import (
@@ -208,8 +209,8 @@ class Trial:
             return outcome
         measured = outcome.measurement
         setup = max(0.0, time.perf_counter() - self._started - measured.measured_seconds)
-        measured = measured.model_copy(update={"setup_seconds": setup})
-        return outcome.model_copy(update={"measurement": measured})
+        measured = replaced(measured, setup_seconds=setup)
+        return replaced(outcome, measurement=measured)
 
     def _outcome_of(self, error: Exception) -> Outcome | None:
         """Return what an exception, still being handled, means for the trial; None where it is
@@ -266,7 +267,7 @@ class Trial:
             detail = f"the driver put {memory.spilled_bytes:,} bytes into the host's memory"
             over = OutOfMemory(stage=stage, peak_allocated_bytes=peak, detail=detail)
         if over is not None:
-            raise TrialEnded(over.model_copy(update={"detail": where + over.detail}))
+            raise TrialEnded(replaced(over, detail=where + over.detail))
 
     def _check_all_peaks(self, loop: TrainingLoop, *, loss: float) -> None:
         """See that every rank's peak is; each comes to the same.
@@ -477,7 +478,7 @@ class Trial:
         detail = unfaithful(faithfulness)
         if detail is not None:
             return Ineffective(setting="compute_dtype", detail=detail)
-        return Measured(measurement=measurement.model_copy(update={"faithfulness": faithfulness}))
+        return Measured(measurement=replaced(measurement, faithfulness=faithfulness))
 
     def _is_half_way(self, begun: float) -> bool:
         budget = self._task.steps

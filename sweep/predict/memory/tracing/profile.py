@@ -37,6 +37,7 @@ from transformers import PreTrainedModel, masking_utils
 
 from qlora_sweep.search_spaces.config import TrialConfig
 from qlora_sweep.search_spaces.errors import InputError, in_percent, words_of
+from qlora_sweep.search_spaces.frozen import replaced
 from qlora_sweep.search_spaces.linears import LEAST_QUANTIZED_SHARE
 from qlora_sweep.search_spaces.models import ModelSpec
 from qlora_sweep.search_spaces.quantized import of_chosen_layers, unquantized_of_layer
@@ -171,7 +172,7 @@ def _attach(base: BaseModel, config: TrialConfig, symbols: Symbols) -> Traceable
     try:
         layers = decoder_layers(base.model)
         # With a symbol for a rank it is no configuration.
-        ranked = config.model_copy(update={"lora_rank": symbols.r})
+        ranked = replaced(config, lora_rank=symbols.r)
         with torch.device("meta"):
             model = with_adapters(base, ranked, init_lora_weights=False)
     except InputError:
