@@ -160,6 +160,15 @@ def test_a_base_that_stays_in_16_bits_is_not_a_4_bit_one() -> None:
     assert "11.1 %" in outcome.detail
 
 
+@pytest.mark.parametrize("family", ["gpt2", "mixtral"])
+def test_a_longer_list_of_experts_is_not_taken_for_the_decoder_layers(family: str) -> None:
+    _, model = skeleton_of(family)
+    layers = models.decoder_layers(model)
+    layers[0].experts = torch.nn.ModuleList(torch.nn.Linear(2, 2) for _ in range(9))
+    assert models.decoder_layers(model) == layers
+    assert len(layers) == 4
+
+
 def test_the_upcast_leaves_experts_in_16_bits() -> None:
     config = families.config_of("mixtral", "attention", "none")
     with tiny_base(config, spec=families.spec_of("mixtral")) as base:
