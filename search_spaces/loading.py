@@ -137,7 +137,7 @@ def parse_space(text: str, *, label: str) -> SearchSpace:
 
 
 def with_fixed(space: SearchSpace, fixed_settings: Mapping[str, Any]) -> SearchSpace | TrialConfig:
-    """Return ``space`` with the values in ``held`` fixed; one configuration where nothing is free.
+    """Return ``space`` with some settings fixed; one configuration where nothing is free.
 
     What a typed value needs of settings that are neither typed nor searched is fixed too, and a
     baseline's micro-batch gives way to an effective batch that is typed: the file knew nothing of

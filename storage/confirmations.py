@@ -537,15 +537,11 @@ def _pooled_quality(runs: Sequence[QualityReport], half: float) -> QualityReport
         blocks.append((block_loss, of_seeds[0][1]))
     return replaced(
         runs[0],
-        **(
-            changes
-            | {
-                "eval_loss": loss,
-                "eval_blocks": tuple(blocks),
-                "train_loss": statistics.fmean(map(attrgetter("train_loss"), runs)),
-                "seconds": sum(map(attrgetter("seconds"), runs)),
-                "seeds": tuple(map(attrgetter("seed"), runs)),
-                "eval_loss_ci95": (loss - half, loss + half),
-            }
-        ),
+        **changes,
+        eval_loss=loss,
+        eval_blocks=tuple(blocks),
+        train_loss=statistics.fmean(map(attrgetter("train_loss"), runs)),
+        seconds=sum(map(attrgetter("seconds"), runs)),
+        seeds=tuple(map(attrgetter("seed"), runs)),
+        eval_loss_ci95=(loss - half, loss + half),
     )

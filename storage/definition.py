@@ -106,7 +106,7 @@ def differences(stored: StudyDefinition, given: StudyDefinition) -> tuple[str, .
             lines[key] = f"{key}: {old_words} -> {new_words}"
     # A baseline inherits what is fixed: one change there is one line. Of other texts all else is.
     implied = {f"baseline.{key.removeprefix('fixed.')}" for key in lines}
-    if "texts" in lines:
+    if "dataset" in lines:
         implied.update(_OF_DATASET)
     return tuple(line for key, line in lines.items() if key not in implied)
 
@@ -152,10 +152,10 @@ def _compared(definition: StudyDefinition) -> dict[str, tuple[object, str]]:
         compared[key] = (value, json.dumps(value))
     model = definition.model_fingerprint
     compared["model"] = (model, f"{definition.model.get('name')} (config {model})")
-    compared["texts"] = (None, "none")
+    compared["dataset"] = (None, "none")
     if dataset is not None:
         shown = f"{dataset.source} (fingerprint {dataset.fingerprint})"
-        compared["texts"] = (dataset.fingerprint, shown)
+        compared["dataset"] = (dataset.fingerprint, shown)
     return compared
 
 

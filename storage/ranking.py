@@ -110,7 +110,7 @@ def objective_value(objective: Objective, measured: Measurement) -> float:
             assert_never(objective)
 
 
-def goodness(objective: Objective, value: float) -> float:
+def turned(objective: Objective, value: float) -> float:
     """Return an objective's value, turned so that larger is better."""
     if objective in LESS_IS_BETTER:
         return -float(value)
@@ -484,7 +484,7 @@ class Ranking:
         return self.scale * fastest
 
     @cached_property
-    def _merits(self) -> Mapping[int, tuple[float, ...]]:
+    def _turned_values(self) -> Mapping[int, tuple[float, ...]]:
         """The value of each objective, turned so that larger is better, by number; of the trials in
         which all of them were measured.
 
@@ -499,7 +499,7 @@ class Ranking:
             quality = trial.measurement.quality
             if quality and (best is None or quality.eval_loss < best.eval_loss):
                 best = quality
-        merits = {}
+        turned_values = {}
         for trial in judged:
             values = []
             for objective in self.objectives:
@@ -509,14 +509,14 @@ class Ranking:
                     value = trial.estimate.value
                 if objective == "eval_loss" and quality and best:
                     value = _leveled(quality, best)
-                values.append(goodness(objective, value))
-            merits[trial.number] = tuple(values)
-        return merits
+                values.append(turned(objective, value))
+            turned_values[trial.number] = tuple(values)
+        return turned_values
 
     @cached_property
     def _on_front(self) -> set[int]:
         """Numbers of the trials that no other beats in one and matches in every objective."""
-        return undominated(self._merits)
+        return undominated(self._turned_values)
 
     @cached_property
     def _best_first(self) -> tuple[RankedTrial, ...]:
@@ -530,19 +530,19 @@ class Ranking:
         if self.is_for_speed_alone:
             return tuple(sorted(self.by_speed, key=lambda trial: not self.is_asked(trial.config)))
         front = np.array(
-            [self._merits[number] for number in self._on_front]
+            [self._turned_values[number] for number in self._on_front]
         )  # (trials, objectives)
 
         def order(trial: RankedTrial) -> tuple[bool, float, tuple[float, ...]]:
-            merits = np.array(self._merits[trial.number])  # (objectives,)
+            turned_values = np.array(self._turned_values[trial.number])  # (objectives,)
             best = front.max(axis=0)
             extent = best - front.min(axis=0)
             # An objective in which all of the front are equal says nothing.
             differs = extent > 0
-            away = (best - merits)[differs] / extent[differs]
-            return trial.number not in self._on_front, math.hypot(*away), tuple(-merits)
+            away = (best - turned_values)[differs] / extent[differs]
+            return trial.number not in self._on_front, math.hypot(*away), tuple(-turned_values)
 
-        judged = [trial for trial in self.by_speed if trial.number in self._merits]
+        judged = [trial for trial in self.by_speed if trial.number in self._turned_values]
         return tuple(sorted(judged, key=order))
 
     @cached_property

@@ -644,9 +644,11 @@ class OpenStudy(AbstractContextManager["OpenStudy"]):
         stored = self._storage.get_trial(trial_id)
         if stored.state.is_finished():
             # By this very result, which may have gone through unheard, or by somebody else.
-            already = codec.record_of(stored)
+            record_there = codec.record_of(stored)
             kind = (record.attempt_id, record.verdict)
-            return already is not None and (already.attempt_id, already.verdict) == kind
+            return (
+                record_there is not None and (record_there.attempt_id, record_there.verdict) == kind
+            )
         begun = codec.begun_of(stored)
         if (None if begun is None else begun.attempt_id) != attempt:
             return False

@@ -222,7 +222,7 @@ def surface_lines(
     if dataset is not None:
         full = f"{name}: a surface is of full rows"
         trained = f"its trials trained on {dataset.source}, whose lengths decide what is fast"
-        raise InputError(f"{full}, and {trained}; a study without texts makes one")
+        raise InputError(f"{full}, and {trained}; a study without a dataset makes one")
     if target.recorded is not None:
         raise InputError(f"{name}: its trials are those of a surface; nothing of it was measured")
     gpu = gpu_catalogue().get(target.gpu)

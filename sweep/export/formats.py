@@ -86,12 +86,12 @@ class Export:
 
     def files(self, path: Path) -> dict[Path, str]:
         """Return the texts of all files of an export to a path, that one first."""
-        dataset = {path: self.text}
+        texts = {path: self.text}
         for name, text in self.beside.items():
-            dataset[path.with_name(name)] = text
+            texts[path.with_name(name)] = text
         if self.record is not None:
-            dataset[beside(path)] = self.record
-        return dataset
+            texts[beside(path)] = self.record
+        return texts
 
 
 def format_names() -> tuple[str, ...]:

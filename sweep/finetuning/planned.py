@@ -166,7 +166,7 @@ def calibration_of(
     Args:
         record: of the configuration that was measured.
         product: of the GPU that is here; None on a CPU.
-        dataset: that are trained on now.
+        dataset: that is trained on now.
         shapes: what configurations come to on them.
     """
     if record is None or product is None:

@@ -320,10 +320,12 @@ class Training(TrainerCallback):
         model = attachment.model
         self._trained = attachment.trainable_parameters()
         self._rows = rows_of(job, model)
-        self._resume(attachment)
+        self._take_up(attachment)
         name_quantizer(model)
         whole = trained(model, job.config)
-        self._pairs = whole if isinstance(whole, Preference) else None
+        self._pairs: Preference | None = None
+        if isinstance(whole, Preference):
+            self._pairs = whole
         if self._rank:
             # Each drops elements of its own.
             torch.manual_seed(job.seed + self._rank)
@@ -331,7 +333,7 @@ class Training(TrainerCallback):
         self._trainer = self._make_trainer(model, whole)
         if self._pairs is not None and job.config.reference == "precomputed":
             self._refer(self._pairs)
-        self._setup = self._set_up()
+        self._setup = self._counted_setup()
         if job.config.is_8bit_compute and job.weights == "pretrained":
             self._setup["eight_bit"] = self._fit_8_bits(attachment, whole)
         if job.dataset is not None:
@@ -351,7 +353,7 @@ class Training(TrainerCallback):
                 self._trainer.model_wrapped = prepare(self._trainer.model, evaluation_mode=True)
         return self._end or self._finish()
 
-    def _resume(self, attachment: Attached) -> None:
+    def _take_up(self, attachment: Attached) -> None:
         """Take up the steps that a checkpoint holds, or begin with the first."""
         steps = Steps()
         if self._job.resume_from is not None:
@@ -387,7 +389,7 @@ class Training(TrainerCallback):
             trainer.model_accepts_loss_kwargs = False
         return trainer
 
-    def _set_up(self) -> dict[str, Any]:
+    def _counted_setup(self) -> dict[str, Any]:
         """Return what is known before the first step, as fields of `protocol.TrainingStarted`; note
         how many steps there are."""
         job = self._job

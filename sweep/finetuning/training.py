@@ -250,6 +250,7 @@ def prepare_training(
         present=present,
     )
     here = next(iter(present), None)
+    tokenizer = find_tokenizer(choice.tokenizer, model)
     forecaster = _forecaster(
         subject,
         resolved,
@@ -262,7 +263,7 @@ def prepare_training(
         job=job,
         subject=subject,
         dataset=dataset,
-        tokenizer=find_tokenizer(choice.tokenizer, model),
+        tokenizer=tokenizer,
         forecaster=forecaster,
         gpu=here,
         notes=_notes(
@@ -453,7 +454,7 @@ def _dataset_of(
     of_study = None if study is None else study.space.data
     choice = typed_dataset(of_study, request.dataset)
     if choice is None:
-        raise InputError("which texts? name them with --data")
+        raise InputError("which dataset? name it with --data")
     if request.dataset.get("eval_fraction") is None and of_study is None:
         choice = replaced(choice, eval_fraction=EVAL_FRACTION)
     if choice == of_study and study is not None:

@@ -72,7 +72,7 @@ def whole_step(
     least: int, *, fixed_settings: Mapping[str, Any], spaces: Sequence[SearchSpace] = ()
 ) -> int:
     """Return the fewest samples of an optimizer step, so many at least, that the GPUs of a trial
-    make of whole micro-batches: of those that are held, else of each space's smallest, or of the
+    make of whole micro-batches: of those that are fixed, else of each space's smallest, or of the
     standard recipe's where there is no space.
     """
     multiples: list[int] = []

@@ -221,6 +221,15 @@ class _Rank:
             ended = f"the process of GPU {self._rank} ended with {end}"
             self._on_failure(Crashed(phase="measure", cause="exit", detail=ended))
 
+    def _named(self, outcome: Outcome) -> Outcome:
+        """Return what became of this rank, with the rank in its words; a failure of the protocol
+        where it cannot have become of one alone."""
+        words = f"GPU {self._rank}: "
+        if "detail" not in type(outcome).model_fields:
+            said = f"{words}it said '{outcome.verdict}' of itself alone"
+            return Crashed(phase="measure", cause="protocol", detail=said)
+        return replaced(outcome, detail=f"{words}{outcome.detail}")
+
     def _take(self, message: object) -> None:
         match message:
             case Ready():
@@ -232,8 +241,7 @@ class _Rank:
                 self._is_training = False
                 self._ends.put(message)
             case Finished(outcome=outcome):
-                detail = f"GPU {self._rank}: {getattr(outcome, 'detail', '')}"
-                self._on_failure(replaced(outcome, detail=detail))
+                self._on_failure(self._named(outcome))
             case Unusable(reason=reason):
                 detail = f"GPU {self._rank}: {reason}"
                 self._on_failure(Crashed(phase="start", cause="exception", detail=detail))

@@ -413,7 +413,7 @@ class Cluster:
 
         Args:
             new_runner: starts what runs the trials on a node, given the path of its log, its
-                ``gpus``, and how many ``neighbours`` share the node's cores.
+                ``gpus``, and how many ``concurrent_jobs`` share the node's cores.
             study: its name, in that of the directory of its logs on each node.
             device: what its trials run on.
             gpu: as for `gpu_info`.

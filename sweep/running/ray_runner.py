@@ -183,7 +183,7 @@ class RayRunner(Runner):
         device: as for `Host`.
         node_id: of the node.
         address: of the node, for messages.
-        silence_seconds: after which an actor that says nothing is given up.
+        quiet_seconds: after which an actor that says nothing is given up.
     """
 
     ray: Any

@@ -172,7 +172,7 @@ class SupervisedRunner(Runner):
         process: what the worker is started as; tests put one here that nothing ends.
         fault: says what is wrong with a GPU after a trial that failed; by default, NVML's words of
             those in `settings`.
-        settings: further ones of `WorkerSettings`: weights, seed, texts, GPUs, neighbours.
+        settings: further ones of `WorkerSettings`: weights, seed, dataset, GPUs, concurrent_jobs.
     """
 
     def __init__(

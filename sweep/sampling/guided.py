@@ -26,7 +26,7 @@ from qlora_sweep.search_spaces.linears import CapacityClass, nearest_capacity
 from qlora_sweep.search_spaces.models import ModelSpec
 from qlora_sweep.search_spaces.space import Objective, SearchSpace, StepBudget
 from qlora_sweep.storage import codec
-from qlora_sweep.storage.ranking import goodness, objective_value
+from qlora_sweep.storage.ranking import objective_value, turned
 from qlora_sweep.storage.records import NEIGHBOUR, Measured, OutOfMemory, PrunedSlow, TrialRecord
 from qlora_sweep.sweep.predict.forecast import Forecaster, Progress, silent
 from qlora_sweep.sweep.predict.memory.prediction import CAPPED_EXPANDABLE, stated_uncertainty
@@ -372,7 +372,7 @@ class GuidedSampler(CandidateSampler):
         self._seed = seed
         self._world: _World | None = None
         self._best: tuple[Params, ...] = ()
-        self._merits: dict[int, float] = {}
+        self._turned_values: dict[int, float] = {}
         """What each trial that ended reached, by number."""
         self._weighings: dict[Any, _Weighed] = {}
         """The last two, by the trials that they are of."""
@@ -483,19 +483,19 @@ class GuidedSampler(CandidateSampler):
     def _read(self, study: optuna.Study, *, besides: int | None) -> Trials:
         trials = super()._read(study, besides=besides)
         measured = [record for record in trials.records if record.measurement is not None]
-        goodness = np.array([self._goodness_of(record) for record in measured])
+        goodness = np.array([self._turned_value(record) for record in measured])
         trials.learned = [measured[at] for at in most_telling(goodness, most=LEARNED_MAX)]
         return trials
 
-    def _goodness_of(self, record: TrialRecord) -> float:
+    def _turned_value(self, record: TrialRecord) -> float:
         """Return what a trial reached; minus infinity where it was stopped."""
-        if record.number not in self._merits:
+        if record.number not in self._turned_values:
             reached = -math.inf
             if isinstance(record.outcome, Measured):
                 measured = record.outcome.measurement
-                reached = goodness(self._objective, objective_value(self._objective, measured))
-            self._merits[record.number] = reached
-        return self._merits[record.number]
+                reached = turned(self._objective, objective_value(self._objective, measured))
+            self._turned_values[record.number] = reached
+        return self._turned_values[record.number]
 
     def _first_acceptable(self, world: _World, scores: Array) -> int | None:
         """Return the candidate of the highest score that the pre-flight does not refuse; None where
@@ -627,7 +627,7 @@ class GuidedSampler(CandidateSampler):
             if asked[row] and is_predicted:
                 reached.append(float(known.speeds[row]))
             elif asked[row]:
-                reached.append(self._goodness_of(of_row[row]))
+                reached.append(self._turned_value(of_row[row]))
         return np.array(reached)
 
     def _seconds(self, world: _World, trials: Trials, speed: Mixture) -> Array:

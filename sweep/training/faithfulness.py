@@ -36,6 +36,9 @@ a dozen tokens, 2026-11-28)."""
 COMPARED_TOKENS = 4096
 """So many are enough: by 5,120 tokens a gradient was 46.8 and 47.1 % off, by 10,240 it was 46.0 %
 (NF4 in INT8 on an H100, 2026-11-26), where 129 % are accepted."""
+FEWEST_TO_SPREAD = 4
+"""Micro-batches with supervised tokens, from which on their differences tell chance from products
+that are off. Fewer have `COMPARED_TOKENS` together, by which chance is small."""
 LOSS_RESOLUTION = torch.finfo(torch.bfloat16).eps
 """A relative difference of the loss that bf16 itself would not show."""
 
@@ -139,15 +142,15 @@ def unfaithful(found: Faithfulness) -> str | None:
 
 def _margin(differences: NDArray[np.float64], shares: NDArray[np.float64]) -> float:
     """Return three standard errors of a sum of micro-batches' differences, each of which is in
-    proportion to the micro-batch's share of the tokens: of a single one nothing, as nothing is
-    known of how they spread.
+    proportion to the micro-batch's share of the tokens: of fewer than `FEWEST_TO_SPREAD` nothing,
+    as they say too little of how far they spread.
 
     Args:
         differences: (micro-batches,), in nats.
         shares: (micro-batches,), which add up to one.
     """
     count = np.count_nonzero(shares)
-    if count < 2:
+    if count < FEWEST_TO_SPREAD:
         return 0.0
     residuals = differences - shares * differences.sum()
     return 3.0 * math.sqrt(count / (count - 1) * float(np.sum(residuals**2)))

@@ -51,7 +51,7 @@ class StepQueue:
             timed as one; 0 for random rows.
         tell: gives a sign of life, with speeds where they are measured; returns whether the trial
             is to stop.
-        silence_seconds: of queueing, after which each micro-step is a sign of life.
+        quiet_seconds: of queueing, after which each micro-step is a sign of life.
 
     Attributes:
         loss: of the newest step that is done.

@@ -110,7 +110,7 @@ class TrialTask:
             more steps at least; a soak has to have evaluated and saved, too.
         micro_steps_max: most micro-steps of one optimizer step that are really run; the seconds of
             a longer accumulation are derived.
-        silence_seconds: see `StepQueue`.
+        quiet_seconds: see `StepQueue`.
     """
 
     config: TrialConfig

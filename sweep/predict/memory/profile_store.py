@@ -40,6 +40,7 @@ _LIBRARIES = ("torch", "transformers", "peft", "bitsandbytes")
 TRACED_BY = (
     "search_spaces/config.py",
     "search_spaces/documents.py",
+    "search_spaces/frozen.py",
     "search_spaces/linears.py",
     "search_spaces/models.py",
     "search_spaces/kinds.py",

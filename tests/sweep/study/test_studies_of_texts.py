@@ -216,10 +216,10 @@ def test_a_space_file_goes_on_without_its_texts(reader: Reader, home: Path, url:
 @pytest.mark.parametrize(
     ("typed", "said"),
     [
-        ({"data": None}, r"texts: .*cafe.* -> none"),
+        ({"data": None}, r"dataset: .*cafe.* -> none"),
         ({"seed": 5}, "seed: 0 -> 5"),
         ({"data": {"texts": "mine.jsonl", "eval_fraction": 0.2}}, "eval_fraction: 0.05 -> 0.2"),
-        ({}, r"texts: .*cafe.* -> .*beef"),
+        ({}, r"dataset: .*cafe.* -> .*beef"),
     ],
 )
 def test_other_texts_are_refused(
