@@ -644,11 +644,9 @@ class OpenStudy(AbstractContextManager["OpenStudy"]):
         stored = self._storage.get_trial(trial_id)
         if stored.state.is_finished():
             # By this very result, which may have gone through unheard, or by somebody else.
-            record_there = codec.record_of(stored)
+            there = codec.record_of(stored)
             kind = (record.attempt_id, record.verdict)
-            return (
-                record_there is not None and (record_there.attempt_id, record_there.verdict) == kind
-            )
+            return there is not None and (there.attempt_id, there.verdict) == kind
         begun = codec.begun_of(stored)
         if (None if begun is None else begun.attempt_id) != attempt:
             return False

@@ -18,7 +18,13 @@ from collections.abc import Callable
 from typing import IO
 
 from qlora_sweep.search_spaces.frozen import replaced
-from qlora_sweep.storage.records import Crashed, Outcome
+from qlora_sweep.storage.records import (
+    Crashed,
+    DominatedOutOfMemory,
+    Measured,
+    Outcome,
+    PrunedSlow,
+)
 from qlora_sweep.sweep.processes import End
 from qlora_sweep.sweep.running.starting import MODULE, spawn
 from qlora_sweep.sweep.running.wire import (
@@ -225,7 +231,7 @@ class _Rank:
         """Return what became of this rank, with the rank in its words; a failure of the protocol
         where it cannot have become of one alone."""
         words = f"GPU {self._rank}: "
-        if "detail" not in type(outcome).model_fields:
+        if isinstance(outcome, Measured | PrunedSlow | DominatedOutOfMemory):
             said = f"{words}it said '{outcome.verdict}' of itself alone"
             return Crashed(phase="measure", cause="protocol", detail=said)
         return replaced(outcome, detail=f"{words}{outcome.detail}")
