@@ -134,7 +134,7 @@ class StepEvidence:
     """None where nothing watched."""
     looks: Sequence[Look] = ()
     """What each GPU showed."""
-    dataset: TrialBatches | None = None
+    batches: TrialBatches | None = None
     """What it trained on; None for random tokens."""
 
     @property
@@ -157,7 +157,7 @@ class StepEvidence:
     @property
     def epoch(self) -> Any:
         """Of the texts; None where rows are random tokens."""
-        return self.dataset and self.dataset.epoch
+        return self.batches and self.batches.epoch
 
     @property
     def pairs(self) -> Preference | None:
@@ -432,7 +432,7 @@ def _packing(config: TrialConfig, seen: StepEvidence) -> str | None:
 def _padded(seen: StepEvidence, packing: str) -> int:
     """Return the tokens of an epoch of the same texts, pads among them: to the longest row of the
     micro-batches of all ranks, which wait for one another."""
-    made = seen.dataset
+    made = seen.batches
     assert made is not None
     config = made.epoch.config
     rows = config.micro_batch_size * config.data_parallel
@@ -544,7 +544,7 @@ def _parallel(config: TrialConfig, seen: StepEvidence) -> str | None:
     sizes = set(map(attrgetter("size"), looks))
     if sizes != {asked}:
         return f"a GPU trained with {min(sizes) - 1} others"
-    if seen.dataset is None and len(set(map(attrgetter("tokens"), looks))) < asked:
+    if seen.batches is None and len(set(map(attrgetter("tokens"), looks))) < asked:
         return "two GPUs had the same rows"
     for look in looks:
         if look.adapters != looks[0].adapters and not config.is_sharded:

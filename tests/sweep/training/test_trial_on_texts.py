@@ -174,7 +174,7 @@ def test_ranks_of_one_row_each_wait_less_where_rows_are_grouped(dataset: Any) ->
     config = tiny_config(packing="grouped", micro_batch_size=1, data_parallel=2)
     made = batching.trial_batches(dataset, config)
     with tiny_loop(config) as loop:
-        assert PROOFS["packing"](config, StepEvidence(loop, dataset=made)) is None
+        assert PROOFS["packing"](config, StepEvidence(loop, batches=made)) is None
 
 
 def test_tokens_that_the_model_does_not_know_are_invalid(dataset: Any) -> None:
