@@ -84,8 +84,8 @@ def python_sources(model: str) -> Sources:
         for file in sorted(root.rglob("*.py"))
         if not _LEFT_OUT & set(file.relative_to(root).parts)
     ]
-    dataset = [file.read_text(encoding="utf-8", errors="replace") for file in files]
-    tokens = [[*ids, tokenizer.eos_token_id] for ids in tokenizer(dataset)["input_ids"]]
+    texts = [file.read_text(encoding="utf-8", errors="replace") for file in files]
+    tokens = [[*ids, tokenizer.eos_token_id] for ids in tokenizer(texts)["input_ids"]]
     held_out = tokens[::HELD_OUT_EVERY]
     training = [ids for index, ids in enumerate(tokens) if index % HELD_OUT_EVERY]
     return Sources(np.concatenate(training), np.concatenate(held_out))
