@@ -395,7 +395,7 @@ def test_a_study_that_was_deleted_while_driven_is_a_fault_and_its_result_is_safe
 
 
 def test_a_study_can_be_read_over_and_over_while_it_is_driven(url: str, home: Path) -> None:
-    process = driver.start(url, home, trials=6)
+    process = driver.start(url, home, trials=10)
     process.wait_for("opened")
     seen = []
     while process.is_running():
@@ -403,7 +403,7 @@ def test_a_study_can_be_read_over_and_over_while_it_is_driven(url: str, home: Pa
         seen.append(len(snapshot.records))
         assert [record.number for record in snapshot.records] == list(range(seen[-1]))
         assert len(snapshot.running) <= 1
-    assert sum(line.startswith("told") for line in process.end()[0]) == 6
+    assert sum(line.startswith("told") for line in process.end()[0]) == 10
     assert seen == sorted(seen)
     assert len(set(seen)) > 2
 
