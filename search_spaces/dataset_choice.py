@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, get_args
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -12,11 +12,12 @@ DatasetKind = Literal[
     "text", "instruction", "prompt-completion", "messages", "conversations", "preference"
 ]
 DatasetFormat = Literal["auto", DatasetKind]
-FORMATS: tuple[str, ...] = ("auto", *get_args(DatasetKind))
 """What an example may be: one text, Alpaca's fields, a prompt with what completes it, a chat as
 the hub's ``messages``, a chat as ShareGPT's ``conversations``, a pair of a chosen and a rejected
 completion, as texts or as turns."""
 
+TOO_FEW_EXAMPLES = "texts-make-no-micro-batch"
+"""The rule of a configuration for which the dataset is too small, or cut too short."""
 CUT_MAX = 0.05
 """Of the supervised tokens: a length that cuts off a larger share is for who asks for it.
 

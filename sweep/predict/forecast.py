@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from qlora_sweep.search_spaces.config import TrialConfig, canonical
+from qlora_sweep.search_spaces.dataset_choice import TOO_FEW_EXAMPLES
 from qlora_sweep.search_spaces.errors import InputError, SweepError
 from qlora_sweep.search_spaces.estimates import Estimate
 from qlora_sweep.search_spaces.gpus import GpuSpec
@@ -66,8 +67,6 @@ from qlora_sweep.sweep.predict.speed.steps import refusal
 
 PREDICTIONS_KEPT = 4096
 """Configurations of which what is expected is kept; one takes some 30 KiB."""
-TOO_FEW_EXAMPLES = "texts-make-no-micro-batch"
-"""The rule of a configuration for which the dataset is too small, or cut too short."""
 UNPREDICTED = "memory is not predicted: "
 """How a reason begins that says why no memory is predicted."""
 UNBUILDABLE = "cannot-be-built"

@@ -125,11 +125,13 @@ def first_examples(
             `SHOWN_TOKENS` are not taken.
     """
     most = min(tokens, SHOWN_TOKENS)
-    count = 1
-    batch = collate([rows[0]])
-    while count < len(rows):
-        count = min(2 * count, len(rows))
-        larger = collate(list(map(rows.__getitem__, range(count))))
+    examples = [rows[0]]
+    batch = collate(examples)
+    while len(examples) < len(rows):
+        count = min(2 * len(examples), len(rows))
+        for index in range(len(examples), count):
+            examples.append(rows[index])
+        larger = collate(examples)
         if larger["input_ids"].numel() > most:
             break
         batch = larger

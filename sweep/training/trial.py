@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from qlora_sweep.search_spaces.config import TrialConfig
+from qlora_sweep.search_spaces.dataset_choice import TOO_FEW_EXAMPLES
 from qlora_sweep.search_spaces.errors import InputError, words_of
 from qlora_sweep.search_spaces.frozen import replaced
 from qlora_sweep.search_spaces.kinds import ComputeDtype
@@ -64,7 +65,6 @@ from qlora_sweep.sweep.training.proof import KernelWatch, ProductWatch, StepEvid
 from qlora_sweep.sweep.training.step import TrainingLoop, out_of_memory
 from qlora_sweep.sweep.training.step_queue import QUIET_SECONDS, StepQueue
 
-TOO_FEW_EXAMPLES = "texts-make-no-micro-batch"
 UNKNOWN_TOKENS = "tokens-beyond-vocabulary"
 NOT_CAUSAL = "texts-need-a-causal-model"
 DOCUMENTS_TOGETHER = "documents_together"

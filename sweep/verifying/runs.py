@@ -28,6 +28,7 @@ from qlora_sweep.search_spaces.space import Weights
 from qlora_sweep.storage.files import make_directory
 from qlora_sweep.sweep.child_environment import child_environment
 from qlora_sweep.sweep.data.kinds import on_completions
+from qlora_sweep.sweep.data.prepared_dataset import dataset_directory
 from qlora_sweep.sweep.export.record import Record, RecordedDataset
 from qlora_sweep.sweep.finetuning.protocol import (
     Event,
@@ -236,7 +237,7 @@ def _prepared_directory(record: Record, recorded: RecordedDataset, spec: ModelSp
     Raises:
         InputError: it is not prepared here.
     """
-    directory = runs_directory() / ".texts" / recorded.summary.fingerprint
+    directory = dataset_directory() / recorded.summary.fingerprint
     if not directory.is_dir():
         raise InputError(
             f"{record.label} was measured on {recorded.summary.source}, which is not prepared "

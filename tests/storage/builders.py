@@ -9,6 +9,7 @@ import optuna
 from optuna.distributions import BaseDistribution, CategoricalDistribution
 
 from qlora_sweep.search_spaces.config import TrialConfig
+from qlora_sweep.search_spaces.frozen import replaced
 from qlora_sweep.search_spaces.gpus import GIB
 from qlora_sweep.search_spaces.space import SearchSpace
 from qlora_sweep.storage.definition import StudyDefinition, StudySnapshot, Target
@@ -165,7 +166,7 @@ def run_one(
 
 def changed(record: Any, /, **values: Any) -> Any:
     """Return a copy of a record of which some values differ, without validation."""
-    return record.model_copy(update=values)
+    return replaced(record, **values)
 
 
 def read_it(url: str, home: Path) -> StudySnapshot:

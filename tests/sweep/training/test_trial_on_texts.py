@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from qlora_sweep.search_spaces.config import TrialConfig
+from qlora_sweep.search_spaces.dataset_choice import TOO_FEW_EXAMPLES
 from qlora_sweep.search_spaces.models import ModelSpec
 from qlora_sweep.storage.records import Ineffective, Invalid, Measurement
 from tests.lazy import lazily
@@ -164,7 +165,7 @@ def test_fewer_examples_than_a_micro_batch_are_invalid(tmp_path: Path) -> None:
     dataset = dataset_in(tmp_path, [5, 6, 7])
     outcome = outcome_of(tiny_config(micro_batch_size=4), dataset=dataset, steps=BRIEF)
     assert isinstance(outcome, Invalid)
-    assert outcome.rule == trial.TOO_FEW_EXAMPLES
+    assert outcome.rule == TOO_FEW_EXAMPLES
     assert "micro_batch_size" in outcome.detail
 
 
