@@ -334,8 +334,9 @@ def _size(config: dict[str, Any], key: str | None) -> int:
     return value
 
 
-# Experts. bitsandbytes replaces `torch.nn.Linear` and nothing else, and transformers 5 keeps all
-# experts of a layer in one three-dimensional tensor: they stay in 16 bits, and nothing says so.
+# Experts. transformers 5 keeps all experts of a layer in one three-dimensional tensor, which
+# bitsandbytes leaves in 16 bits. Those that multiply by transformers' own functions are packed in 4
+# bits here (`sweep.training.experts`).
 
 _FUSED = _by_type(
     moe_num_experts="aria_text dbrx ernie4_5_moe",
@@ -359,6 +360,8 @@ Each was built without data and its modules counted.
 """
 _SOMETIMES_FUSED = frozenset({"gemma4_text", "granitemoehybrid", "nemotron_h"})
 """Types that have experts only where their config says so."""
+_OWN_EXPERTS = types("aria_text dbrx jetmoe llama4_text longcat_flash")
+"""Types whose experts multiply in a way of their own."""
 _OWN_LINEAR_CLASS = frozenset({"falcon"})
 """Types whose linear layers are of a class of their own, which is not replaced."""
 
@@ -377,22 +380,25 @@ _DENSE_FIRST = frozenset({"deepseek_v2", "deepseek_v3", "glm4_moe"})
 """Types whose first layers have no experts, as many as a default says that is theirs alone."""
 
 
-def unquantized(model: ModelSpec) -> str | None:
-    """Return what most of the model's weights are in, where 4-bit quantization leaves them as they
-    are: ``experts of one tensor a layer, 54 GiB``.
+def has_experts(model: ModelSpec) -> bool:
+    """Whether the model has experts that are one tensor a layer."""
+    kind = model.model_type
+    count = model.config.get(_FUSED.get(kind, ""))
+    if kind not in _FUSED or count == 0 or (count is None and kind in _SOMETIMES_FUSED):
+        return False
+    return kind != "gemma4_text" or bool(model.config.get("enable_moe_block"))
+
+
+def unquantized(model: ModelSpec, bits: int = 4) -> str | None:
+    """Return what most of the model's weights are in, where quantization to so many bits leaves
+    them as they are: ``experts of one tensor a layer, 54 GiB``.
 
     None where nothing is known to be left; the real modules are counted before they train.
     """
-    kind = model.model_type
-    config = model.config
-    if kind in _OWN_LINEAR_CLASS:
+    if model.model_type in _OWN_LINEAR_CLASS:
         return "linear layers of a class of their own"
-    if kind not in _FUSED:
-        return None
-    count = config.get(_FUSED[kind])
-    if count == 0 or (count is None and kind in _SOMETIMES_FUSED):
-        return None
-    if kind == "gemma4_text" and not config.get("enable_moe_block"):
+    is_packed = bits == 4 and model.model_type not in _OWN_EXPERTS and model.stored is None
+    if not has_experts(model) or is_packed:
         return None
     weights = expert_weights(model)
     if weights is None:

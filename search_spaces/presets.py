@@ -307,10 +307,11 @@ def _searched(spec: GpuSpec, model: ModelSpec) -> str:
     bases = ["none"]
     if unquantized(model) is None:
         bases = ["nf4", "none"]
-        for name in EIGHT_BIT:
-            if COMPUTE_DTYPES[name].runs_on(spec.compute_capability):
-                types.append(name)
-                bases.append(name)
+    for name in EIGHT_BIT:
+        is_taken = unquantized(model, bits=8) is None
+        if is_taken and COMPUTE_DTYPES[name].runs_on(spec.compute_capability):
+            types.append(name)
+            bases.append(name)
     lines = [
         "dimensions:",
         f"  micro_batch_size: {_flow(batches.model_dump(exclude={'step'}))}",

@@ -26,6 +26,7 @@ from qlora_sweep.search_spaces.linears import (
     linear_shapes,
     target_sets,
     types,
+    has_experts,
     unquantized,
 )
 from qlora_sweep.search_spaces.models import SCORE_CAP, ModelSpec
@@ -307,7 +308,7 @@ def _of_kernels(config: TrialConfig, setting: Setting) -> Asked:
         if kind not in LIGER_MODEL_TYPES:
             reason = f"Liger has no kernels for model type '{kind}': use kernels hf"
             yield "kernels-need-liger-model", reason
-        elif config.kernels_kind.fuses_layers and unquantized(setting.model) is not None:
+        elif config.kernels_kind.fuses_layers and has_experts(setting.model):
             keeps = f"what Liger's kernel for the experts of model type '{kind}' keeps and takes is"
             reason = f"{keeps} not known: use kernels fused-loss or hf"
             yield "kernels-need-liger-model", reason
@@ -357,13 +358,15 @@ def _of_model(config: TrialConfig, setting: Setting) -> Asked:
         yield "seq-len-without-loss", reason
     yield MISNAMED, misnamed_targets(config, model)
     yield STORED, not_as_stored(config, model)
-    if config.is_quantized and (left := unquantized(model)) is not None:
-        most = (
-            f"quantization {config.quantization} would leave most of model type '{kind}' in 16 bits"
-        )
-        why = f"transformers 5.17 has bitsandbytes 0.50 quantize linear layers alone: {left}"
-        cure = "Use quantization none, or a model without such weights"
-        yield "quantization-leaves-weights", f"{most}, as {why}. {cure}"
+    if config.is_quantized and (left := unquantized(model, config.weight_bits)) is not None:
+        quantization = config.quantization
+        most = f"quantization {quantization} would leave most of model type '{kind}' in 16 bits"
+        cure = "none"
+        if config.weight_bits != 4 and unquantized(model) is None:
+            cure = "nf4 or none"
+        yield "quantization-leaves-weights", f"{most}: {left}. Use quantization {cure}"
+    if has_experts(model):
+        yield "experts-in-16-bits", _not_of_experts(config, kind)
     if config.is_quantized and not config.quantized_count(layers):
         held = f"holds none of {layers} layers in {config.weight_bits} bits: use quantization none"
         share = f"quantized_fraction {config.quantized_fraction:g}"
@@ -372,6 +375,18 @@ def _of_model(config: TrialConfig, setting: Setting) -> Asked:
     if config.checkpoint_fraction > 0 and kind in WITHOUT_CHECKPOINTING:
         layers_of = f"transformers cannot checkpoint the layers of model type '{kind}'"
         yield "checkpointing-not-in-model", f"{layers_of}: use checkpoint_fraction 0"
+
+
+def _not_of_experts(config: TrialConfig, kind: str) -> str | None:
+    """Return why a model with experts does not train so."""
+    if config.is_8bit_compute:
+        return (
+            f"experts of model type '{kind}' multiply in 16 bits alone: use compute_dtype bf16 or "
+            "fp16"
+        )
+    if config.is_4bit and config.is_sharded:
+        return "experts in 4 bits cannot be shared out among GPUs: use sharding none"
+    return None
 
 
 def _attention_not_in(model: ModelSpec, attention: Attention) -> str | None:

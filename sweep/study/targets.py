@@ -9,7 +9,12 @@ from qlora_sweep.search_spaces.config import TrialConfig
 from qlora_sweep.search_spaces.errors import EnvironmentFault, InputError
 from qlora_sweep.search_spaces.gpus import GIB, GpuSpec, asked_bytes, find_gpu, product_of
 from qlora_sweep.search_spaces.kinds import QUANTIZATIONS
-from qlora_sweep.search_spaces.linears import expert_weights, is_tied, linear_shapes
+from qlora_sweep.search_spaces.linears import (
+    expert_weights,
+    is_tied,
+    linear_shapes,
+    unquantized,
+)
 from qlora_sweep.search_spaces.models import ModelSpec
 from qlora_sweep.search_spaces.rules import Violation, violation
 from qlora_sweep.search_spaces.space import SearchSpace
@@ -148,17 +153,18 @@ def check_budget(space: SearchSpace, model: ModelSpec, target: Target) -> None:
 def least_weight_bytes(space: SearchSpace, model: ModelSpec) -> int | None:
     """Return what the weights take at the very least; None where the architecture is not known.
 
-    Half a byte for each weight of a 4-bit linear layer, one in 8 bits, two not quantized, as
-    embeddings and head never are, nor experts that are one tensor a layer. Constants, norms and
-    everything that trains come on top.
+    Half a byte for each weight of a 4-bit linear layer or expert, one in 8 bits, two not quantized,
+    as embeddings and head never are. Constants, norms and everything that trains come on top.
     """
+    bits = min(QUANTIZATIONS[kind].bits for kind in space.values_of("quantization"))
     experts = expert_weights(model)
     if experts is not None:
-        return 2 * (experts + model.vocab_size * model.hidden_size)
+        if unquantized(model, bits) is not None:
+            bits = 16
+        return experts * bits // 8 + 2 * model.vocab_size * model.hidden_size
     shapes = linear_shapes(model)
     if shapes is None:
         return None
-    bits = min(QUANTIZATIONS[kind].bits for kind in space.values_of("quantization"))
     linears = model.hidden_layers * sum(rows * columns for rows, columns in shapes.values())
     tables = 1 if is_tied(model) else 2
     return linears * bits // 8 + 2 * tables * model.vocab_size * model.hidden_size

@@ -28,8 +28,9 @@ from transformers import PreTrainedModel
 from qlora_sweep.search_spaces.config import TrialConfig
 from qlora_sweep.search_spaces.errors import InputError, did_you_mean
 from qlora_sweep.search_spaces.linears import resolve_targets
-from qlora_sweep.sweep.training import eight_bit
+from qlora_sweep.sweep.training import eight_bit, experts
 from qlora_sweep.sweep.training.eight_bit import changed
+from qlora_sweep.sweep.training.experts import adapt_experts
 from qlora_sweep.sweep.training.model import DTYPES, LINEAR, BaseModel, decoder_layers
 from qlora_sweep.sweep.training.process_group import GatheredWeights, build_shares
 
@@ -139,6 +140,7 @@ def with_adapters(
         **options,
     )
     model = get_peft_model(base.model, lora, low_cpu_mem_usage=is_on_meta)
+    adapt_experts(model)
     # PEFT makes them fp32 whatever the base is, and has no word for another type on a 4-bit base.
     dtype = DTYPES[config.adapter_dtype]
     for parameter in model.parameters():
@@ -310,7 +312,7 @@ def _find_constants(layer: torch.nn.Module, _: Any) -> None:
 @cache
 def _operators_digest() -> str:
     """Return a digest of the code of operators that a graph names and does not hold."""
-    parts = bnb.__version__ + inspect.getsource(eight_bit)
+    parts = bnb.__version__ + inspect.getsource(eight_bit) + inspect.getsource(experts)
     return hashlib.sha256(parts.encode()).hexdigest()[:16]
 
 

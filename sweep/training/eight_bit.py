@@ -531,6 +531,20 @@ def _in_8_bits(
     return weight
 
 
+def widened(parts: Parts, dtype: torch.dtype, *, is_again: bool = False) -> torch.Tensor:
+    """Return the values of a packed weight, in one row.
+
+    Args:
+        parts: as `Parts` says.
+        dtype: of the values.
+        is_again: whether it is on the way back: by another operator, or the compiler keeps what the
+            first one decoded.
+    """
+    if parts[0].is_cuda:
+        return _widened_at_once(parts, dtype, is_again)
+    return _unpacked(parts).to(dtype)
+
+
 def _unpacked(parts: Parts) -> torch.Tensor:
     """Return the values of a packed weight, in fp32 and one row; the kernels' reference."""
     packed, scales, code, *outer = parts
@@ -545,18 +559,16 @@ def _unpacked(parts: Parts) -> torch.Tensor:
 if triton is not None:
 
     @triton.jit
-    def _narrow(values, is_int: tl.constexpr):  # type: ignore[no-untyped-def]
-        if is_int:
-            narrow = tl.extra.cuda.libdevice.rint(values).to(tl.int8)
-        else:
-            narrow = values.to(tl.float8e4nv)
-        return narrow
+    def _narrow(values, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
+        if dtype == tl.int8:
+            values = tl.extra.cuda.libdevice.rint(values)
+        return values.to(dtype)
 
     @triton.jit
     def _decode(  # type: ignore[no-untyped-def]
         packed, scales, code, of_scales, outer_scales, mean, row_scales, input_scales, out,
-        columns: tl.constexpr, is_nested: tl.constexpr, has_input_scales: tl.constexpr,
-        is_int: tl.constexpr, size: tl.constexpr, reader: tl.constexpr,
+        columns: tl.constexpr, is_nested: tl.constexpr, has_row_scales: tl.constexpr,
+        has_input_scales: tl.constexpr, size: tl.constexpr, reader: tl.constexpr,
     ):  # fmt: skip
         first = tl.program_id(0).to(tl.int64) * size
         at = first + tl.arange(0, size)
@@ -565,14 +577,16 @@ if triton is not None:
         if is_nested:
             outer = tl.load(outer_scales + at // 32 // 256)
             factor = tl.load(of_scales + factor.to(tl.int32)) * outer + tl.load(mean)
-        factor /= tl.load(row_scales + 2 * at // columns)
+        if has_row_scales:
+            factor /= tl.load(row_scales + 2 * at // columns)
         high = tl.load(code + (byte >> 4))
         low = tl.load(code + (byte & 15))
         values = tl.interleave(high * factor, low * factor)
         if has_input_scales:
             column = (2 * first + tl.arange(0, 2 * size)) % columns
             values *= tl.load(input_scales + column)
-        tl.store(out + 2 * first + tl.arange(0, 2 * size), _narrow(values, is_int))
+        values = _narrow(values, out.dtype.element_ty)
+        tl.store(out + 2 * first + tl.arange(0, 2 * size), values)
 
     @triton.jit
     def _transpose(  # type: ignore[no-untyped-def]
@@ -586,8 +600,8 @@ if triton is not None:
     @triton.jit
     def _round(  # type: ignore[no-untyped-def]
         values, times, less, out, scales, columns,
-        has_times: tl.constexpr, has_less: tl.constexpr, is_int: tl.constexpr,
-        largest: tl.constexpr, size: tl.constexpr,
+        has_times: tl.constexpr, has_less: tl.constexpr, largest: tl.constexpr,
+        size: tl.constexpr,
     ):  # fmt: skip
         row = tl.program_id(0).to(tl.int64)
         column = tl.arange(0, size)
@@ -600,9 +614,31 @@ if triton is not None:
         # The largest of values and no number would be a value.
         size_of = tl.where(wide == wide, tl.abs(wide), float("inf"))
         scale = tl.maximum(tl.max(size_of), 1e-30) / largest
-        narrow = _narrow(wide * (1.0 / scale), is_int)
+        narrow = _narrow(wide * (1.0 / scale), out.dtype.element_ty)
         tl.store(out + row * columns + column, narrow, mask=is_in)
         tl.store(scales + row, scale)
+
+    def _decode_into(
+        out: torch.Tensor,
+        parts: Parts,
+        row_scales: torch.Tensor | None,
+        input_scales: torch.Tensor | None,
+        *,
+        reader: int,
+    ) -> None:
+        """Write a packed weight into ``out`` (out, in); the compiler takes decodings by readers of
+        one number for one, and keeps what the first decoded."""
+        packed, scales, code, *outer = parts
+        outer = outer or [code, code, code]
+        size = math.gcd(packed.numel(), 4096)
+        torch.library.wrap_triton(_decode)[(packed.numel() // size,)](
+            packed, scales, code, *outer,
+            scales if row_scales is None else row_scales,
+            scales if input_scales is None else input_scales, out,
+            columns=out.shape[-1], is_nested=len(parts) > 3,
+            has_row_scales=row_scales is not None, has_input_scales=input_scales is not None,
+            size=size, reader=reader,
+        )  # fmt: skip
 
     @torch.library.triton_op("sweep::decoded", mutates_args=())
     def _decoded(
@@ -614,20 +650,19 @@ if triton is not None:
         is_transposed: bool,
     ) -> torch.Tensor:
         """Return a packed weight in 8 bits, as it is or transposed."""
-        packed, scales, code, *outer = parts
-        outer = outer or [code, code, code]
-        out = packed.new_empty(len(row_scales), columns, dtype=TYPES[kind])
-        size = math.gcd(packed.numel(), 4096)
-        torch.library.wrap_triton(_decode)[(packed.numel() // size,)](
-            packed, scales, code, *outer, row_scales,
-            row_scales if input_scales is None else input_scales, out,
-            columns=columns, is_nested=len(parts) > 3, has_input_scales=input_scales is not None,
-            is_int=kind == "int8", size=size,
-            # The compiler would take both for one, and keep what the first decoded.
-            reader=int(is_transposed),
-        )  # fmt: skip
+        out = parts[0].new_empty(len(row_scales), columns, dtype=TYPES[kind])
+        _decode_into(out, parts, row_scales, input_scales, reader=int(is_transposed))
         if is_transposed:
             return _turned(out)
+        return out
+
+    @torch.library.triton_op("sweep::widened", mutates_args=())
+    def _widened_at_once(
+        parts: list[torch.Tensor], dtype: torch.dtype, is_again: bool
+    ) -> torch.Tensor:
+        """Return what `widened` does, by one kernel."""
+        out = parts[0].new_empty(2 * parts[0].numel(), dtype=dtype)
+        _decode_into(out, parts, None, None, reader=int(is_again))
         return out
 
     def _turned(values: torch.Tensor) -> torch.Tensor:
@@ -656,7 +691,7 @@ if triton is not None:
         _round[(rows,)](
             values, values if times is None else times, values if less is None else less,
             out, scales, columns,
-            has_times=times is not None, has_less=less is not None, is_int=kind == "int8",
-            largest=_LARGEST[kind], size=triton.next_power_of_2(columns), num_warps=8,
+            has_times=times is not None, has_less=less is not None, largest=_LARGEST[kind],
+            size=triton.next_power_of_2(columns), num_warps=8,
         )  # fmt: skip
         return out, scales

@@ -23,6 +23,7 @@ from qlora_sweep.storage.records import NEIGHBOUR
 from qlora_sweep.sweep.nvml import NvmlDevice
 from qlora_sweep.sweep.training.adapters import Attached
 from qlora_sweep.sweep.training.device import Device
+from qlora_sweep.sweep.training.experts import is_packed
 from qlora_sweep.sweep.training.model import LINEAR, weights_of
 
 NEIGHBOUR_BYTES = 2**30
@@ -433,7 +434,8 @@ def _multiplied(attachment: Attached, text: PreTrainedConfig) -> Iterator[tuple[
             part = share if name.startswith(experts) else 1
             yield name, None if part is None else weights_of(module) * part
         elif not isinstance(module, torch.nn.Embedding):
-            shapes = [p.shape for p in module.parameters(recurse=False) if p.ndim > 1]
+            own = module.parameters(recurse=False)
+            shapes = [p.ds_shape if is_packed(p) else p.shape for p in own if p.ndim > 1]
             is_of_experts = any(len(shape) == 3 for shape in shapes)
             for shape in shapes:
                 if share is None or len(shape) > 3 or shape[0] != count:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import math
 import re
 import sys
 from collections.abc import Iterator, Mapping
@@ -48,6 +49,12 @@ from qlora_sweep.sweep.training.eight_bit import (
     compute_in_8_bits,
     half_dtype,
     to_8_bits,
+)
+from qlora_sweep.sweep.training.experts import (
+    is_packed,
+    pack_experts,
+    packed_when_loaded,
+    quantized,
 )
 from qlora_sweep.sweep.training.in_trl import add_head
 
@@ -231,8 +238,9 @@ def quantized_share(
     """Return how many are in 4 or 8 bits of the weights of a base that the configuration, or what
     it is stored as, means to be; None where it means none.
 
-    bitsandbytes replaces `torch.nn.Linear` alone; experts that transformers keeps as one tensor a
-    layer, and linear layers of a class of their own, stay in 16 bits without a word.
+    bitsandbytes replaces `torch.nn.Linear` alone, and `experts` the one tensor that transformers
+    keeps all experts of a layer in; linear layers and experts of a class of their own stay in 16
+    bits without a word.
     """
     if not config.is_quantized:
         return None
@@ -240,20 +248,28 @@ def quantized_share(
     stored: list[str] = []
     if spec is not None and spec.stored is not None:
         stored += spec.stored.left or ()
-    quantized = 0
+    count = 0
     total = 0
-    for name, module, count in _matrices(model):
-        is_left = not should_convert_module(name.removesuffix(".weight"), stored)
-        if not name.startswith(left) and not is_left:
-            total += count
-            if isinstance(module, bnb.nn.Linear4bit | EightBitLinear):
-                quantized += count
-    return quantized / total if total else 1.0
+    for matrix in _matrices(model):
+        is_left = not should_convert_module(matrix.name.removesuffix(".weight"), stored)
+        if not matrix.name.startswith(left) and not is_left:
+            total += matrix.weights
+            count += matrix.weights * matrix.is_quantized
+    return count / total if total else 1.0
 
 
-def _matrices(model: PreTrainedModel) -> Iterator[tuple[str, torch.nn.Module, int]]:
-    """Yield every matrix that QLoRA means to quantize, of a base without adapters: its parameter's
-    name, its module, and how many weights it has.
+@dataclass(frozen=True)
+class _Matrix:
+    """A matrix, or the experts of a layer, that QLoRA means to quantize."""
+
+    name: str
+    """Of its parameter."""
+    weights: int
+    is_quantized: bool
+
+
+def _matrices(model: PreTrainedModel) -> Iterator[_Matrix]:
+    """Yield every matrix that QLoRA means to quantize, of a base without adapters.
 
     Linear layers and experts; embeddings and head never are, as transformers decides. A router or
     the state of a recurrent layer is no matrix here: it is smaller than a square of the hidden
@@ -265,11 +281,15 @@ def _matrices(model: PreTrainedModel) -> Iterator[tuple[str, torch.nn.Module, in
         if isinstance(module, _NEVER) or f"{path}.".startswith(kept):
             continue
         for name, parameter in module.named_parameters(recurse=False):
+            full_name = f"{path}.{name}"
             if isinstance(module, LINEAR):
                 if name == "weight":
-                    yield f"{path}.{name}", module, weights_of(module)
+                    is_quantized = isinstance(module, bnb.nn.Linear4bit | EightBitLinear)
+                    yield _Matrix(full_name, weights_of(module), is_quantized)
+            elif is_packed(parameter):
+                yield _Matrix(full_name, math.prod(parameter.ds_shape), is_quantized=True)
             elif parameter.ndim >= 3 or (parameter.ndim == 2 and parameter.numel() > square):
-                yield f"{path}.{name}", module, parameter.numel()
+                yield _Matrix(full_name, parameter.numel(), is_quantized=False)
 
 
 def weights_of(linear: Any) -> int:
@@ -319,13 +339,14 @@ DECODER_KEYS = {
 
 def _load_part(name: str, spec: ModelSpec, arguments: dict[str, Any]) -> PreTrainedModel:
     """Return the text decoder of a checkpoint that holds more."""
-    model, found = AutoModelForCausalLM.from_pretrained(
-        name,
-        key_mapping=DECODER_KEYS,
-        output_loading_info=True,
-        trust_remote_code=False,
-        **arguments,
-    )
+    with packed_when_loaded():
+        model, found = AutoModelForCausalLM.from_pretrained(
+            name,
+            key_mapping=DECODER_KEYS,
+            output_loading_info=True,
+            trust_remote_code=False,
+            **arguments,
+        )
     for missing in sorted(found["missing_keys"]):
         raise InputError(f"model '{spec.name}': its text decoder's '{missing}' is not in it")
     return model
@@ -343,7 +364,8 @@ def load_pretrained(
     if spec.is_part:
         model = _load_part(name, spec, {"config": architecture_of(spec), **arguments})
     else:
-        model = AutoModelForCausalLM.from_pretrained(name, **arguments, trust_remote_code=False)
+        with packed_when_loaded():
+            model = AutoModelForCausalLM.from_pretrained(name, **arguments, trust_remote_code=False)
     if config.weight_bits == 8:
         to_8_bits(model, config.quantization, left=get_keys_to_not_convert(model), device=device)
     return model
@@ -388,9 +410,26 @@ def give_weights(
         if module.bias is not None:
             bias = torch.zeros(module.out_features, device=device, dtype=compute_type(config))
             module.bias = torch.nn.Parameter(bias, requires_grad=False)
+    elif any(map(is_packed, own_tensors(module))):
+        _give_experts(module, config, device=device)
     elif list(own_tensors(module)):
         module.to_empty(device=device, recurse=False)
         fill_module(model, module)
+
+
+def _give_experts(experts: torch.nn.Module, config: TrialConfig, *, device: torch.device) -> None:
+    """Give experts of a skeleton random weights in 4 bits, one product's after the other, and
+    biases of zero."""
+    dtype = compute_type(config)
+    for name, parameter in list(experts.named_parameters(recurse=False)):
+        if is_packed(parameter):
+            wide = torch.empty(parameter.ds_shape, device=device, dtype=dtype).normal_(0.0, 0.02)
+            value = quantized(wide, parameter, device)
+            del wide
+        else:
+            bias = torch.zeros(parameter.shape, device=device, dtype=dtype)
+            value = torch.nn.Parameter(bias, requires_grad=False)
+        setattr(experts, name, value)
 
 
 def take_weights(
@@ -403,6 +442,9 @@ def take_weights(
     for name, tensor in named:
         if name == "weight" and isinstance(module, bnb.nn.Linear4bit):
             _quantize(module, tensor.detach(), config=config, device=device)
+            continue
+        if is_packed(getattr(module, name)):
+            setattr(module, name, quantized(tensor.detach(), getattr(module, name), device))
             continue
         value = tensor.detach().to(device, copy=True)
         if isinstance(tensor, torch.nn.Parameter):
@@ -435,12 +477,14 @@ def skeleton(config: TrialConfig, *, spec: ModelSpec) -> PreTrainedModel:
     model = _plain_skeleton(config, spec=spec)
     if config.is_4bit:
         quantization = _bnb_config(config, None)
+        kept = _kept_modules(model, config, spec)
         with torch.device("meta"):
             model = replace_with_bnb_linear(
-                model,
-                modules_to_not_convert=_kept_modules(model, config, spec),
-                quantization_config=quantization,
+                model, modules_to_not_convert=kept, quantization_config=quantization
             )
+        pack_experts(
+            model, quant_type=config.quantization, double_quant=config.double_quant, left=kept
+        )
         # What `from_pretrained` says of a model it quantized; PEFT and accelerate ask for it.
         model.is_loaded_in_4bit = model.is_quantized = True
         model.quantization_method = quantization.quantization_method()
@@ -504,7 +548,7 @@ def upcast(model: PreTrainedModel, config: TrialConfig) -> None:
     if config.is_quantized and not unquantized_layers(model, config):
         prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
         return
-    left = {name for name, _, _ in _matrices(model)}
+    left = {matrix.name for matrix in _matrices(model)}
     for name, parameter in model.named_parameters():
         if name not in left:
             parameter.data = parameter.data.to(torch.float32)

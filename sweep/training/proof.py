@@ -31,6 +31,7 @@ from qlora_sweep.sweep.data.collation import is_flattened
 from qlora_sweep.sweep.training.adapters import local
 from qlora_sweep.sweep.training.eight_bit import TYPES as EIGHT_BIT_TYPES
 from qlora_sweep.sweep.training.eight_bit import EightBitLinear
+from qlora_sweep.sweep.training.experts import is_packed
 from qlora_sweep.sweep.training.in_trl import InTrl
 from qlora_sweep.sweep.training.model import DTYPES, compute_type
 from qlora_sweep.sweep.training.preference import Preference
@@ -52,6 +53,7 @@ _FLASH_ATTN = "flash_attn"
 _PRODUCTS = {
     "mm": 0,
     "bmm": 0,
+    "_grouped_mm": 0,
     "addmm": 1,
     "baddbmm": 1,
     "gemm_4bit": 0,
@@ -186,7 +188,10 @@ class StepEvidence:
         """Return the constants of each 4-bit weight."""
         # A share of a weight has lost its own, which the layer keeps beside it.
         layers = self.modules(bnb.nn.Linear4bit)
-        return [getattr(layer.weight, "quant_state", None) or layer.quant_state for layer in layers]
+        states: list[Any] = []
+        for layer in layers:
+            states.append(getattr(layer.weight, "quant_state", None) or layer.quant_state)
+        return states + [p.quant_state for p in self.base.parameters() if is_packed(p)]
 
     def states(self, *, from_elements: int) -> list[tuple[torch.nn.Parameter, dict[str, Any]]]:
         """Return the optimizer's state of each trained tensor of so many elements or more."""
@@ -209,6 +214,14 @@ def _other(asked: Any, found: Iterable[Any]) -> str | None:
         if value != asked:
             return f"{value}, not {asked}".replace("torch.", "")
     return None
+
+
+def _rank(config: TrialConfig, seen: StepEvidence) -> str | None:
+    """Each adapter has the rank; one on gate and up of experts, which are one tensor, has that of
+    two, as PEFT makes it of adapters on ``all-linear``."""
+    peft_config: Any = seen.loop.attached.model.peft_config[_ADAPTER]
+    fused = set(peft_config.rank_pattern.values())
+    return _other(config.lora_rank, (r for r in seen.of_adapters("r") if r not in fused))
 
 
 def _quantization(config: TrialConfig, seen: StepEvidence) -> str | None:
@@ -591,7 +604,7 @@ PROOFS: dict[str, Callable[[TrialConfig, StepEvidence], str | None]] = {
     "compile": _compile,
     "expandable_segments": _segments,
     "upcast_fp32": _upcast,
-    "lora_rank": lambda config, seen: _other(config.lora_rank, seen.of_adapters("r")),
+    "lora_rank": _rank,
     "lora_alpha": lambda config, seen: _other(
         config.alpha / config.lora_rank, seen.of_adapters("scaling")
     ),

@@ -16,8 +16,8 @@ Compiled layers have the same stand-ins, but for the gated product: the compiler
 all that is elementwise on the way back, so that what it reads is there at once with what it writes.
 Only what is compiled has them: the last norm is outside of the layers.
 
-Of 8-bit compute the autograd functions are the ones that train (`sweep.training.eight_bit`); what
-their kernels take and return stands in for them.
+Of 8-bit compute and of experts in 4 bits the autograd functions are the ones that train
+(`sweep.training.eight_bit`, `experts`); what their kernels take and return stands in for them.
 
 Which modules Liger patches is copied as a rule rather than as its list of architectures: norms by
 the name of their class, feed-forward blocks by the names of their layers.
@@ -37,7 +37,7 @@ import torch
 import torch.nn.functional as functional
 from peft.tuners.tuners_utils import BaseTunerLayer
 
-from qlora_sweep.sweep.training import eight_bit
+from qlora_sweep.sweep.training import eight_bit, experts
 from qlora_sweep.sweep.training.eight_bit import TYPES, Parts, changed
 from qlora_sweep.sweep.training.model import decoder_layers
 
@@ -283,8 +283,8 @@ def _patch_layers(model: Any, *, is_compiled: bool) -> None:
             module.forward = MethodType(fused_gated, module)
 
 
-def eight_bit_kernels(*, is_compiled: bool) -> AbstractContextManager[None]:
-    """Put the stand-ins in the kernels' places.
+def product_kernels(*, is_compiled: bool) -> AbstractContextManager[None]:
+    """Put the stand-ins in the places of the kernels of 8-bit products and of experts.
 
     Args:
         is_compiled: whether the compiler fuses what surrounds the products.
@@ -297,7 +297,17 @@ def eight_bit_kernels(*, is_compiled: bool) -> AbstractContextManager[None]:
     }
     if is_compiled:
         own |= {"_multiplied": _multiplied_when_compiled, "_widened": _widened_when_compiled}
-    return changed((eight_bit, name, value) for name, value in own.items())
+    changes = [(eight_bit, name, value) for name, value in own.items()]
+    changes += [(experts, "_parts", _packed_alone), (experts, "widened", _decoded_experts)]
+    return changed(changes)
+
+
+def _packed_alone(weight: torch.Tensor) -> Parts:
+    return [weight.data]
+
+
+def _decoded_experts(parts: Parts, dtype: torch.dtype, **_: bool) -> torch.Tensor:
+    return torch.empty(2 * parts[0].numel(), dtype=dtype, device="meta")
 
 
 def _rounded(

@@ -86,7 +86,7 @@ def trace(spec: ModelSpec, structure: Structure) -> dict[str, Any]:
         Untraceable: the model's code cannot be walked without data.
         InputError: the config cannot be built, or contradicts itself.
     """
-    with fused.eight_bit_kernels(is_compiled=structure.config.compile):
+    with fused.product_kernels(is_compiled=structure.config.compile):
         return _traced(spec, structure)
 
 
@@ -427,9 +427,10 @@ def _building(modules: Sequence[_LayerModule], width: int) -> Iterator[tuple[Has
     there: set[Hashable] = set()
     twice: list[Hashable] = []
     for layer, module in modules:
-        if isinstance(module, Linear4bit):
-            yield from _packing(module, width)
-        elif isinstance(module, EightBitLinear):
+        for parameter in module.parameters(recurse=False):
+            if isinstance(parameter, Params4bit):
+                yield from _packing(parameter, width)
+        if isinstance(module, EightBitLinear):
             yield "wide", module.weight.numel() * width
         for tensor in _plain_tensors(module):
             key: Hashable = (layer, id(tensor))
@@ -486,18 +487,18 @@ def _built_width(tensor: torch.Tensor, width: int) -> int:
     return tensor.element_size()
 
 
-def _packing(layer: Linear4bit, width: int) -> Iterator[tuple[Hashable, int]]:
-    """Yield what quantizing one layer's random weights takes and gives back, in the order in which
-    bitsandbytes does it on the GPU.
+def _packing(weight: Params4bit, width: int) -> Iterator[tuple[Hashable, int]]:
+    """Yield what quantizing random weights takes and gives back, in the order in which bitsandbytes
+    does it on the GPU.
 
     The order counts: what is freed last leaves the hole that the next layer's weights go into.
     """
-    scales = layer.scales * _FP32_BYTES
-    yield "wide", layer.in_features * layer.out_features * width
+    scales = weight.scales * _FP32_BYTES
+    yield "wide", weight.weights * width
     yield "scales", scales
-    yield "packed", layer.weight.numel()
-    kept = layer.constant_bytes()
-    if layer.is_nested:
+    yield "packed", weight.numel()
+    kept = weight.constant_bytes()
+    if weight.compress_statistics:
         yield "centred", scales
         for size in kept:
             yield "kept", size

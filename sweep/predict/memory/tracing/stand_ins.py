@@ -344,14 +344,37 @@ class Params4bit(torch.nn.Parameter):
 
     compress_statistics: bool
     quant_type: str
+    weights: int
+    """How many there are."""
 
-    def __new__(cls, weights: int, *, compress_statistics: bool, quant_type: str) -> Params4bit:
-        """Return the packed form of so many weights."""
+    def __new__(
+        cls,
+        data: torch.Tensor,
+        requires_grad: bool = False,
+        *,
+        compress_statistics: bool,
+        quant_type: str,
+    ) -> Params4bit:
+        """Return the packed form of weights."""
+        weights = data.numel()
         packed = torch.empty((weights + 1) // 2, 1, dtype=torch.uint8, device="meta")
-        self = torch.Tensor._make_subclass(cls, packed, False)
+        self = torch.Tensor._make_subclass(cls, packed, requires_grad)
         self.compress_statistics = compress_statistics
         self.quant_type = quant_type
+        self.weights = weights
         return self
+
+    @property
+    def scales(self) -> int:
+        """Number of scales, one a block of weights."""
+        return -(-self.weights // _BLOCK_WEIGHTS)
+
+    def constant_bytes(self) -> tuple[int, ...]:
+        """Return the bytes of each tensor that describes the packed weights, in building order."""
+        if not self.compress_statistics:
+            return (self.scales * 4, _CODE_BYTES)
+        second = -(-self.scales // _BLOCK_SCALES) * 4
+        return (_CODE_BYTES, _OFFSET_BYTES, second, self.scales, _SECOND_CODE_BYTES)
 
 
 class Linear4bit(torch.nn.Linear):
@@ -375,7 +398,7 @@ class Linear4bit(torch.nn.Linear):
         self.is_compiled = False
         self.is_nested = compress_statistics
         self.weight = Params4bit(
-            input_features * output_features,
+            torch.empty(output_features, input_features, device="meta"),
             compress_statistics=compress_statistics,
             quant_type=quant_type,
         )
@@ -383,18 +406,6 @@ class Linear4bit(torch.nn.Linear):
         if bias:
             added = torch.nn.Parameter(torch.empty(output_features, device="meta"))
         self.register_parameter("bias", added)
-
-    @property
-    def scales(self) -> int:
-        """Number of scales, one a block of weights."""
-        return -(-self.in_features * self.out_features // _BLOCK_WEIGHTS)
-
-    def constant_bytes(self) -> tuple[int, ...]:
-        """Return the bytes of each tensor that describes the packed weights, in building order."""
-        if not self.is_nested:
-            return (self.scales * 4, _CODE_BYTES)
-        second = -(-self.scales // _BLOCK_SCALES) * 4
-        return (_CODE_BYTES, _OFFSET_BYTES, second, self.scales, _SECOND_CODE_BYTES)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Multiply by the dequantized weight; the output has the input's dtype.
@@ -410,7 +421,7 @@ class Linear4bit(torch.nn.Linear):
 
     def take_scales(self) -> torch.Tensor | None:
         """Return what unpacking doubly quantized scales takes; None where they are plain."""
-        return torch.empty(self.scales, device="meta") if self.is_nested else None
+        return torch.empty(self.weight.scales, device="meta") if self.is_nested else None
 
     def take_weight(self, dtype: torch.dtype) -> torch.Tensor:
         """Return what the dequantized weight takes."""

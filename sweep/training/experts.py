@@ -1,0 +1,316 @@
+"""Experts whose weights are held in 4 bits, and products by them over the tokens of each expert.
+
+transformers keeps all experts of a layer in one parameter (experts, out, in), which bitsandbytes
+leaves in 16 bits. Here it is packed as bitsandbytes packs the weight of a linear layer. Each pass
+decodes it for as long as its product takes and keeps nothing decoded. An exported script carries
+this file beside it: it needs torch, bitsandbytes, PEFT and `eight_bit` alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Collection, Iterator
+from types import MethodType
+from typing import Any
+
+import bitsandbytes as bnb
+import torch
+from peft.tuners.lora.layer import ParamWrapper
+from torch.nn.functional import grouped_mm
+from transformers.integrations.bitsandbytes import Bnb4bitQuantize
+from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
+from transformers.quantizers.quantizer_bnb_4bit import Bnb4BitHfQuantizer
+from transformers.quantizers.quantizers_utils import should_convert_module
+
+from qlora_sweep.sweep.training.eight_bit import Parts, widened
+
+
+def expert_modules(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
+    """Yield modules that hold all experts of a layer, as transformers has them, with their names.
+
+    Others that do are of a class of their own (Llama 4's, DBRX's) and multiply in their own way.
+    """
+    for name, module in model.named_modules():
+        if hasattr(module, "_apply_gate") and hasattr(module, "is_transposed"):
+            yield name, module
+
+
+def weight_names(experts: Any) -> tuple[str, str]:
+    """Return what an experts' module calls its two weights, in the order of the products."""
+    return ("gate_up_proj" if experts.has_gate else "up_proj"), "down_proj"
+
+
+def pack_experts(
+    model: torch.nn.Module, *, quant_type: str, double_quant: bool, left: Collection[str] = ()
+) -> None:
+    """Have the experts of a model take their weights in 4 bits, and multiply by them so.
+
+    Args:
+        model: on the meta device.
+        quant_type: ``nf4`` or ``fp4``.
+        double_quant: whether scales are quantized too.
+        left: patterns of modules that stay in 16 bits, as transformers matches names.
+    """
+    for path, experts in expert_modules(model):
+        if not should_convert_module(path, list(left)):
+            continue
+        experts.compute_dtype = getattr(experts, weight_names(experts)[0]).dtype
+        experts.adapters = {}
+        experts.forward = MethodType(_forward, experts)
+        for name in weight_names(experts):
+            weight = getattr(experts, name)
+            packed = bnb.nn.Params4bit(
+                weight.data,
+                requires_grad=False,
+                compress_statistics=double_quant,
+                quant_type=quant_type,
+            )
+            packed.ds_shape = weight.shape
+            setattr(experts, name, packed)
+
+
+def is_packed(weight: torch.Tensor) -> bool:
+    """Whether a parameter is that of experts in 4 bits.
+
+    Its ``ds_shape`` is the shape of the weight: so DeepSpeed calls that of a parameter which is
+    held in another one, and PEFT asks for it.
+    """
+    return isinstance(weight, bnb.nn.Params4bit) and hasattr(weight, "ds_shape")
+
+
+def quantized(weight: torch.Tensor, like: Any, device: torch.device) -> Any:
+    """Return a weight of experts (experts, out, in), on whatever device it is, as a parameter in 4
+    bits on another, of the kind of the one in whose place it comes."""
+    packed = bnb.nn.Params4bit(
+        weight,
+        requires_grad=False,
+        compress_statistics=like.compress_statistics,
+        quant_type=like.quant_type,
+    ).to(device)
+    packed.ds_shape = like.ds_shape
+    return packed
+
+
+class _Quantizer(Bnb4BitHfQuantizer):
+    """bitsandbytes' quantizer of transformers, for experts too."""
+
+    def _process_model_before_weight_loading(self, model: Any, *args: Any, **kwargs: Any) -> None:
+        super()._process_model_before_weight_loading(model, *args, **kwargs)
+        settings = self.quantization_config
+        pack_experts(
+            model,
+            quant_type=settings.bnb_4bit_quant_type,
+            double_quant=settings.bnb_4bit_use_double_quant,
+            left=self.modules_to_not_convert,
+        )
+
+    def param_needs_quantization(self, model: Any, param_name: str, **kwargs: Any) -> bool:
+        is_linear: bool = super().param_needs_quantization(model, param_name, **kwargs)
+        return is_linear or is_packed(model.get_parameter_or_buffer(param_name))
+
+    def get_quantize_ops(self) -> Any:
+        return _Quantize(self)
+
+
+class _Quantize(Bnb4bitQuantize):
+    def convert(self, input_dict: Any, model: Any = None, **kwargs: Any) -> Any:
+        (name, value), *_ = input_dict.items()
+        before = model.get_parameter_or_buffer(name)
+        if not is_packed(before):
+            return super().convert(input_dict, model=model, **kwargs)
+        weight = value[0] if isinstance(value, list) else value
+        return {name: quantized(weight, before, weight.device)}
+
+
+@contextlib.contextmanager
+def packed_when_loaded() -> Iterator[None]:
+    """Have `from_pretrained` quantize experts as well, where it is told to load in 4 bits: each
+    layer's as they are read."""
+    before = AUTO_QUANTIZER_MAPPING["bitsandbytes_4bit"]
+    AUTO_QUANTIZER_MAPPING["bitsandbytes_4bit"] = _Quantizer
+    try:
+        yield
+    finally:
+        AUTO_QUANTIZER_MAPPING["bitsandbytes_4bit"] = before
+
+
+def dequantized(experts: Any, name: str) -> torch.Tensor:
+    """Return a weight of experts as transformers has it, (experts, out, in) or transposed, in the
+    type that they compute in."""
+    weight = getattr(experts, name)
+    if not is_packed(weight):
+        return weight
+    return widened(_parts(weight), experts.compute_dtype).view(weight.ds_shape)
+
+
+def _parts(weight: Any) -> Parts:
+    state = weight.quant_state
+    parts = [weight.data.reshape(-1), state.absmax, state.code]
+    if state.nested:
+        parts += [state.state2.code, state.state2.absmax, state.offset]
+    return parts
+
+
+def _forward(
+    self: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+) -> torch.Tensor:
+    """Return the weighted sum (tokens, hidden) of what the chosen experts make of each token.
+
+    Args:
+        self: an experts' module.
+        hidden_states: (tokens, hidden).
+        top_k_index: the experts of each token (tokens, chosen).
+        top_k_weights: by how much each of them counts, alike.
+    """
+    chosen = top_k_index.shape[-1]
+    expert_of_row, order = top_k_index.flatten().sort(stable=True)
+    every = torch.arange(self.num_experts, device=order.device, dtype=order.dtype)
+    # How many rows are of this expert or one before it (experts,).
+    ends = torch.searchsorted(expert_of_row, every, right=True, out_int32=True)
+    place = torch.empty_like(order)
+    place[order] = torch.arange(len(order), device=order.device)
+
+    first, second = weight_names(self)
+    rows = hidden_states.to(self.compute_dtype)  # (tokens, hidden)
+    rows = _Dispatched.apply(rows, order, place, chosen)  # (tokens * chosen, hidden)
+    rows = _projected(self, first, rows, ends)
+    if self.has_bias:
+        rows = rows + getattr(self, f"{first}_bias")[expert_of_row].to(rows.dtype)
+    rows = self._apply_gate(rows) if self.has_gate else self.act_fn(rows)
+    # Before the product, where a row is narrower than after it: what is kept is less.
+    share = top_k_weights.flatten()[order, None].to(rows.dtype)
+    rows = _projected(self, second, rows * share, ends)
+    if self.has_bias:
+        rows = rows + getattr(self, f"{second}_bias")[expert_of_row].to(rows.dtype) * share
+    return _Combined.apply(rows, order, place, chosen).to(hidden_states.dtype)
+
+
+class _Dispatched(torch.autograd.Function):
+    """Tokens (tokens, width) as rows (tokens * chosen, width), sorted by expert."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, tokens: torch.Tensor, order: torch.Tensor, place: torch.Tensor, chosen: int
+    ) -> torch.Tensor:
+        ctx.save_for_backward(place)
+        ctx.chosen = chosen
+        return tokens[order // chosen]
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        (place,) = ctx.saved_tensors
+        return _summed(gradients[0], place, ctx.chosen), None, None, None
+
+
+class _Combined(torch.autograd.Function):
+    """Rows (tokens * chosen, width) that are sorted by expert, summed by token (tokens, width)."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, rows: torch.Tensor, order: torch.Tensor, place: torch.Tensor, chosen: int
+    ) -> torch.Tensor:
+        ctx.save_for_backward(order)
+        ctx.chosen = chosen
+        return _summed(rows, place, chosen)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        (order,) = ctx.saved_tensors
+        return gradients[0][order // ctx.chosen], None, None, None
+
+
+def _summed(rows: torch.Tensor, place: torch.Tensor, chosen: int) -> torch.Tensor:
+    return rows[place].view(-1, chosen, rows.shape[-1]).sum(1)
+
+
+def _projected(experts: Any, name: str, rows: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    """Return the product (rows, out) of rows (rows, in) and the weight of each one's expert."""
+    weight = getattr(experts, name)
+    if is_packed(weight):
+        shape = tuple(weight.ds_shape)
+        product = _PackedProduct.apply(rows, ends, shape, experts.is_transposed, *_parts(weight))
+    else:
+        product = grouped_mm(rows, _inputs_first(weight, experts.is_transposed), offs=ends)
+    adapter = experts.adapters.get(name)
+    if adapter is not None:
+        product = product + adapter.product(rows, ends)
+    return product
+
+
+def _inputs_first(weight: torch.Tensor, is_transposed: bool) -> torch.Tensor:
+    """Return a weight as (experts, in, out)."""
+    return weight if is_transposed else weight.transpose(-2, -1)
+
+
+class _PackedProduct(torch.autograd.Function):
+    """Rows times the weights of their experts, which are decoded in each pass."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        rows: torch.Tensor,
+        ends: torch.Tensor,
+        shape: tuple[int, int, int],
+        is_transposed: bool,
+        *parts: torch.Tensor,
+    ) -> torch.Tensor:
+        ctx.save_for_backward(ends, *parts)
+        ctx.shape = shape
+        ctx.is_transposed = is_transposed
+        weight = widened(list(parts), rows.dtype).view(shape)
+        return grouped_mm(rows, _inputs_first(weight, is_transposed), offs=ends)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        ends, *parts = ctx.saved_tensors
+        gradient = gradients[0].contiguous()
+        # By another operator than forward, or the compiler keeps what that decoded.
+        weight = widened(parts, gradient.dtype, is_again=True).view(ctx.shape)
+        outputs_first = _inputs_first(weight, not ctx.is_transposed)
+        of_rows = grouped_mm(gradient, outputs_first, offs=ends)
+        nothing = (None,) * (3 + len(parts))
+        return of_rows, *nothing
+
+
+class ExpertsAdapter(ParamWrapper):
+    """PEFT's adapter on a parameter of experts, multiplied for the tokens of each expert.
+
+    PEFT adds the adapter to the weight, which takes another weight in 16 bits in each pass. Here
+    rows go through its two factors. It is saved, loaded and merged as PEFT's, of whose class
+    adapters are made before they become one.
+    """
+
+    def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Return what the experts make of tokens; they ask for `product` by themselves."""
+        return self.base_layer(x, *args, **kwargs)
+
+    def product(self, rows: torch.Tensor, ends: torch.Tensor) -> torch.Tensor | float:
+        """Return what the adapter adds (rows, out) to the product of rows (rows, in)."""
+        if self.disable_adapters or self.merged:
+            return 0.0
+        total: torch.Tensor | float = 0.0
+        for adapter in self.active_adapters:
+            if adapter not in self.lora_A:
+                continue
+            down = self.lora_A[adapter].weight.to(rows.dtype)  # (experts * rank, in)
+            up = self.lora_B[adapter].weight.to(rows.dtype)  # (out, rank * experts)
+            down = down.view(self.num_experts, -1, down.shape[-1])  # (experts, rank, in)
+            up = up.view(len(up), -1, self.num_experts).permute(2, 1, 0)  # (experts, rank, out)
+            inner = grouped_mm(rows, down.transpose(-2, -1), offs=ends)
+            outer = grouped_mm(inner, up.contiguous(), offs=ends)
+            total = total + outer * self.scaling[adapter]
+        return total
+
+    def unload_and_optionally_merge_module(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the experts' module without adapters, as PEFT does."""
+        experts = super().unload_and_optionally_merge_module(*args, **kwargs)
+        experts.adapters = {}
+        return experts
+
+
+def adapt_experts(model: torch.nn.Module) -> None:
+    """Let PEFT's adapters on experts that are held in 4 bits multiply for themselves."""
+    for module in list(model.modules()):
+        if type(module) is ParamWrapper and is_packed(module.get_param()):
+            module.__class__ = ExpertsAdapter
+            module.get_base_layer().adapters[module.parameter_name] = module
