@@ -22,11 +22,11 @@ from qlora_sweep.search_spaces.kinds import (
     DeviceName,
 )
 from qlora_sweep.search_spaces.linears import (
+    has_experts,
     known_linear_modules,
     linear_shapes,
     target_sets,
     types,
-    has_experts,
     unquantized,
 )
 from qlora_sweep.search_spaces.models import SCORE_CAP, ModelSpec

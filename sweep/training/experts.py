@@ -69,7 +69,7 @@ def pack_experts(
             setattr(experts, name, packed)
 
 
-def is_packed(weight: torch.Tensor) -> bool:
+def is_packed(weight: Any) -> bool:
     """Whether a parameter is that of experts in 4 bits.
 
     Its ``ds_shape`` is the shape of the weight: so DeepSpeed calls that of a parameter which is
@@ -292,8 +292,9 @@ class ExpertsAdapter(ParamWrapper):
         for adapter in self.active_adapters:
             if adapter not in self.lora_A:
                 continue
-            down = self.lora_A[adapter].weight.to(rows.dtype)  # (experts * rank, in)
-            up = self.lora_B[adapter].weight.to(rows.dtype)  # (out, rank * experts)
+            factors: Any = self.lora_A[adapter], self.lora_B[adapter]
+            down, up = (factor.weight.to(rows.dtype) for factor in factors)
+            # PEFT's are (experts * rank, in) and (out, rank * experts).
             down = down.view(self.num_experts, -1, down.shape[-1])  # (experts, rank, in)
             up = up.view(len(up), -1, self.num_experts).permute(2, 1, 0)  # (experts, rank, out)
             inner = grouped_mm(rows, down.transpose(-2, -1), offs=ends)

@@ -280,6 +280,7 @@ def _matrices(model: PreTrainedModel) -> Iterator[_Matrix]:
     for path, module in model.named_modules():
         if isinstance(module, _NEVER) or f"{path}.".startswith(kept):
             continue
+        parameter: Any
         for name, parameter in module.named_parameters(recurse=False):
             full_name = f"{path}.{name}"
             if isinstance(module, LINEAR):

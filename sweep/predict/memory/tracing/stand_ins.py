@@ -380,6 +380,8 @@ class Params4bit(torch.nn.Parameter):
 class Linear4bit(torch.nn.Linear):
     """A linear layer with packed weights, as `replace_with_bnb_linear` and PEFT know it."""
 
+    weight: Params4bit
+
     def __init__(
         self,
         input_features: int,
