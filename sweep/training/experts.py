@@ -280,6 +280,9 @@ class ExpertsAdapter(ParamWrapper):
     adapters are made before they become one.
     """
 
+    lora_A: Any  # noqa: N815 - PEFT's name
+    lora_B: Any  # noqa: N815 - PEFT's name
+
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Return what the experts make of tokens; they ask for `product` by themselves."""
         return self.base_layer(x, *args, **kwargs)
@@ -292,8 +295,8 @@ class ExpertsAdapter(ParamWrapper):
         for adapter in self.active_adapters:
             if adapter not in self.lora_A:
                 continue
-            factors: Any = self.lora_A[adapter], self.lora_B[adapter]
-            down, up = (factor.weight.to(rows.dtype) for factor in factors)
+            down = self.lora_A[adapter].weight.to(rows.dtype)
+            up = self.lora_B[adapter].weight.to(rows.dtype)
             # PEFT's are (experts * rank, in) and (out, rank * experts).
             down = down.view(self.num_experts, -1, down.shape[-1])  # (experts, rank, in)
             up = up.view(len(up), -1, self.num_experts).permute(2, 1, 0)  # (experts, rank, out)
@@ -311,6 +314,7 @@ class ExpertsAdapter(ParamWrapper):
 
 def adapt_experts(model: torch.nn.Module) -> None:
     """Let PEFT's adapters on experts that are held in 4 bits multiply for themselves."""
+    module: Any
     for module in list(model.modules()):
         if type(module) is ParamWrapper and is_packed(module.get_param()):
             module.__class__ = ExpertsAdapter

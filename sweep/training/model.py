@@ -422,6 +422,7 @@ def _give_experts(experts: torch.nn.Module, config: TrialConfig, *, device: torc
     """Give experts of a skeleton random weights in 4 bits, one product's after the other, and
     biases of zero."""
     dtype = compute_type(config)
+    parameter: Any
     for name, parameter in list(experts.named_parameters(recurse=False)):
         if is_packed(parameter):
             wide = torch.empty(parameter.ds_shape, device=device, dtype=dtype).normal_(0.0, 0.02)

@@ -1,11 +1,13 @@
-"""How long steps take of model types whose layers are read off a walk: predicted and measured.
+"""What steps take and need of model types whose layers are read off a walk: predicted and measured.
 
-    python -m tests.bench.other_models [--model NAME] [--whole] [-o OUT.jsonl]
+    python -m tests.bench.other_models [--model NAME] [--whole] [--in-4-bits] [--budget GIB]
+        [-o OUT.jsonl]
 
 A row a configuration, each model in a worker of its own from random weights. Of most models some
 of the layers are trained, which each row says: a step's parts keep their proportions. `--whole`
-trains all of them, where the GPU has room. Every row has both numbers, their ratio, and whether
-the measured one is in the stated interval; the last has the ratios' spread by model.
+trains all of them, where the GPU has room. Of mixtures the base is in 16 bits, or in 4. Every row
+has both numbers of a step's seconds and of its peak, their ratios, and whether the measured seconds
+are in the stated interval; the last has the ratios' spread by model.
 """
 
 from __future__ import annotations
@@ -20,12 +22,16 @@ from pathlib import Path
 from typing import Any
 
 from qlora_sweep.search_spaces.config import TrialConfig, parse_config
-from qlora_sweep.search_spaces.gpus import GpuSpec, find_gpu, match_product
+from qlora_sweep.search_spaces.errors import SweepError
+from qlora_sweep.search_spaces.gpus import GIB, GpuSpec, find_gpu, match_product
+from qlora_sweep.search_spaces.linears import has_experts
 from qlora_sweep.search_spaces.models import ModelSpec, checked_config, load_model_spec
 from qlora_sweep.search_spaces.rules import attention_of
 from qlora_sweep.search_spaces.space import StepBudget
 from qlora_sweep.storage.definition import Target
 from qlora_sweep.storage.records import Measured
+from qlora_sweep.sweep.paths import cache_directory
+from qlora_sweep.sweep.predict.memory.predictor import TracingPredictor
 from qlora_sweep.sweep.predict.speed.predictor import StepTimes
 from qlora_sweep.sweep.running.device_info import read_gpu
 from qlora_sweep.sweep.running.supervisor import SupervisedRunner
@@ -85,6 +91,18 @@ OF_EXPERTS: Sequence[dict[str, Any]] = (
     {**PLAIN, "micro_batch_size": 8, "seq_len": 2048, "kernels": "fused-loss"},
     {**PLAIN, "micro_batch_size": 8, "seq_len": 1024, "compile": True},
 )
+IN_4_BITS: Sequence[dict[str, Any]] = (
+    {**LEAN, "micro_batch_size": 1, "seq_len": 512},
+    {**LEAN, "micro_batch_size": 8, "seq_len": 512, "kernels": "fused-loss"},
+    {**LEAN, "micro_batch_size": 8, "seq_len": 512, "kernels": "fused-loss", "compile": True},
+    {**LEAN, "micro_batch_size": 2, "seq_len": 2048, "kernels": "fused-loss", "compile": True},
+    {**LEAN, "micro_batch_size": 1, "seq_len": 8192, "kernels": "fused-loss", "compile": True},
+    {**LEAN, "micro_batch_size": 1, "seq_len": 1024, "checkpoint_fraction": 0.5},
+    {"micro_batch_size": 2, "seq_len": 1024, "double_quant": False, "lora_rank": 64},
+    {**LEAN, "micro_batch_size": 2, "seq_len": 768, "target_modules": "qv", "lora_rank": 8},
+    {**LEAN, "micro_batch_size": 16, "seq_len": 512, "kernels": "fused-loss", "compile": True},
+    {**LEAN, "micro_batch_size": 4, "seq_len": 512, "checkpoint_fraction": 0.0, "compile": True},
+)
 OTHERS: Sequence[dict[str, Any]] = (
     {"micro_batch_size": 4, "seq_len": 512},
     {**LEAN, "micro_batch_size": 8, "seq_len": 1024},
@@ -107,15 +125,27 @@ def model_of(name: str, *, is_whole: bool) -> ModelSpec:
     return ModelSpec(name, "directory", checked_config(known, label=name))
 
 
-def asked_of(model: ModelSpec) -> list[TrialConfig]:
+def asked_of(model: ModelSpec, *, is_in_4_bits: bool) -> list[TrialConfig]:
     """Return what is trained of a model."""
-    has_experts = any("experts" in key for key in model.config)
-    settings = OF_EXPERTS if has_experts else OTHERS
+    settings = OTHERS
+    if is_in_4_bits:
+        settings = IN_4_BITS
+    elif has_experts(model):
+        settings = OF_EXPERTS
     return [parse_config({"attention": attention_of(model), **each}) for each in settings]
 
 
+def peak_of(config: TrialConfig, memory: TracingPredictor) -> Row:
+    """Return what is predicted of a step's peak, and how far it may be off."""
+    try:
+        found = memory.predict(config)
+    except SweepError as error:
+        return {"no_peak": str(error)}
+    return {"peak_bytes": found.peak_allocated_bytes, "peak_within": found.uncertainty}
+
+
 def predicted(config: TrialConfig, model: ModelSpec, gpu: GpuSpec) -> Row:
-    """Return what is predicted of a step."""
+    """Return what is predicted of a step's seconds."""
     found = StepTimes([config], model=model, gpu=gpu, evidence=None).prediction(0)
     if isinstance(found, Exception):
         return {"unknown": str(found)}
@@ -136,12 +166,15 @@ def measured(runner: SupervisedRunner, config: TrialConfig) -> Row:
 
 
 def compared(row: Row) -> Row:
-    """Return the ratio of both, measured over predicted; nothing where one is missing."""
-    if "step_seconds" not in row or "predicted" not in row:
-        return {}
-    seconds, known = row["step_seconds"], row["predicted"]
-    is_inside = known["low"] <= seconds <= known["high"]
-    return {"ratio": round(seconds / known["seconds"], 3), "is_inside": is_inside}
+    """Return the ratios of both, measured over predicted; nothing where one is missing."""
+    found: Row = {}
+    if "step_seconds" in row and "peak_bytes" in row:
+        found["peak_ratio"] = round(row["peak_allocated_bytes"] / row["peak_bytes"], 4)
+    if "step_seconds" in row and "predicted" in row:
+        seconds, known = row["step_seconds"], row["predicted"]
+        found["ratio"] = round(seconds / known["seconds"], 3)
+        found["is_inside"] = known["low"] <= seconds <= known["high"]
+    return found
 
 
 def main() -> None:
@@ -149,6 +182,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", choices=MODELS)
     parser.add_argument("--whole", action="store_true", help="train all layers")
+    parser.add_argument("--in-4-bits", action="store_true", help="of a base in NF4")
+    parser.add_argument("--budget", type=float, help="GiB that a training may take")
     parser.add_argument("-o", "--output", type=Path)
     asked = parser.parse_args()
     write(stamp(), asked.output)
@@ -156,20 +191,25 @@ def main() -> None:
     assert gpu_here is not None, "there is no GPU here"
     gpu = match_product(gpu_here.product) or find_gpu("h200")
     budget = int(0.97 * gpu_here.memory_bytes)
+    if asked.budget is not None:
+        budget = int(asked.budget * GIB)
     target = Target(gpu=gpu.name, device="cuda", budget_bytes=budget)
     logs: dict[str, list[float]] = defaultdict(list)
     with tempfile.TemporaryDirectory() as directory:
         for name in MODELS if asked.model is None else [asked.model]:
             model = model_of(name, is_whole=asked.whole)
             log = Path(directory, f"{name}.log")
+            memory = TracingPredictor(model, cache_dir=cache_directory(), compute_capability=(9, 0))
             with SupervisedRunner(model, target=target, log_path=log) as runner:
-                for config in asked_of(model):
+                for config in asked_of(model, is_in_4_bits=asked.in_4_bits):
                     row: Row = {"model": name, "layers": model.hidden_layers}
+                    row |= {"budget_bytes": budget} | peak_of(config, memory)
                     row |= predicted(config, model, gpu) | measured(runner, config)
                     row |= compared(row) | {"config": config.model_dump(mode="json")}
                     if "ratio" in row:
                         logs[name].append(math.log(row["ratio"]))
                     write(row, asked.output)
+            memory.end_children()
     every = [ratio for ratios in logs.values() for ratio in ratios]
     spread = math.sqrt(statistics.fmean(ratio**2 for ratio in every)) if every else None
     middles = {name: math.exp(statistics.fmean(ratios)) for name, ratios in logs.items()}
