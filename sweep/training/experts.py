@@ -176,13 +176,22 @@ def _forward(
     rows = _projected(self, first, rows, ends)
     if self.has_bias:
         rows = rows + getattr(self, f"{first}_bias")[expert_of_row].to(rows.dtype)
-    rows = self._apply_gate(rows) if self.has_gate else self.act_fn(rows)
     # Before the product, where a row is narrower than after it: what is kept is less.
     share = top_k_weights.flatten()[order, None].to(rows.dtype)
-    rows = _projected(self, second, rows * share, ends)
+    rows = _activated(self, rows, share)
+    rows = _projected(self, second, rows, ends)
     if self.has_bias:
         rows = rows + getattr(self, f"{second}_bias")[expert_of_row].to(rows.dtype) * share
     return _Combined.apply(rows, order, place, chosen).to(hidden_states.dtype)
+
+
+def _activated(experts: Any, rows: torch.Tensor, share: torch.Tensor) -> torch.Tensor:
+    """Return the activation (rows, inner) of the first product, times the shares (rows, 1)."""
+    if experts.has_gate:
+        rows = experts._apply_gate(rows)
+    else:
+        rows = experts.act_fn(rows)
+    return rows * share
 
 
 class _Dispatched(torch.autograd.Function):

@@ -297,8 +297,11 @@ def product_kernels(*, is_compiled: bool) -> AbstractContextManager[None]:
     }
     if is_compiled:
         own |= {"_multiplied": _multiplied_when_compiled, "_widened": _widened_when_compiled}
+    of_experts: dict[str, Any] = {"_parts": _packed_alone, "widened": _decoded_experts}
+    if is_compiled:
+        of_experts |= {"_activated": _ActivatedWhenCompiled.of, "_summed": _summed_when_compiled}
     changes = [(eight_bit, name, value) for name, value in own.items()]
-    changes += [(experts, "_parts", _packed_alone), (experts, "widened", _decoded_experts)]
+    changes += [(experts, name, value) for name, value in of_experts.items()]
     return changed(changes)
 
 
@@ -308,6 +311,32 @@ def _packed_alone(weight: torch.Tensor) -> Parts:
 
 def _decoded_experts(parts: Parts, dtype: torch.dtype, **_: bool) -> torch.Tensor:
     return torch.empty(2 * parts[0].numel(), dtype=dtype, device="meta")
+
+
+class _ActivatedWhenCompiled(torch.autograd.Function):
+    """Activation and share of the experts' rows as one kernel in each pass, which keeps what it
+    reads alone."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, share: torch.Tensor, inner: int) -> torch.Tensor:
+        ctx.save_for_backward(rows, share)
+        return rows.new_empty(len(rows), inner)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        rows, share = ctx.saved_tensors
+        return torch.empty_like(rows), torch.empty_like(share), None
+
+    @classmethod
+    def of(cls, of: Any, rows: torch.Tensor, share: torch.Tensor) -> torch.Tensor:
+        inner = rows.shape[-1] // (2 if of.has_gate else 1)
+        result: torch.Tensor = cls.apply(rows, share, inner)
+        return result
+
+
+def _summed_when_compiled(rows: torch.Tensor, _: torch.Tensor, chosen: int) -> torch.Tensor:
+    """The rows are picked where they are summed."""
+    return rows.new_empty(len(rows) // chosen, rows.shape[-1])
 
 
 def _rounded(
