@@ -30,7 +30,7 @@ from qlora_sweep.search_spaces.errors import InputError, did_you_mean
 from qlora_sweep.search_spaces.linears import resolve_targets
 from qlora_sweep.sweep.training import eight_bit, experts
 from qlora_sweep.sweep.training.eight_bit import changed
-from qlora_sweep.sweep.training.experts import adapt_experts
+from qlora_sweep.sweep.training.experts import adapt_experts, show_shapes
 from qlora_sweep.sweep.training.model import DTYPES, LINEAR, BaseModel, decoder_layers
 from qlora_sweep.sweep.training.process_group import GatheredWeights, build_shares
 
@@ -139,6 +139,7 @@ def with_adapters(
         target_modules=target_modules(base, config),
         **options,
     )
+    show_shapes(base.model)
     model = get_peft_model(base.model, lora, low_cpu_mem_usage=is_on_meta)
     adapt_experts(model)
     # PEFT makes them fp32 whatever the base is, and has no word for another type on a 4-bit base.

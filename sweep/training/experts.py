@@ -65,30 +65,30 @@ def pack_experts(
                 compress_statistics=double_quant,
                 quant_type=quant_type,
             )
-            packed.ds_shape = weight.shape
             setattr(experts, name, packed)
 
 
 def is_packed(weight: Any) -> bool:
-    """Whether a parameter is that of experts in 4 bits.
+    """Whether a parameter is that of experts in 4 bits, or is to be."""
+    return isinstance(weight, bnb.nn.Params4bit) and len(shape_of(weight)) == 3
 
-    Its ``ds_shape`` is the shape of the weight: so DeepSpeed calls that of a parameter which is
-    held in another one, and PEFT asks for it.
-    """
-    return isinstance(weight, bnb.nn.Params4bit) and hasattr(weight, "ds_shape")
+
+def shape_of(weight: Any) -> torch.Size:
+    """Return the shape of what a parameter stands for, be it packed or not."""
+    state = getattr(weight, "quant_state", None)
+    shape: torch.Size = weight.shape if state is None else state.shape
+    return shape
 
 
 def quantized(weight: torch.Tensor, like: Any, device: torch.device) -> Any:
     """Return a weight of experts (experts, out, in), on whatever device it is, as a parameter in 4
     bits on another, of the kind of the one in whose place it comes."""
-    packed = bnb.nn.Params4bit(
+    return bnb.nn.Params4bit(
         weight,
         requires_grad=False,
         compress_statistics=like.compress_statistics,
         quant_type=like.quant_type,
     ).to(device)
-    packed.ds_shape = like.ds_shape
-    return packed
 
 
 class _Quantizer(Bnb4BitHfQuantizer):
@@ -140,7 +140,7 @@ def dequantized(experts: Any, name: str) -> torch.Tensor:
     weight = getattr(experts, name)
     if not is_packed(weight):
         return weight
-    return widened(_parts(weight), experts.compute_dtype).view(weight.ds_shape)
+    return widened(_parts(weight), experts.compute_dtype).view(shape_of(weight))
 
 
 def _parts(weight: Any) -> Parts:
@@ -236,7 +236,7 @@ def _projected(experts: Any, name: str, rows: torch.Tensor, ends: torch.Tensor) 
     """Return the product (rows, out) of rows (rows, in) and the weight of each one's expert."""
     weight = getattr(experts, name)
     if is_packed(weight):
-        shape = tuple(weight.ds_shape)
+        shape = tuple(shape_of(weight))
         product = _PackedProduct.apply(rows, ends, shape, experts.is_transposed, *_parts(weight))
     else:
         product = grouped_mm(rows, _inputs_first(weight, experts.is_transposed), offs=ends)
@@ -319,6 +319,14 @@ class ExpertsAdapter(ParamWrapper):
         experts = super().unload_and_optionally_merge_module(*args, **kwargs)
         experts.adapters = {}
         return experts
+
+
+def show_shapes(model: torch.nn.Module) -> None:
+    """Tell PEFT the shapes of experts in 4 bits, as DeepSpeed tells it those of parameters that it
+    holds in another one."""
+    weight: Any
+    for weight in filter(is_packed, model.parameters()):
+        weight.ds_shape = shape_of(weight)
 
 
 def adapt_experts(model: torch.nn.Module) -> None:

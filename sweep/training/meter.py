@@ -23,7 +23,7 @@ from qlora_sweep.storage.records import NEIGHBOUR
 from qlora_sweep.sweep.nvml import NvmlDevice
 from qlora_sweep.sweep.training.adapters import Attached
 from qlora_sweep.sweep.training.device import Device
-from qlora_sweep.sweep.training.experts import is_packed
+from qlora_sweep.sweep.training.experts import shape_of
 from qlora_sweep.sweep.training.model import LINEAR, weights_of
 
 NEIGHBOUR_BYTES = 2**30
@@ -435,7 +435,7 @@ def _multiplied(attachment: Attached, text: PreTrainedConfig) -> Iterator[tuple[
             yield name, None if part is None else weights_of(module) * part
         elif not isinstance(module, torch.nn.Embedding):
             own = module.parameters(recurse=False)
-            shapes = [p.ds_shape if is_packed(p) else p.shape for p in own if p.ndim > 1]
+            shapes = [shape_of(p) for p in own if p.ndim > 1]
             is_of_experts = any(len(shape) == 3 for shape in shapes)
             for shape in shapes:
                 if share is None or len(shape) > 3 or shape[0] != count:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import math
 import re
 import sys
 from collections.abc import Iterator, Mapping
@@ -55,6 +54,7 @@ from qlora_sweep.sweep.training.experts import (
     pack_experts,
     packed_when_loaded,
     quantized,
+    shape_of,
 )
 from qlora_sweep.sweep.training.in_trl import add_head
 
@@ -288,7 +288,7 @@ def _matrices(model: PreTrainedModel) -> Iterator[_Matrix]:
                     is_quantized = isinstance(module, bnb.nn.Linear4bit | EightBitLinear)
                     yield _Matrix(full_name, weights_of(module), is_quantized)
             elif is_packed(parameter):
-                yield _Matrix(full_name, math.prod(parameter.ds_shape), is_quantized=True)
+                yield _Matrix(full_name, shape_of(parameter).numel(), is_quantized=True)
             elif parameter.ndim >= 3 or (parameter.ndim == 2 and parameter.numel() > square):
                 yield _Matrix(full_name, parameter.numel(), is_quantized=False)
 
@@ -425,7 +425,7 @@ def _give_experts(experts: torch.nn.Module, config: TrialConfig, *, device: torc
     parameter: Any
     for name, parameter in list(experts.named_parameters(recurse=False)):
         if is_packed(parameter):
-            wide = torch.empty(parameter.ds_shape, device=device, dtype=dtype).normal_(0.0, 0.02)
+            wide = torch.empty(shape_of(parameter), device=device, dtype=dtype).normal_(0.0, 0.02)
             value = quantized(wide, parameter, device)
             del wide
         else:

@@ -382,6 +382,8 @@ def _layer(layout: KernelShapes) -> tuple[Work, Work]:
         back = replace(product, rows=product.columns, columns=product.rows)
         passes = [kernels.shared_product(layout, each) for each in (product, back)]
         parts.append(("matmul", np.stack(passes)))
+        once = kernels.expert_dequantization(layout, product)
+        parts.append(("dequant", np.stack([once, once])))
     bare = _by_term(layout, parts)
     parts = []
     for name, adapted in layout.adapted.items():

@@ -344,8 +344,8 @@ class Params4bit(torch.nn.Parameter):
 
     compress_statistics: bool
     quant_type: str
-    weights: int
-    """How many there are."""
+    quant_state: types.SimpleNamespace
+    """The shape of what they are of."""
 
     def __new__(
         cls,
@@ -356,13 +356,17 @@ class Params4bit(torch.nn.Parameter):
         quant_type: str,
     ) -> Params4bit:
         """Return the packed form of weights."""
-        weights = data.numel()
-        packed = torch.empty((weights + 1) // 2, 1, dtype=torch.uint8, device="meta")
+        packed = torch.empty((data.numel() + 1) // 2, 1, dtype=torch.uint8, device="meta")
         self = torch.Tensor._make_subclass(cls, packed, requires_grad)
         self.compress_statistics = compress_statistics
         self.quant_type = quant_type
-        self.weights = weights
+        self.quant_state = types.SimpleNamespace(shape=data.shape)
         return self
+
+    @property
+    def weights(self) -> int:
+        """How many there are."""
+        return int(self.quant_state.shape.numel())
 
     @property
     def scales(self) -> int:

@@ -1,0 +1,140 @@
+"""Experts in 4 bits beside transformers' own in the widths that those 4 bits stand for."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+
+from qlora_sweep.sweep.training.experts import (
+    ExpertsAdapter,
+    adapt_experts,
+    dequantized,
+    expert_modules,
+    is_packed,
+    shape_of,
+    show_shapes,
+    weight_names,
+)
+from tests import families
+from tests.sweep.training.tiny import tiny_base, tiny_loop
+
+pytestmark = pytest.mark.filterwarnings("default")
+FAMILIES = ("qwen3_moe", "gpt_oss", "deepseek_v3")
+TARGETS: Any = {
+    "target_modules": ["o_proj"],
+    "target_parameters": ["experts.gate_up_proj", "experts.down_proj"],
+}
+
+
+def widened(model: Any) -> Any:
+    """Return a copy of a model whose experts are transformers' own, of the values in 4 bits."""
+    wide = copy.deepcopy(model)
+    for _, experts in expert_modules(wide):
+        for name in weight_names(experts):
+            setattr(experts, name, torch.nn.Parameter(dequantized(experts, name).clone()))
+        del experts.forward
+    return wide
+
+
+@pytest.fixture(params=FAMILIES)
+def base(request: pytest.FixtureRequest) -> Iterator[Any]:
+    config = families.config_of(request.param, "attention", "nf4").changed(compute_dtype="fp32")
+    with tiny_base(config, spec=families.spec_of(request.param)) as found:
+        for parameter in found.model.parameters():
+            if parameter.is_floating_point():
+                torch.nn.init.normal_(parameter, std=0.2)
+        yield found.model
+
+
+def loss_and_gradient(model: Any) -> tuple[float, torch.Tensor]:
+    tokens = torch.arange(60).reshape(2, 30)
+    embedded = model.get_input_embeddings()(tokens).detach().requires_grad_()
+    loss = model(inputs_embeds=embedded, labels=tokens).loss
+    loss.backward()
+    assert embedded.grad is not None
+    return float(loss.detach()), embedded.grad
+
+
+def test_they_train_as_16_bit_experts_of_the_same_values(base: Any) -> None:
+    loss, gradient = loss_and_gradient(base)
+    wide_loss, wide_gradient = loss_and_gradient(widened(base))
+    assert loss == pytest.approx(wide_loss, rel=1e-5)
+    torch.testing.assert_close(gradient, wide_gradient, rtol=1e-3, atol=1e-6)
+
+
+def test_nothing_decoded_is_kept(base: Any) -> None:
+    weights = {id(p): p for p in base.parameters() if is_packed(p)}
+    least = min(shape_of(weight).numel() for weight in weights.values())
+    kept: list[torch.Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        loss_and_gradient(base)
+    floating = [tensor for tensor in kept if tensor.is_floating_point()]
+    assert weights
+    assert max(tensor.numel() for tensor in floating if tensor.ndim != 2) < least
+
+
+def adapted(model: Any) -> Any:
+    config = LoraConfig(task_type="CAUSAL_LM", r=4, init_lora_weights=False, **TARGETS)
+    return get_peft_model(model, config)
+
+
+def gradients(model: Any) -> dict[str, torch.Tensor]:
+    loss_and_gradient(model)
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def test_adapters_on_them_are_pefts(base: Any, tmp_path: Path) -> None:
+    wide = widened(base)
+    show_shapes(base)
+    ours = adapted(base)
+    adapt_experts(ours)
+    assert any(isinstance(module, ExpertsAdapter) for module in ours.modules())
+    ours.save_pretrained(tmp_path)
+    theirs: Any = PeftModel.from_pretrained(wide, tmp_path, is_trainable=True)
+    found = gradients(ours)
+    expected = gradients(theirs)
+    assert set(found) == set(expected)
+    assert any("experts" in name for name in found)
+    for name, gradient in expected.items():
+        torch.testing.assert_close(found[name], gradient, rtol=1e-3, atol=1e-6)
+    ours.unload()
+    bare, _ = loss_and_gradient(base)
+    assert bare == pytest.approx(loss_and_gradient(theirs.unload())[0], rel=1e-5)
+
+
+def test_a_checkpoint_is_read_as_it_would_be_quantized(tmp_path: Path) -> None:
+    import dataclasses
+
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    spec = families.spec_of("qwen3_moe")
+    source = AutoModelForCausalLM.from_config(AutoConfig.for_model(**spec.config))
+    source.save_pretrained(tmp_path)
+    saved = dataclasses.replace(spec, source="directory", path=tmp_path)
+    config = families.config_of("qwen3_moe", "attention", "nf4").changed(quantized_fraction=0.5)
+    with tiny_base(config, spec=saved, weights="pretrained") as base:
+        assert base.quantized_share == 1.0
+        kinds = []
+        for (_, experts), (_, wide) in zip(
+            expert_modules(base.model), expert_modules(source), strict=True
+        ):
+            kinds.append(is_packed(experts.down_proj))
+            found = dequantized(experts, "down_proj").float()
+            assert torch.nn.functional.cosine_similarity(
+                found.flatten(), wide.down_proj.flatten(), dim=0
+            ) > (0.99 if kinds[-1] else 0.9999)
+    assert set(kinds) == {True, False}
+
+
+def test_all_linear_trains_experts_too() -> None:
+    config = families.config_of("qwen3_moe", "all-linear", "nf4")
+    with tiny_loop(config, spec=families.spec_of("qwen3_moe")) as loop:
+        loop.step()
+        names = [n for n, p in loop.attached.model.named_parameters() if p.requires_grad]
+    assert any(".experts." in name for name in names)
