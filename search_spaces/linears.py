@@ -362,8 +362,11 @@ _SOMETIMES_FUSED = frozenset({"gemma4_text", "granitemoehybrid", "nemotron_h"})
 """Types that have experts only where their config says so."""
 _OWN_EXPERTS = types("aria_text dbrx jetmoe llama4_text longcat_flash")
 """Types whose experts multiply in a way of their own."""
-_OWN_LINEAR_CLASS = frozenset({"falcon"})
-"""Types whose linear layers are of a class of their own, which is not replaced."""
+_LEFT = {
+    "falcon": "linear layers of a class of their own",
+    "jamba": "a state space that reads the weights of its linear layers itself",
+}
+"""What of a type no quantization takes."""
 
 _WIDTHS = _by_type(
     intermediate_size="""
@@ -395,8 +398,8 @@ def unquantized(model: ModelSpec, bits: int = 4) -> str | None:
 
     None where nothing is known to be left; the real modules are counted before they train.
     """
-    if model.model_type in _OWN_LINEAR_CLASS:
-        return "linear layers of a class of their own"
+    if model.model_type in _LEFT:
+        return _LEFT[model.model_type]
     is_packed = bits == 4 and model.model_type not in _OWN_EXPERTS and model.stored is None
     if not has_experts(model) or is_packed:
         return None

@@ -86,10 +86,12 @@ unknown-target-module | did you mean 'qkv_proj'? | {target_modules: qv} | phi3
 unknown-target-module | or all-linear | {target_modules: qv} | deepseek_v3
 unknown-target-module | be attention or all-linear here) | {target_modules: qv} | gpt_neox
 unknown-target-module | qv or attention | {target_modules: all-linear, quantization: none} | phimoe
-quantization-leaves-weights | qwen3_moe' in 16 bits | {} | qwen3-30b
-quantization-leaves-weights | 54 GiB | {quantization: fp4} | qwen3-30b | cpu
+quantization-leaves-weights | 54 GiB. Use quantization nf4 or | {quantization: int8} | qwen3-30b
 quantization-leaves-weights | of a class of their own | {} | falcon
-quantization-leaves-weights | one tensor a layer | {} | jamba
+quantization-leaves-weights | "one tensor a layer. Use quantization none" | {} | dbrx
+quantization-leaves-weights | reads the weights of its linear layers | {} | jamba
+experts-in-16-bits | use sharding none | {sharding: fsdp} | qwen3-30b
+experts-in-16-bits | use compute_dtype bf16 or fp16 | {compute_dtype: int8} | qwen3-30b
 attention-not-in-model | use attention eager | {} | bloom
 checkpointing-not-in-model | use checkpoint_fraction 0 | {} | ctrl
 packing-needs-texts | yours with --data | {packing: grouped}
@@ -118,7 +120,7 @@ sharding | quantized_fraction 1 | {quantized_fraction: 0.5}
 def test_what_cannot_run_is_forbidden_with_a_reason(
     rule: str, words: Any, values: dict[str, Any], model: Any, gpu: str | None
 ) -> None:
-    if "sharding" in (rule, words):
+    if "sharding" in (rule, words, *values):
         values = {**FSDP, **values}
     if rule != "trainer" and values.get("method") == "grpo":
         values = {"upcast_fp32": False, **values}
