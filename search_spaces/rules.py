@@ -485,7 +485,7 @@ def _not_of_trainer(config: TrialConfig, model: ModelSpec) -> str | None:
     trainer = trainer_of(config)
     lacks = [
         f"{key} {as_typed(getattr(config, key))}: {cure}"
-        for key, cure in trainer.lacks(config, model.hidden_layers)
+        for key, cure in trainer.lacks(config, model)
     ]
     if not lacks:
         return None

@@ -96,7 +96,7 @@ def _baseline(
 ) -> dict[str, Any]:
     """Return what the trainer does in the baseline's place."""
     asked = space.baseline_config()
-    run = trainer.as_run(asked, layers=model.hidden_layers, half="bf16").changed(trainer=name)
+    run = trainer.as_run(asked, model=model, half="bf16").changed(trainer=name)
     # The method is the space's, which has no other baseline.
     return {**space.baseline, **run.changed(method=asked.method).changes_from(asked)}
 

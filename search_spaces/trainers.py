@@ -27,6 +27,8 @@ from qlora_sweep.search_spaces.kinds import (
     ComputeDtype,
     TrainerName,
 )
+from qlora_sweep.search_spaces.linears import has_experts
+from qlora_sweep.search_spaces.models import ModelSpec
 
 Recomputing = Literal["any share", "each n-th", "all or none"]
 """Which decoder layers can be recomputed: any of them, each n-th from the first on, or all."""
@@ -116,24 +118,30 @@ class Trainer:
             return self.adapter_dtypes[config.is_quantized]
         return self.runs.get(key)
 
+    def widens_experts(self, config: TrialConfig, model: ModelSpec) -> bool:
+        """Whether it keeps experts in 16 bits that a configuration has in 4."""
+        return not self.runs_everything and config.is_4bit and has_experts(model)
+
     def recomputable(self, share: float, layers: int) -> bool:
         """Whether it can recompute a share of so many decoder layers."""
         if self.recomputes == "any share" or round(share * layers) in (0, layers):
             return True
         return self.recomputes == "each n-th" and every_nth(share, layers) is not None
 
-    def lacks(self, config: TrialConfig, layers: int) -> Iterator[tuple[str, str]]:
+    def lacks(self, config: TrialConfig, model: ModelSpec) -> Iterator[tuple[str, str]]:
         """Yield each setting of a configuration whose value it cannot run, and what it can run.
 
         Args:
             config: the configuration.
-            layers: decoder layers of the model.
+            model: which it trains.
         """
         for key in (*self.runs, "adapter_dtype"):
             allowed = self.allowed(key, config)
             if allowed is not None and getattr(config, key) not in allowed and applies(key, config):
                 yield key, f"use {key} {' or '.join(map(as_typed, allowed))}"
-        if not self.recomputable(config.checkpoint_fraction, layers):
+        if self.widens_experts(config, model):
+            yield "quantization", "use quantization none, as experts stay in 16 bits there"
+        if not self.recomputable(config.checkpoint_fraction, model.hidden_layers):
             yield "checkpoint_fraction", f"use checkpoint_fraction {self.shares_in_words}"
 
     @property
@@ -142,15 +150,15 @@ class Trainer:
         each_nth = ", or a share that is each n-th layer, as 0.5"
         return f"0 or 1{each_nth if self.recomputes == 'each n-th' else ''}"
 
-    def as_run(self, config: TrialConfig, *, layers: int, half: ComputeDtype) -> TrialConfig:
+    def as_run(self, config: TrialConfig, *, model: ModelSpec, half: ComputeDtype) -> TrialConfig:
         """Return the configuration that its file trains in place of one that it cannot run.
 
         A base in 8 bits is one of bitsandbytes' `LLM.int8`, for which an int8 base of ours with
-        16-bit products stands.
+        16-bit products stands; one whose experts stay in 16 bits is nearly all in 16.
 
         Args:
             config: the configuration.
-            layers: decoder layers of the model.
+            model: which it trains.
             half: the 16-bit type of the GPU, in place of 8-bit products.
         """
         changes: dict[str, Any] = {}
@@ -162,7 +170,9 @@ class Trainer:
             changes["compute_dtype"] = half
         if config.weight_bits == 8 and "quantization" in changes:
             changes["quantization"] = "int8"
-        if not self.recomputable(config.checkpoint_fraction, layers):
+        if self.widens_experts(config, model):
+            changes["quantization"] = "none"
+        if not self.recomputable(config.checkpoint_fraction, model.hidden_layers):
             changes["checkpoint_fraction"] = 1.0
         changed = config.changed(**changes)
         types = self.adapter_dtypes[changed.is_quantized]

@@ -42,6 +42,8 @@ _OF_ROWS = ("files", "kinds", "collation", "encoding")
 """Modules of `sweep.data` that are joined in that file, each behind those it imports."""
 _KERNELS = "eight_bit.py"
 """Stores and computes in 8 bits."""
+_EXPERTS = "experts.py"
+"""Holds experts in 4 bits."""
 _FITTING = "fitting.py"
 """Fits 8-bit products to the weights, and keeps some in 16 bits."""
 _PAIRS = "preference.py"
@@ -212,10 +214,13 @@ def _script(record: Record) -> Export:
         dataset = _ANY_PAIRS
     collator_keys = ["packing", "attention", "compile"]
     files_beside = {_ROWS: joined_rows()}
-    if config.is_8bit_compute or config.weight_bits == 8:
+    has_packed_experts = config.is_4bit and record.model.has_experts
+    if config.is_8bit_compute or config.weight_bits == 8 or has_packed_experts:
         files_beside[_KERNELS] = _alone(_KERNELS)
     if config.is_8bit_compute:
         files_beside[_FITTING] = _alone(_FITTING)
+    if has_packed_experts:
+        files_beside[_EXPERTS] = _alone(_EXPERTS)
     if config.is_on_pairs:
         files_beside[_PAIRS] = _alone(_PAIRS)
         collator_keys += ["is_on_pairs", "loss_type", "dpo_beta"]

@@ -101,7 +101,7 @@ class InTrainer:
 
     def forecast(self, config: TrialConfig) -> Forecast:
         """Return what is predicted of what the trainer's file trains in a configuration's place."""
-        run = self.trainer.as_run(config, layers=self._model.hidden_layers, half=self._gpu.half)
+        run = self.trainer.as_run(config, model=self._model, half=self._gpu.half)
         return self.forecaster.expect(run.changed(trainer=self.name))
 
     def why_unknown(self, config: TrialConfig) -> str | None:
@@ -141,7 +141,7 @@ class InTrainer:
         for record in rank_study(self._snapshot).records:
             if record.verdict is not Verdict.FITS or not _is_same_task(record.config, config):
                 continue
-            if any(self.trainer.lacks(record.config, self._model.hidden_layers)):
+            if any(self.trainer.lacks(record.config, self._model)):
                 continue
             forecast = self.forecast(record.config)
             if forecast.violation is None and forecast.fit is Fit.YES:

@@ -36,7 +36,7 @@ from qlora_sweep.search_spaces.frozen import replaced
 from qlora_sweep.search_spaces.gpus import match_product
 from qlora_sweep.search_spaces.kinds import ComputeDtype
 from qlora_sweep.search_spaces.learning_rates import LearningRate, learning_rate_of
-from qlora_sweep.search_spaces.linears import lora_parameters, resolve_targets
+from qlora_sweep.search_spaces.linears import has_experts, lora_parameters, resolve_targets
 from qlora_sweep.search_spaces.models import ModelSpec, load_model_spec, shipped_models
 from qlora_sweep.search_spaces.space import Weights
 from qlora_sweep.storage.confirmations import Ratio
@@ -83,6 +83,13 @@ class RecordedModel(_Part):
         if self.config and is_here:
             return ModelSpec.from_json(self.model_dump())
         return load_model_spec(self.weights or self.name)
+
+    @property
+    def has_experts(self) -> bool:
+        """Whether it has experts that are one tensor a layer; no where its config is not known."""
+        if not self.config:
+            return False
+        return has_experts(ModelSpec(self.name, "directory", dict(self.config)))
 
 
 class RecordedGpu(_Part):

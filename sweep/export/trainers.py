@@ -189,6 +189,8 @@ def cases_of(record: Record) -> dict[str, str]:
         cases["trainer"] = "in TRL"
     if PART_OF in record.model.config:
         cases["model"] = "part"
+    elif config.is_4bit and record.model.has_experts:
+        cases["model"] = "experts"
     if canonical(config).loss_type != "sigmoid":
         cases["loss_type"] = "not sigmoid"
     if config.is_on_pairs:

@@ -8,7 +8,6 @@ this file beside it: it needs torch, bitsandbytes, PEFT and `eight_bit` alone.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Collection, Iterator
 from types import MethodType
 from typing import Any
@@ -97,6 +96,8 @@ class _Quantizer(Bnb4BitHfQuantizer):
     def _process_model_before_weight_loading(self, model: Any, *args: Any, **kwargs: Any) -> None:
         super()._process_model_before_weight_loading(model, *args, **kwargs)
         settings = self.quantization_config
+        if self.pre_quantized:
+            return
         pack_experts(
             model,
             quant_type=settings.bnb_4bit_quant_type,
@@ -122,16 +123,10 @@ class _Quantize(Bnb4bitQuantize):
         return {name: quantized(weight, before, weight.device)}
 
 
-@contextlib.contextmanager
-def packed_when_loaded() -> Iterator[None]:
+def pack_when_loading() -> None:
     """Have `from_pretrained` quantize experts as well, where it is told to load in 4 bits: each
     layer's as they are read."""
-    before = AUTO_QUANTIZER_MAPPING["bitsandbytes_4bit"]
     AUTO_QUANTIZER_MAPPING["bitsandbytes_4bit"] = _Quantizer
-    try:
-        yield
-    finally:
-        AUTO_QUANTIZER_MAPPING["bitsandbytes_4bit"] = before
 
 
 def dequantized(experts: Any, name: str) -> torch.Tensor:

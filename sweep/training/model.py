@@ -52,7 +52,7 @@ from qlora_sweep.sweep.training.eight_bit import (
 from qlora_sweep.sweep.training.experts import (
     is_packed,
     pack_experts,
-    packed_when_loaded,
+    pack_when_loading,
     quantized,
     shape_of,
 )
@@ -340,14 +340,13 @@ DECODER_KEYS = {
 
 def _load_part(name: str, spec: ModelSpec, arguments: dict[str, Any]) -> PreTrainedModel:
     """Return the text decoder of a checkpoint that holds more."""
-    with packed_when_loaded():
-        model, found = AutoModelForCausalLM.from_pretrained(
-            name,
-            key_mapping=DECODER_KEYS,
-            output_loading_info=True,
-            trust_remote_code=False,
-            **arguments,
-        )
+    model, found = AutoModelForCausalLM.from_pretrained(
+        name,
+        key_mapping=DECODER_KEYS,
+        output_loading_info=True,
+        trust_remote_code=False,
+        **arguments,
+    )
     for missing in sorted(found["missing_keys"]):
         raise InputError(f"model '{spec.name}': its text decoder's '{missing}' is not in it")
     return model
@@ -357,6 +356,7 @@ def load_pretrained(
     config: TrialConfig, *, spec: ModelSpec, device: torch.device
 ) -> PreTrainedModel:
     """Return a model loaded as a configuration quantizes it, and computes in."""
+    pack_when_loading()
     arguments = loading_arguments(config, spec=spec, device=device)
     if config.weight_bits == 8:
         # What is rounded to 8 bits goes to the device layer by layer.
@@ -365,8 +365,7 @@ def load_pretrained(
     if spec.is_part:
         model = _load_part(name, spec, {"config": architecture_of(spec), **arguments})
     else:
-        with packed_when_loaded():
-            model = AutoModelForCausalLM.from_pretrained(name, **arguments, trust_remote_code=False)
+        model = AutoModelForCausalLM.from_pretrained(name, **arguments, trust_remote_code=False)
     if config.weight_bits == 8:
         to_8_bits(model, config.quantization, left=get_keys_to_not_convert(model), device=device)
     return model

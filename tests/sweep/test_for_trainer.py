@@ -81,7 +81,7 @@ def test_what_is_recommended_for_a_trainer_is_what_it_can_run(
     assert config.trainer == trainer
     setting = Setting(MISTRAL, "cuda", find_gpu(gpu).compute_capability)
     assert list(broken_rules(config, setting)) == []
-    assert not list(TRAINERS[trainer].lacks(config, MISTRAL.hidden_layers))
+    assert not list(TRAINERS[trainer].lacks(config, MISTRAL))
     label = TRAINERS[trainer].label
     assert any(label in note for note in document["notes"]), "it says whose figures these are"
 
@@ -218,7 +218,7 @@ def test_a_study_for_a_trainer_samples_what_it_can_run_and_says_so(
     study = read_study("cpu-demo-trl", url=_url(home), home=home / "runs")
     assert study.definition.space.fixed["trainer"] == "trl"
     for record in study.records:
-        assert not list(TRAINERS["trl"].lacks(record.config, 2))
+        assert not list(TRAINERS["trl"].lacks(record.config, MISTRAL))
         assert record.config.trainer == "trl"
         assert record.measurement is not None
     assert "TRL" in sweep("best", "cpu-demo-trl").out
@@ -290,7 +290,7 @@ def test_the_best_that_a_trainer_can_do_fits_there(
     assert sweep("export", a10, "--for", "trl", "-o", path).code == 0
     record = json.loads((home / "trl.yaml.json").read_text())
     config = parse_config(record["config"])
-    assert not list(TRAINERS["trl"].lacks(config, MISTRAL.hidden_layers))
+    assert not list(TRAINERS["trl"].lacks(config, MISTRAL))
     found = planned("a10", "--exact", *_options(config, "--for", "trl"))
     assert found["fits"] is True
     assert found["peak_allocated_bytes"] < A10.budget_bytes

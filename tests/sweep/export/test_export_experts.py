@@ -1,0 +1,82 @@
+"""A script of a model whose experts are in 4 bits trains them so; other trainers get no file."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from qlora_sweep.search_spaces.errors import InputError
+from qlora_sweep.search_spaces.models import ModelSpec
+from qlora_sweep.storage.definition import StudySnapshot
+from tests import families
+from tests.sweep.export.studies import a_study, export, some_dataset
+from tests.sweep.export.weights import prepared_by_sweep, with_tokenizer, written_dataset
+from tests.sweep.finetuning.trainings import job, run
+
+pytestmark = pytest.mark.filterwarnings("default")
+CONFIG = families.config_of("qwen3_moe", "all-linear", "nf4").changed(
+    seq_len=64, micro_batch_size=2, upcast_fp32=False
+)
+
+
+@pytest.fixture
+def mixture(tmp_path: Path) -> ModelSpec:
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    directory = tmp_path / "mixture"
+    spec = families.spec_of("qwen3_moe")
+    config = {**spec.config, "vocab_size": 1024}
+    AutoModelForCausalLM.from_config(AutoConfig.for_model(**config)).save_pretrained(directory)
+    with_tokenizer(directory)
+    return dataclasses.replace(spec, config=config, source="directory", path=directory)
+
+
+def test_a_script_trains_what_sweep_train_trains_and_its_adapter_loads_elsewhere(
+    mixture: ModelSpec,
+    script_of: Callable[[StudySnapshot], ModuleType],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from peft import PeftModel
+    from safetensors.torch import load_file
+    from transformers import AutoModelForCausalLM
+
+    source = written_dataset(tmp_path / "data.jsonl", "text", rows=20)
+    only = {"tokenizer": str(mixture.path), "completions_only": False}
+    prepared = prepared_by_sweep(source, "text", **only)
+    ours = job(
+        tmp_path / "ours",
+        prepared,
+        config=CONFIG,
+        model=mixture.to_json(),
+        weights="pretrained",
+        max_steps=2,
+    )
+    run(ours)
+    study = a_study(CONFIG, model=mixture, dataset=some_dataset("text", source=str(source)))
+    theirs = tmp_path / "theirs"
+    monkeypatch.setattr("sys.argv", ["train.py", "--output", str(theirs), "--max-steps", "2"])
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    script_of(study).main()
+    name = "adapter_model.safetensors"
+    found = load_file(theirs / name)
+    assert set(found) == set(load_file(next((tmp_path / "ours").rglob(name))))
+    assert any(".experts." in key for key in found)
+    model = AutoModelForCausalLM.from_pretrained(mixture.path)
+    loaded = PeftModel.from_pretrained(model, theirs).state_dict()
+    wide = [key for key in loaded if ".experts." in key and "lora_B" in key]
+    assert any(bool(loaded[key].any()) for key in wide)
+
+
+@pytest.mark.parametrize("trainer", ["trl", "axolotl", "llama-factory", "unsloth"])
+def test_a_trainer_that_would_keep_experts_in_16_bits_gets_no_file(
+    trainer: str, mixture: ModelSpec
+) -> None:
+    with pytest.raises(InputError, match="experts in 4 bits"):
+        export(a_study(CONFIG, model=mixture), format=trainer)
