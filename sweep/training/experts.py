@@ -15,13 +15,16 @@ from typing import Any
 import bitsandbytes as bnb
 import torch
 from peft.tuners.lora.layer import ParamWrapper
-from torch.nn.functional import grouped_mm
+from torch.nn.functional import grouped_mm, pad
 from transformers.integrations.bitsandbytes import Bnb4bitQuantize
 from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
 from transformers.quantizers.quantizer_bnb_4bit import Bnb4BitHfQuantizer
 from transformers.quantizers.quantizers_utils import should_convert_module
 
 from qlora_sweep.sweep.training.eight_bit import Parts, widened
+
+_RANK_MULTIPLE = 8
+"""`grouped_mm` wants rows of 16 bytes or multiples of that: so many 16-bit values."""
 
 
 def expert_modules(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
@@ -304,6 +307,10 @@ class ExpertsAdapter(ParamWrapper):
             # PEFT's are (experts * rank, in) and (out, rank * experts).
             down = down.view(self.num_experts, -1, down.shape[-1])  # (experts, rank, in)
             up = up.view(len(up), -1, self.num_experts).permute(2, 1, 0)  # (experts, rank, out)
+            missing = -self.r[adapter] % _RANK_MULTIPLE
+            if missing:
+                down = pad(down, (0, 0, 0, missing))
+                up = pad(up, (0, 0, 0, missing))
             inner = grouped_mm(rows, down.transpose(-2, -1), offs=ends)
             outer = grouped_mm(inner, up.contiguous(), offs=ends)
             total = total + outer * self.scaling[adapter]

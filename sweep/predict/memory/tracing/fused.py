@@ -297,7 +297,12 @@ def product_kernels(*, is_compiled: bool) -> AbstractContextManager[None]:
     }
     if is_compiled:
         own |= {"_multiplied": _multiplied_when_compiled, "_widened": _widened_when_compiled}
-    of_experts: dict[str, Any] = {"_parts": _packed_alone, "widened": _decoded_experts}
+    of_experts: dict[str, Any] = {
+        "_RANK_MULTIPLE": 1,
+        "_parts": _packed_alone,
+        "grouped_mm": _GroupedProduct.of,
+        "widened": _decoded_experts,
+    }
     if is_compiled:
         of_experts |= {"_activated": _ActivatedWhenCompiled.of, "_summed": _summed_when_compiled}
     changes = [(eight_bit, name, value) for name, value in own.items()]
@@ -311,6 +316,28 @@ def _packed_alone(weight: torch.Tensor) -> Parts:
 
 def _decoded_experts(parts: Parts, dtype: torch.dtype, **_: bool) -> torch.Tensor:
     return torch.empty(2 * parts[0].numel(), dtype=dtype, device="meta")
+
+
+class _GroupedProduct(torch.autograd.Function):
+    """`grouped_mm`, which takes no rank that a symbol stands for."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        is_trained = weight.requires_grad
+        ctx.save_for_backward(rows if is_trained else rows.new_empty(0), weight)
+        ctx.is_trained = is_trained
+        return rows.new_empty(len(rows), weight.shape[-1])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        _, weight = ctx.saved_tensors
+        of_rows = grads[0].new_empty(len(grads[0]), weight.shape[-2])
+        return of_rows, torch.empty_like(weight) if ctx.is_trained else None
+
+    @classmethod
+    def of(cls, rows: torch.Tensor, weight: torch.Tensor, *, offs: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = cls.apply(rows, weight)
+        return result
 
 
 class _ActivatedWhenCompiled(torch.autograd.Function):
