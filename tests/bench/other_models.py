@@ -1,12 +1,12 @@
 """What steps take and need of model types whose layers are read off a walk: predicted and measured.
 
-    python -m tests.bench.other_models [--model NAME] [--whole] [--in-4-bits] [--budget GIB]
+    python -m tests.bench.other_models [--model NAME] [--whole] [--in-4-bits|--on-experts|--in-16-bits] [--budget GIB]
         [-o OUT.jsonl]
 
 A row a configuration, each model in a worker of its own from random weights. Of most models some
 of the layers are trained, which each row says: a step's parts keep their proportions. `--whole`
-trains all of them, where the GPU has room. Of mixtures the base is in 16 bits, or in 4. Every row
-has both numbers of a step's seconds and of its peak, their ratios, and whether the measured seconds
+trains all of them, where the GPU has room. Of mixtures the base is in 16 bits, or in 4, with adapters
+on attention or on experts too; or the configurations of 4 bits are trained in 16. Every row has both numbers of a step's seconds and of its peak, their ratios, and whether the measured seconds
 are in the stated interval; the last has the ratios' spread by model.
 """
 
@@ -101,7 +101,13 @@ IN_4_BITS: Sequence[dict[str, Any]] = (
     {"micro_batch_size": 2, "seq_len": 1024, "double_quant": False, "lora_rank": 64},
     {**LEAN, "micro_batch_size": 2, "seq_len": 768, "target_modules": "qv", "lora_rank": 8},
     {**LEAN, "micro_batch_size": 16, "seq_len": 512, "kernels": "fused-loss", "compile": True},
+    {**LEAN, "micro_batch_size": 32, "seq_len": 512, "kernels": "fused-loss", "compile": True},
     {**LEAN, "micro_batch_size": 4, "seq_len": 512, "checkpoint_fraction": 0.0, "compile": True},
+)
+ON_EXPERTS: Sequence[dict[str, Any]] = (
+    {**LEAN, "micro_batch_size": 2, "seq_len": 512, "lora_rank": 4},
+    {**LEAN, "micro_batch_size": 4, "seq_len": 512, "lora_rank": 8, "checkpoint_fraction": 0.5},
+    {**LEAN, "micro_batch_size": 8, "seq_len": 512, "lora_rank": 4, "compile": True},
 )
 OTHERS: Sequence[dict[str, Any]] = (
     {"micro_batch_size": 4, "seq_len": 512},
@@ -125,11 +131,15 @@ def model_of(name: str, *, is_whole: bool) -> ModelSpec:
     return ModelSpec(name, "directory", checked_config(known, label=name))
 
 
-def asked_of(model: ModelSpec, *, is_in_4_bits: bool) -> list[TrialConfig]:
+def asked_of(model: ModelSpec, wanted: str | None) -> list[TrialConfig]:
     """Return what is trained of a model."""
     settings = OTHERS
-    if is_in_4_bits:
+    if wanted == "in-4-bits":
         settings = IN_4_BITS
+    elif wanted == "on-experts":
+        settings = [{**each, "target_modules": "all-linear"} for each in ON_EXPERTS]
+    elif wanted == "in-16-bits":
+        settings = [{**each, **PLAIN} for each in IN_4_BITS]
     elif has_experts(model):
         settings = OF_EXPERTS
     return [parse_config({"attention": attention_of(model), **each}) for each in settings]
@@ -182,7 +192,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", choices=MODELS)
     parser.add_argument("--whole", action="store_true", help="train all layers")
-    parser.add_argument("--in-4-bits", action="store_true", help="of a base in NF4")
+    for wanted in ("in-4-bits", "on-experts", "in-16-bits"):
+        parser.add_argument(f"--{wanted}", dest="wanted", action="store_const", const=wanted)
     parser.add_argument("--budget", type=float, help="GiB that a training may take")
     parser.add_argument("-o", "--output", type=Path)
     asked = parser.parse_args()
@@ -201,7 +212,7 @@ def main() -> None:
             log = Path(directory, f"{name}.log")
             memory = TracingPredictor(model, cache_dir=cache_directory(), compute_capability=(9, 0))
             with SupervisedRunner(model, target=target, log_path=log) as runner:
-                for config in asked_of(model, is_in_4_bits=asked.in_4_bits):
+                for config in asked_of(model, asked.wanted):
                     row: Row = {"model": name, "layers": model.hidden_layers}
                     row |= {"budget_bytes": budget} | peak_of(config, memory)
                     row |= predicted(config, model, gpu) | measured(runner, config)

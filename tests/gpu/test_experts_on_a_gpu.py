@@ -1,0 +1,153 @@
+"""Experts in 4 bits on a GPU: the kernel that decodes them, and what they train beside 16 bits."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import bitsandbytes as bnb
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+
+from qlora_sweep.search_spaces.config import TrialConfig
+from qlora_sweep.search_spaces.models import ModelSpec, checked_config
+from qlora_sweep.sweep.training.adapters import compile_each
+from qlora_sweep.sweep.training.eight_bit import widened
+from qlora_sweep.sweep.training.experts import (
+    _parts,
+    adapt_experts,
+    dequantized,
+    expert_modules,
+    show_shapes,
+    weight_names,
+)
+from qlora_sweep.sweep.training.model import build_base, decoder_layers
+
+pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]
+SIZES: dict[str, Any] = {
+    "vocab_size": 1024,
+    "hidden_size": 512,
+    "intermediate_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "max_position_embeddings": 2048,
+}
+MIXTURES: dict[str, dict[str, Any]] = {
+    "qwen3_moe": {"num_experts": 32, "num_experts_per_tok": 4, "moe_intermediate_size": 256},
+    "gpt_oss": {"num_local_experts": 16, "num_experts_per_tok": 4},
+}
+ATTENTION = {"qwen3_moe": "sdpa", "gpt_oss": "eager"}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("is_nested", [False, True])
+@pytest.mark.parametrize("shape", [(5, 192, 64), (128, 1536, 2048)])
+def test_decoding_is_bitsandbytes(
+    shape: tuple[int, int, int], is_nested: bool, dtype: torch.dtype
+) -> None:
+    torch.manual_seed(0)
+    weight = torch.randn(shape, device="cuda", dtype=dtype)
+    packed = bnb.nn.Params4bit(
+        weight, requires_grad=False, compress_statistics=is_nested, quant_type="nf4"
+    ).to("cuda")
+    expected = bnb.functional.dequantize_4bit(packed.data, packed.quant_state)
+    found = widened(_parts(packed), dtype).view(shape)
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+@pytest.fixture(params=MIXTURES)
+def base(request: pytest.FixtureRequest) -> Iterator[Any]:
+    kind = request.param
+    config = {"model_type": kind, **SIZES, **MIXTURES[kind]}
+    spec = ModelSpec(kind, "directory", checked_config(config, label=kind))
+    asked = TrialConfig(attention=ATTENTION[kind], upcast_fp32=False)
+    device = torch.device("cuda")
+    found = build_base(asked, spec=spec, weights="random", device=device, seed=0)
+    yield found.model
+    found.close()
+
+
+def in_16_bits(model: Any) -> Any:
+    """Return a copy of a model whose experts are transformers' own, of the values in 4 bits."""
+    wide = copy.deepcopy(model)
+    for _, experts in expert_modules(wide):
+        for name in weight_names(experts):
+            weight = dequantized(experts, name).clone()
+            setattr(experts, name, torch.nn.Parameter(weight, requires_grad=False))
+        del experts.forward
+    return wide
+
+
+def trained(model: Any) -> tuple[float, torch.Tensor]:
+    """Return the loss of some tokens, and the gradient of their embeddings."""
+    torch.manual_seed(1)
+    tokens = torch.randint(0, 1024, (4, 256), device="cuda")
+    embedded = model.get_input_embeddings()(tokens).detach().requires_grad_()
+    loss = model(inputs_embeds=embedded, labels=tokens).loss
+    loss.backward()
+    assert embedded.grad is not None
+    return float(loss.detach()), embedded.grad
+
+
+def error(one: torch.Tensor, other: torch.Tensor) -> float:
+    return float((one.float() - other.float()).norm() / other.float().norm())
+
+
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_they_train_as_16_bit_experts_of_the_same_values(base: Any, is_compiled: bool) -> None:
+    wide_loss, wide_gradient = trained(in_16_bits(base))
+    if is_compiled:
+        compile_each(decoder_layers(base))
+    loss, gradient = trained(base)
+    assert loss == pytest.approx(wide_loss, abs=2e-3)
+    # Rounding to bf16 may send a token to another expert.
+    assert error(gradient, wide_gradient) < 0.05
+
+
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_nothing_decoded_is_kept(base: Any, is_compiled: bool) -> None:
+    layers = decoder_layers(base)
+    if is_compiled:
+        compile_each(layers)
+    decoded = 2 * sum(
+        dequantized(experts, name).numel()
+        for _, experts in expert_modules(base)
+        for name in weight_names(experts)
+    )
+    trained(base)
+    embedded = torch.zeros(1, 16, 512, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    before = torch.cuda.memory_allocated()
+    output = base(inputs_embeds=embedded).logits
+    assert torch.cuda.memory_allocated() - before < decoded / 8
+    output.sum().backward()
+
+
+@pytest.mark.parametrize("rank", [4, 16])
+def test_adapters_on_them_are_pefts(base: Any, rank: int, tmp_path: Any) -> None:
+    wide = in_16_bits(base)
+    show_shapes(base)
+    config = LoraConfig(
+        task_type="CAUSAL_LM",
+        r=rank,
+        init_lora_weights=False,
+        target_modules=["o_proj"],
+        target_parameters=["experts.gate_up_proj", "experts.down_proj"],
+    )
+    torch.manual_seed(2)
+    ours = get_peft_model(base, config)
+    for name, parameter in ours.named_parameters():
+        if "lora_" in name:
+            torch.nn.init.normal_(parameter, std=0.02)
+    adapt_experts(ours)
+    ours.save_pretrained(tmp_path)
+    theirs = PeftModel.from_pretrained(wide, tmp_path, is_trainable=True)
+    losses = [trained(model)[0] for model in (ours, theirs)]
+    assert losses[0] == pytest.approx(losses[1], abs=2e-3)
+    found = dict(ours.named_parameters())
+    for name, parameter in theirs.named_parameters():
+        if parameter.grad is not None:
+            assert error(found[name].grad, parameter.grad) < 0.1, name
