@@ -23,8 +23,14 @@ from transformers.quantizers.quantizers_utils import should_convert_module
 
 from qlora_sweep.sweep.training.eight_bit import Parts, widened
 
+try:
+    import triton
+    import triton.language as tl
+except ImportError:  # as where torch was built for CPUs alone
+    triton = None
+
 _RANK_MULTIPLE = 8
-"""`grouped_mm` wants rows of 16 bytes or multiples of that: so many 16-bit values."""
+"""torch's `grouped_mm` wants rows of 16 bytes or multiples of that: so many 16-bit values."""
 
 
 def expert_modules(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
@@ -227,6 +233,10 @@ class _Combined(torch.autograd.Function):
 
 
 def _summed(rows: torch.Tensor, place: torch.Tensor, chosen: int) -> torch.Tensor:
+    """Return by token the sum (tokens, width) of its rows, which lie at places (tokens * chosen,)
+    among all (tokens * chosen, width)."""
+    if rows.is_cuda:
+        return _summed_at_once(rows, place, chosen)
     return rows[place].view(-1, chosen, rows.shape[-1]).sum(1)
 
 
@@ -237,7 +247,7 @@ def _projected(experts: Any, name: str, rows: torch.Tensor, ends: torch.Tensor) 
         shape = tuple(shape_of(weight))
         product = _PackedProduct.apply(rows, ends, shape, experts.is_transposed, *_parts(weight))
     else:
-        product = grouped_mm(rows, _inputs_first(weight, experts.is_transposed), offs=ends)
+        product = _grouped(rows, _inputs_first(weight, experts.is_transposed), ends)
     adapter = experts.adapters.get(name)
     if adapter is not None:
         product = product + adapter.product(rows, ends)
@@ -265,7 +275,7 @@ class _PackedProduct(torch.autograd.Function):
         ctx.shape = shape
         ctx.is_transposed = is_transposed
         weight = widened(list(parts), rows.dtype).view(shape)
-        return grouped_mm(rows, _inputs_first(weight, is_transposed), offs=ends)
+        return _grouped(rows, _inputs_first(weight, is_transposed), ends)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
@@ -274,9 +284,53 @@ class _PackedProduct(torch.autograd.Function):
         # By another operator than forward, or the compiler keeps what that decoded.
         weight = widened(parts, gradient.dtype, is_again=True).view(ctx.shape)
         outputs_first = _inputs_first(weight, not ctx.is_transposed)
-        of_rows = grouped_mm(gradient, outputs_first, offs=ends)
+        of_rows = _grouped(gradient, outputs_first, ends)
         nothing = (None,) * (3 + len(parts))
         return of_rows, *nothing
+
+
+def _grouped(rows: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    """Return rows (rows, in), sorted by expert, times the weight (in, out) of each one's expert.
+
+    Args:
+        rows: of any floating type.
+        weight: (experts, in, out), of the same.
+        ends: how many rows are of an expert or one before it (experts,).
+    """
+    if rows.is_cuda and rows.dtype != torch.bfloat16:
+        # torch's kernel is of bf16 alone; this is transformers' loop over the experts.
+        product: torch.Tensor = torch.ops.transformers.grouped_mm_fallback(rows, weight, ends)
+        return product
+    return grouped_mm(rows, weight, offs=ends)
+
+
+if triton is not None:
+
+    @triton.jit
+    def _sum_rows(  # type: ignore[no-untyped-def]
+        rows, place, out, width, chosen: tl.constexpr, size: tl.constexpr
+    ):
+        token = tl.program_id(0).to(tl.int64)
+        column = tl.arange(0, size)
+        is_in = column < width
+        total = tl.zeros((size,), tl.float32)
+        for index in tl.static_range(chosen):
+            row = tl.load(place + token * chosen + index)
+            total += tl.load(rows + row * width + column, mask=is_in, other=0.0).to(tl.float32)
+        tl.store(out + token * width + column, total.to(out.dtype.element_ty), mask=is_in)
+
+    @torch.library.triton_op("sweep::summed", mutates_args=())
+    def _summed_at_once(rows: torch.Tensor, place: torch.Tensor, chosen: int) -> torch.Tensor:
+        """Return what `_summed` does, by one kernel."""
+        rows = rows.contiguous()
+        width = rows.shape[-1]
+        tokens = len(place) // chosen
+        out = rows.new_empty(tokens, width)
+        size = triton.next_power_of_2(width)
+        torch.library.wrap_triton(_sum_rows)[(tokens,)](
+            rows, place, out, width, chosen=chosen, size=size
+        )
+        return out
 
 
 class ExpertsAdapter(ParamWrapper):
@@ -311,8 +365,8 @@ class ExpertsAdapter(ParamWrapper):
             if missing:
                 down = pad(down, (0, 0, 0, missing))
                 up = pad(up, (0, 0, 0, missing))
-            inner = grouped_mm(rows, down.transpose(-2, -1), offs=ends)
-            outer = grouped_mm(inner, up.contiguous(), offs=ends)
+            inner = _grouped(rows, down.transpose(-2, -1), ends)
+            outer = _grouped(inner, up.contiguous(), ends)
             total = total + outer * self.scaling[adapter]
         return total
 

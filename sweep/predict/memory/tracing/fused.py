@@ -300,11 +300,12 @@ def product_kernels(*, is_compiled: bool) -> AbstractContextManager[None]:
     of_experts: dict[str, Any] = {
         "_RANK_MULTIPLE": 1,
         "_parts": _packed_alone,
-        "grouped_mm": _GroupedProduct.of,
+        "_grouped": _GroupedProduct.of,
+        "_summed": _summed,
         "widened": _decoded_experts,
     }
     if is_compiled:
-        of_experts |= {"_activated": _ActivatedWhenCompiled.of, "_summed": _summed_when_compiled}
+        of_experts["_activated"] = _ActivatedWhenCompiled.of
     changes = [(eight_bit, name, value) for name, value in own.items()]
     changes += [(experts, name, value) for name, value in of_experts.items()]
     return changed(changes)
@@ -319,7 +320,7 @@ def _decoded_experts(parts: Parts, dtype: torch.dtype, **_: bool) -> torch.Tenso
 
 
 class _GroupedProduct(torch.autograd.Function):
-    """`grouped_mm`, which takes no rank that a symbol stands for."""
+    """torch's `grouped_mm`, which takes no rank that a symbol stands for."""
 
     @staticmethod
     def forward(ctx: Any, rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -335,7 +336,7 @@ class _GroupedProduct(torch.autograd.Function):
         return of_rows, torch.empty_like(weight) if ctx.is_trained else None
 
     @classmethod
-    def of(cls, rows: torch.Tensor, weight: torch.Tensor, *, offs: torch.Tensor) -> torch.Tensor:
+    def of(cls, rows: torch.Tensor, weight: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
         result: torch.Tensor = cls.apply(rows, weight)
         return result
 
@@ -361,8 +362,7 @@ class _ActivatedWhenCompiled(torch.autograd.Function):
         return result
 
 
-def _summed_when_compiled(rows: torch.Tensor, _: torch.Tensor, chosen: int) -> torch.Tensor:
-    """The rows are picked where they are summed."""
+def _summed(rows: torch.Tensor, _: torch.Tensor, chosen: int) -> torch.Tensor:
     return rows.new_empty(len(rows) // chosen, rows.shape[-1])
 
 
