@@ -1,13 +1,14 @@
 """What steps take and need of model types whose layers are read off a walk: predicted and measured.
 
-    python -m tests.bench.other_models [--model NAME] [--whole] [--in-4-bits|--on-experts|--in-16-bits] [--budget GIB]
-        [-o OUT.jsonl]
+    python -m tests.bench.other_models [--model NAME] [--whole] [--budget GIB] [-o OUT.jsonl]
+        [--in-4-bits | --on-experts | --in-16-bits]
 
 A row a configuration, each model in a worker of its own from random weights. Of most models some
 of the layers are trained, which each row says: a step's parts keep their proportions. `--whole`
-trains all of them, where the GPU has room. Of mixtures the base is in 16 bits, or in 4, with adapters
-on attention or on experts too; or the configurations of 4 bits are trained in 16. Every row has both numbers of a step's seconds and of its peak, their ratios, and whether the measured seconds
-are in the stated interval; the last has the ratios' spread by model.
+trains all of them, where the GPU has room. Of mixtures the base is in 16 bits, or in 4, with
+adapters on attention or on experts too; or the configurations of 4 bits are trained in 16. Every
+row has both numbers of a step's seconds and of its peak, their ratios, and whether the measured
+seconds are in the stated interval; the last has the ratios' spread by model.
 """
 
 from __future__ import annotations

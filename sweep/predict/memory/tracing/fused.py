@@ -324,16 +324,20 @@ class _GroupedProduct(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        is_trained = weight.requires_grad
-        ctx.save_for_backward(rows if is_trained else rows.new_empty(0), weight)
-        ctx.is_trained = is_trained
+        kept = [weight]
+        if weight.requires_grad:
+            kept.append(rows)
+        ctx.save_for_backward(*kept)
         return rows.new_empty(len(rows), weight.shape[-1])
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        _, weight = ctx.saved_tensors
+        weight = ctx.saved_tensors[0]
         of_rows = grads[0].new_empty(len(grads[0]), weight.shape[-2])
-        return of_rows, torch.empty_like(weight) if ctx.is_trained else None
+        of_weight = None
+        if weight.requires_grad:
+            of_weight = torch.empty_like(weight)
+        return of_rows, of_weight
 
     @classmethod
     def of(cls, rows: torch.Tensor, weight: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
