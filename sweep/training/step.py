@@ -199,13 +199,15 @@ class TrainingLoop:
         """Return the mean loss of a pass without gradients over some micro-batches, of texts their
         largest.
 
-        As Trainer evaluates: in evaluation mode, under the same precision, the loss alone kept.
+        As `sweep train` evaluates: in evaluation mode, under the same precision, without logits
+        where the loss is fused.
         """
         source = self._batches
         if len(self._loaders) > 1:
             source = _endless(self._loaders[0])
+        options = told_in_evaluation(self._config)
         with self.evaluating():
-            return sum(self.loss_of(next(source)) for _ in range(batches)) / batches
+            return sum(self.loss_of(next(source) | options) for _ in range(batches)) / batches
 
     @contextlib.contextmanager
     def evaluating(self) -> Iterator[None]:
