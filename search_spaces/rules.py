@@ -366,7 +366,7 @@ def _of_model(config: TrialConfig, setting: Setting) -> Asked:
             cure = "nf4 or none"
         yield "quantization-leaves-weights", f"{most}: {left}. Use quantization {cure}"
     if has_experts(model):
-        yield "experts-in-16-bits", _not_of_experts(config, kind)
+        yield "experts", _not_of_experts(config, kind)
     if config.is_quantized and not config.quantized_count(layers):
         held = f"holds none of {layers} layers in {config.weight_bits} bits: use quantization none"
         share = f"quantized_fraction {config.quantized_fraction:g}"
@@ -383,6 +383,12 @@ def _not_of_experts(config: TrialConfig, kind: str) -> str | None:
         return (
             f"experts of model type '{kind}' multiply in 16 bits alone: use compute_dtype bf16 or "
             "fp16"
+        )
+    if config.compile and config.target_modules == "all-linear":
+        # Such as PEFT puts on the router's parameter.
+        return (
+            "adapters on all linear layers of a model with experts do not compile: use compile "
+            "false, or name the layers"
         )
     if config.is_4bit and config.is_sharded:
         return "experts in 4 bits cannot be shared out among GPUs: use sharding none"

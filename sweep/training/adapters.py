@@ -30,7 +30,12 @@ from qlora_sweep.search_spaces.errors import InputError, did_you_mean
 from qlora_sweep.search_spaces.linears import resolve_targets
 from qlora_sweep.sweep.training import eight_bit, experts
 from qlora_sweep.sweep.training.eight_bit import changed
-from qlora_sweep.sweep.training.experts import adapt_experts, show_shapes
+from qlora_sweep.sweep.training.experts import (
+    adapt_experts,
+    expert_modules,
+    show_shapes,
+    weight_names,
+)
 from qlora_sweep.sweep.training.model import DTYPES, LINEAR, BaseModel, decoder_layers
 from qlora_sweep.sweep.training.process_group import GatheredWeights, build_shares
 
@@ -137,6 +142,7 @@ def with_adapters(
         lora_alpha=config.alpha,
         lora_dropout=config.lora_dropout,
         target_modules=target_modules(base, config),
+        target_parameters=target_parameters(base, config),
         **options,
     )
     show_shapes(base.model)
@@ -161,14 +167,32 @@ def target_modules(base: BaseModel, config: TrialConfig) -> str | list[str]:
         return "all-linear"
     names = [name for name, module in base.model.named_modules() if isinstance(module, LINEAR)]
     suffixes = sorted({name.rpartition(".")[2] for name in names})
+    found = []
     for target in wanted:
-        if not any(name == target or name.endswith("." + target) for name in names):
+        if any(name == target or name.endswith("." + target) for name in names):
+            found.append(target)
+        elif target not in _expert_weights(base.model):
             nearest = did_you_mean(target, suffixes)
             raise InputError(
                 f"target_modules: the model has no linear layer '{target}'{nearest} "
                 "(target_modules all-linear takes every one of them)"
             )
-    return list(wanted)
+    return found
+
+
+def target_parameters(base: BaseModel, config: TrialConfig) -> list[str] | None:
+    """Return what PEFT calls the weights of experts that the configuration names; None for none."""
+    weights = _expert_weights(base.model)
+    named = [f"experts.{name}" for name in resolve_targets(config, base.spec) if name in weights]
+    return named or None
+
+
+def _expert_weights(model: torch.nn.Module) -> set[str]:
+    """Return what the model calls the weights of its experts."""
+    names = set[str]()
+    for _, module in expert_modules(model):
+        names.update(weight_names(module))
+    return names
 
 
 def _note_recomputing(layer: Any, seen: set[int], index: int) -> None:

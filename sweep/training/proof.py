@@ -476,11 +476,18 @@ def _targets(config: TrialConfig, seen: StepEvidence) -> str | None:
     if is_still or not seen.loop.optimizer.state:
         return None
     model = seen.loop.attached.model
-    adapters = {name: m for name, m in model.named_modules() if isinstance(m, LoraLayer)}
-    for target in model.peft_config[_ADAPTER].target_modules:
+    peft_config: Any = model.peft_config[_ADAPTER]
+    adapters: dict[str, Any] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, LoraLayer):
+            # One on a parameter is named as its module, or as another one on that.
+            adapters[f"{name} {getattr(module, 'parameter_name', '')}".strip()] = module
+    targets = list(peft_config.target_modules)
+    targets += (name.rpartition(".")[2] for name in peft_config.target_parameters or ())
+    for target in targets:
         weights = []
         for name, adapter in adapters.items():
-            if name == target or name.endswith(f".{target}"):
+            if name == target or name.endswith((f".{target}", f" {target}")):
                 weights.append(local(adapter.lora_B[_ADAPTER].weight).detach())
         if not weights:
             return f"{target} has no adapter"

@@ -90,8 +90,9 @@ quantization-leaves-weights | 54 GiB. Use quantization nf4 or | {quantization: i
 quantization-leaves-weights | of a class of their own | {} | falcon
 quantization-leaves-weights | "one tensor a layer. Use quantization none" | {} | dbrx
 quantization-leaves-weights | reads the weights of its linear layers | {} | jamba
-experts-in-16-bits | use sharding none | {sharding: fsdp} | qwen3-30b
-experts-in-16-bits | use compute_dtype bf16 or fp16 | {compute_dtype: int8} | qwen3-30b
+experts | use compile | {target_modules: all-linear, compile: true} | qwen3-30b
+experts | use sharding none | {sharding: fsdp} | qwen3-30b
+experts | use compute_dtype bf16 or fp16 | {compute_dtype: int8} | qwen3-30b
 attention-not-in-model | use attention eager | {} | bloom
 checkpointing-not-in-model | use checkpoint_fraction 0 | {} | ctrl
 packing-needs-texts | yours with --data | {packing: grouped}

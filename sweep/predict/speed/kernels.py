@@ -62,17 +62,6 @@ _AFTER_ATTENTION = frozenset({"o_proj", "out_proj", "dense"})
 """Linear layers that take what attention returns."""
 _AFTER_ACTIVATION = frozenset({"down_proj", "c_proj", "dense_4h_to_h", "fc2", "fc_out"})
 """Those that take what an activation returns."""
-_GROUP_TILE = 128
-"""Rows of one group that the kernel for grouped products works on at once (torch's GroupMM.cu):
-half of them, on average, are none in the last tile of each group."""
-_GROUP_START = 1000.0
-"""Columns of a row that such a tile could have multiplied while it starts and ends.
-
-Of torch's kernel on an H100, beside what other products reach there: 5,120 and 8,192 columns 0.87
-(https://github.com/pytorch/ao/pull/2490, 16 experts, 8,192 rows), 2,048 and 768 columns 0.56, 2,048
-and 512 columns 0.45 (https://github.com/ByteDance-Seed/VeOmni/pull/460, 128 and 512 experts, 32,768
-tokens, less the traffic around the products); read 2026-11-28. They come to 800, 1,030 and 1,250.
-"""
 _FULL_TILES = 108
 """Tiles of `_SMALL_TILE` squared that keep an A100 busy, one for each multiprocessor."""
 _SMALL_TILE = 64
@@ -273,9 +262,11 @@ def product(layout: KernelShapes, rows: int, columns: int) -> Work:
 def shared_product(layout: KernelShapes, of: Product) -> Work:
     """A product with frozen matrices that share the rows, forward or for the rows' gradient.
 
-    Where each row is sent to one of the matrices, as a token is to experts, a kernel of its own
-    takes them in tiles. Where there is none, torch multiplies by one matrix after another, and the
-    host waits to learn how many rows each has (`_grouped_mm_fallback` of torch 2.13).
+    Where each row is sent to one of the matrices, as a token is to experts, there is a kernel for
+    all of them: 55 sizes of such products took an H200 0.96 times this on average, 13 % apart
+    (`tests/bench/results/grouped_products_h200.jsonl`). Where there is none, torch multiplies by
+    one matrix after another, and the host waits to learn how many rows each has
+    (`_grouped_mm_fallback` of torch 2.13).
     """
     rows = layout.tokens * of.rows_per_token
     flops = 2.0 * rows * of.rows * of.columns
@@ -285,12 +276,11 @@ def shared_product(layout: KernelShapes, of: Product) -> Work:
     # Of matrices that rows are sent to at random, so many get one.
     used = of.groups * -np.expm1(rows * np.log1p(-1.0 / of.groups))
     moved = rows * (of.rows + of.columns) + used * of.rows * of.columns
-    in_tiles = (1.0 + used * _GROUP_TILE / 2.0 / rows) * (1.0 + _GROUP_START / of.rows)
     tiles = np.maximum(1.0, rows / used / _SMALL_TILE) * of.columns / _SMALL_TILE
     by_itself = np.maximum(1.0, _FULL_TILES / tiles)
     return asked(
         layout,
-        flops * np.where(layout.is_grouped, in_tiles, by_itself),
+        flops * np.where(layout.is_grouped, 1.0, by_itself),
         moved=layout.compute * moved,
         launches=np.where(layout.is_grouped, 1.0, used * COMPILED_LAUNCH),
     )

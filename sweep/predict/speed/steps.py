@@ -88,6 +88,8 @@ BUCKET_BYTES = 25 * 2**20
 """Of gradients that are sent together (DistributedDataParallel's ``bucket_cap_mb``)."""
 COLLECTIVE_SECONDS = 50e-6
 """For which a collective takes its time however little it sends."""
+EXPERT_WEIGHTS = frozenset({"gate_up_proj", "up_proj", "down_proj"})
+"""What models call the weights of experts, which adapters may go on."""
 GROUPED_KERNEL = (9, 10)
 """Major compute capabilities that have a kernel for grouped products (`_grouped_mm_cuda` of torch
 2.13); others multiply by one expert's matrix after another."""
@@ -216,8 +218,11 @@ def layers_refusal(config: TrialConfig, model: ModelSpec) -> str | None:
     kinds = layers_of(model)
     if isinstance(kinds, InputError):
         return f"the layers of model type '{model.model_type}' are not known: {kinds}"
-    if "all-linear" in resolve_targets(config, model) and not kinds[0].has_all_linear:
-        return "adapters on experts, as target_modules all-linear has them, are not predicted"
+    targets = set(resolve_targets(config, model))
+    has_routed = any(product.is_routed for kind in kinds for product in kind.products)
+    is_on_experts = has_routed and targets & EXPERT_WEIGHTS
+    if is_on_experts or ("all-linear" in targets and not kinds[0].has_all_linear):
+        return "the speed of adapters on experts is not predicted"
     return None
 
 

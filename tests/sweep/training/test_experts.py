@@ -11,6 +11,7 @@ import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 
+from qlora_sweep.storage.records import Measured
 from qlora_sweep.sweep.training.experts import (
     ExpertsAdapter,
     adapt_experts,
@@ -22,7 +23,7 @@ from qlora_sweep.sweep.training.experts import (
     weight_names,
 )
 from tests import families
-from tests.sweep.training.tiny import tiny_base, tiny_loop
+from tests.sweep.training.tiny import BRIEF, outcome_of, tiny_base, tiny_loop
 
 pytestmark = pytest.mark.filterwarnings("default")
 FAMILIES = ("qwen3_moe", "gpt_oss", "deepseek_v3")
@@ -138,3 +139,25 @@ def test_all_linear_trains_experts_too() -> None:
         loop.step()
         names = [n for n, p in loop.attached.model.named_parameters() if p.requires_grad]
     assert any(".experts." in name for name in names)
+
+
+def test_experts_that_are_named_get_adapters_of_the_rank_and_compile() -> None:
+    targets = ("q_proj", "gate_up_proj", "down_proj")
+    config = families.config_of("gpt_oss", "attention", "nf4")
+    config = config.changed(target_modules=targets, lora_rank=4)
+    with tiny_loop(config, spec=families.spec_of("gpt_oss")) as loop:
+        for layer in loop.attached.layers:
+            layer.compile(backend="eager", fullgraph=True)
+        loop.step()
+        trained = [n for n, p in loop.attached.model.named_parameters() if p.requires_grad]
+    layers = 4
+    of_experts = [name for name in trained if ".experts." in name]
+    assert len(of_experts) == 4 * layers
+    assert len(trained) == 6 * layers
+
+
+def test_a_trial_proves_adapters_on_experts() -> None:
+    config = families.config_of("gpt_oss", "attention", "nf4")
+    config = config.changed(target_modules=("o_proj", "gate_up_proj"))
+    outcome = outcome_of(config, spec=families.spec_of("gpt_oss"), steps=BRIEF)
+    assert isinstance(outcome, Measured), outcome
