@@ -44,6 +44,8 @@ _KERNELS = "eight_bit.py"
 """Stores and computes in 8 bits."""
 _EXPERTS = "experts.py"
 """Holds experts in 4 bits."""
+_GROUPED = "grouped.py"
+"""Multiplies by them."""
 _FITTING = "fitting.py"
 """Fits 8-bit products to the weights, and keeps some in 16 bits."""
 _PAIRS = "preference.py"
@@ -54,6 +56,7 @@ _ALONE = {
     ),
     "from qlora_sweep.sweep.data.collation import": "from rows import",
     "from qlora_sweep.sweep.training import eight_bit": "import eight_bit",
+    "from qlora_sweep.sweep.training import grouped": "import grouped",
     "from qlora_sweep.sweep.training.eight_bit import": "from eight_bit import",
 }
 """What is said otherwise in a file that lies there."""
@@ -221,6 +224,7 @@ def _script(record: Record) -> Export:
         files_beside[_FITTING] = _alone(_FITTING)
     if has_packed_experts:
         files_beside[_EXPERTS] = _alone(_EXPERTS)
+        files_beside[_GROUPED] = _alone(_GROUPED)
     if config.is_on_pairs:
         files_beside[_PAIRS] = _alone(_PAIRS)
         collator_keys += ["is_on_pairs", "loss_type", "dpo_beta"]

@@ -3,7 +3,8 @@
 transformers keeps all experts of a layer in one parameter (experts, out, in), which bitsandbytes
 leaves in 16 bits. Here it is packed as bitsandbytes packs the weight of a linear layer. Each pass
 decodes it for as long as its product takes and keeps nothing decoded. An exported script carries
-this file beside it: it needs torch, bitsandbytes, PEFT and `eight_bit` alone.
+this file beside it: it needs torch, transformers, bitsandbytes,
+PEFT, `eight_bit` and `grouped` alone.
 """
 
 from __future__ import annotations
@@ -15,19 +16,14 @@ from typing import Any
 import bitsandbytes as bnb
 import torch
 from peft.tuners.lora.layer import ParamWrapper
-from torch.nn.functional import grouped_mm, pad
+from torch.nn.functional import pad
 from transformers.integrations.bitsandbytes import Bnb4bitQuantize
 from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
 from transformers.quantizers.quantizer_bnb_4bit import Bnb4BitHfQuantizer
 from transformers.quantizers.quantizers_utils import should_convert_module
 
+from qlora_sweep.sweep.training import grouped
 from qlora_sweep.sweep.training.eight_bit import Parts, widened
-
-try:
-    import triton
-    import triton.language as tl
-except ImportError:  # as where torch was built for CPUs alone
-    triton = None
 
 _RANK_MULTIPLE = 8
 """torch's `grouped_mm` wants rows of 16 bytes or multiples of that: so many 16-bit values."""
@@ -212,7 +208,7 @@ class _Dispatched(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         (place,) = ctx.saved_tensors
-        return _summed(gradients[0], place, ctx.chosen), None, None, None
+        return grouped.summed(gradients[0], place, ctx.chosen), None, None, None
 
 
 class _Combined(torch.autograd.Function):
@@ -224,7 +220,7 @@ class _Combined(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.save_for_backward(order)
         ctx.chosen = chosen
-        return _summed(rows, place, chosen)
+        return grouped.summed(rows, place, chosen)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
@@ -232,22 +228,11 @@ class _Combined(torch.autograd.Function):
         return gradients[0][order // ctx.chosen], None, None, None
 
 
-def _summed(rows: torch.Tensor, place: torch.Tensor, chosen: int) -> torch.Tensor:
-    """Return by token the sum (tokens, width) of its rows, which lie at places (tokens * chosen,)
-    among all (tokens * chosen, width)."""
-    if rows.is_cuda:
-        return _summed_at_once(rows, place, chosen)
-    return rows[place].view(-1, chosen, rows.shape[-1]).sum(1)
-
-
 def _projected(experts: Any, name: str, rows: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
     """Return the product (rows, out) of rows (rows, in) and the weight of each one's expert."""
     weight = getattr(experts, name)
-    if is_packed(weight):
-        shape = tuple(shape_of(weight))
-        product = _PackedProduct.apply(rows, ends, shape, experts.is_transposed, *_parts(weight))
-    else:
-        product = _grouped(rows, _inputs_first(weight, experts.is_transposed), ends)
+    shape = tuple(shape_of(weight))
+    product = _PackedProduct.apply(rows, ends, shape, experts.is_transposed, *_parts(weight))
     adapter = experts.adapters.get(name)
     if adapter is not None:
         product = product + adapter.product(rows, ends)
@@ -275,7 +260,7 @@ class _PackedProduct(torch.autograd.Function):
         ctx.shape = shape
         ctx.is_transposed = is_transposed
         weight = widened(list(parts), rows.dtype).view(shape)
-        return _grouped(rows, _inputs_first(weight, is_transposed), ends)
+        return grouped.product(rows, _inputs_first(weight, is_transposed), ends)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
@@ -284,53 +269,9 @@ class _PackedProduct(torch.autograd.Function):
         # By another operator than forward, or the compiler keeps what that decoded.
         weight = widened(parts, gradient.dtype, is_again=True).view(ctx.shape)
         outputs_first = _inputs_first(weight, not ctx.is_transposed)
-        of_rows = _grouped(gradient, outputs_first, ends)
+        of_rows = grouped.product(gradient, outputs_first, ends)
         nothing = (None,) * (3 + len(parts))
         return of_rows, *nothing
-
-
-def _grouped(rows: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-    """Return rows (rows, in), sorted by expert, times the weight (in, out) of each one's expert.
-
-    Args:
-        rows: of any floating type.
-        weight: (experts, in, out), of the same.
-        ends: how many rows are of an expert or one before it (experts,).
-    """
-    if rows.is_cuda and rows.dtype != torch.bfloat16:
-        # torch's kernel is of bf16 alone; this is transformers' loop over the experts.
-        product: torch.Tensor = torch.ops.transformers.grouped_mm_fallback(rows, weight, ends)
-        return product
-    return grouped_mm(rows, weight, offs=ends)
-
-
-if triton is not None:
-
-    @triton.jit
-    def _sum_rows(  # type: ignore[no-untyped-def]
-        rows, place, out, width, chosen: tl.constexpr, size: tl.constexpr
-    ):
-        token = tl.program_id(0).to(tl.int64)
-        column = tl.arange(0, size)
-        is_in = column < width
-        total = tl.zeros((size,), tl.float32)
-        for index in tl.static_range(chosen):
-            row = tl.load(place + token * chosen + index)
-            total += tl.load(rows + row * width + column, mask=is_in, other=0.0).to(tl.float32)
-        tl.store(out + token * width + column, total.to(out.dtype.element_ty), mask=is_in)
-
-    @torch.library.triton_op("sweep::summed", mutates_args=())
-    def _summed_at_once(rows: torch.Tensor, place: torch.Tensor, chosen: int) -> torch.Tensor:
-        """Return what `_summed` does, by one kernel."""
-        rows = rows.contiguous()
-        width = rows.shape[-1]
-        tokens = len(place) // chosen
-        out = rows.new_empty(tokens, width)
-        size = triton.next_power_of_2(width)
-        torch.library.wrap_triton(_sum_rows)[(tokens,)](
-            rows, place, out, width, chosen=chosen, size=size
-        )
-        return out
 
 
 class ExpertsAdapter(ParamWrapper):
@@ -365,8 +306,8 @@ class ExpertsAdapter(ParamWrapper):
             if missing:
                 down = pad(down, (0, 0, 0, missing))
                 up = pad(up, (0, 0, 0, missing))
-            inner = _grouped(rows, down.transpose(-2, -1), ends)
-            outer = _grouped(inner, up.contiguous(), ends)
+            inner = grouped.trained_product(rows, down.transpose(-2, -1), ends)
+            outer = grouped.trained_product(inner, up.contiguous(), ends)
             total = total + outer * self.scaling[adapter]
         return total
 

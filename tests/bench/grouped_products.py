@@ -3,7 +3,9 @@
     python -m tests.bench.grouped_products [-o OUT.jsonl]
 
 A row a size: the seconds of one product of so many tokens, each sent to some experts at random, by
-16-bit matrices (experts, out, in), and of decoding those from NF4 with quantized scales.
+bf16 matrices (experts, out, in), as torch multiplies on this GPU, as the kernel of GPUs below
+compute capability 9 does, and as a loop over the experts; and of decoding the matrices from NF4
+with quantized scales.
 """
 
 from __future__ import annotations
@@ -14,8 +16,8 @@ from collections.abc import Callable
 
 import bitsandbytes as bnb
 import torch
-from torch.nn.functional import grouped_mm
 
+from qlora_sweep.sweep.training import grouped
 from qlora_sweep.sweep.training.eight_bit import widened
 from qlora_sweep.sweep.training.experts import _parts
 from tests.bench.harness import asked, write
@@ -28,6 +30,11 @@ SHAPES = (
     (256, 8, 2048, 1024),
 )
 """Experts, how many of them a token is sent to, and the product's two widths."""
+WAYS: dict[str, Callable[..., object]] = {
+    "seconds": grouped.product,
+    "our_seconds": grouped._product_at_once,
+    "loop_seconds": grouped._one_by_one,
+}
 TOKENS = (512, 2048, 4096, 8192, 16384)
 
 
@@ -57,13 +64,14 @@ def main() -> None:
             sent = scores.topk(chosen, dim=1).indices.flatten().sort().values  # (rows,)
             ends = torch.searchsorted(sent, every, right=True, out_int32=True)
             rows = torch.randn(len(sent), width, device="cuda", dtype=torch.bfloat16)
-            right = weight.transpose(-2, -1)
-            once = seconds(
-                lambda rows=rows, ends=ends, right=right: grouped_mm(rows, right, offs=ends)
-            )
+            given = rows, weight.transpose(-2, -1), ends
+            taken = {
+                name: seconds(lambda multiply=multiply, given=given: multiply(*given))
+                for name, multiply in WAYS.items()
+            }
             about = {"experts": experts, "tokens": tokens, "rows": len(sent)}
-            of_product = {"in": width, "out": columns, "seconds": once}
-            write(about | of_product | {"decoding_seconds": decoding}, output)
+            of_product = {"in": width, "out": columns, "decoding_seconds": decoding}
+            write(about | of_product | taken, output)
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 
 from qlora_sweep.search_spaces.config import TrialConfig
 from qlora_sweep.search_spaces.models import ModelSpec, checked_config
+from qlora_sweep.sweep.training import grouped
 from qlora_sweep.sweep.training.adapters import compile_each
 from qlora_sweep.sweep.training.eight_bit import widened
 from qlora_sweep.sweep.training.experts import (
@@ -59,6 +60,44 @@ def test_decoding_is_bitsandbytes(
     # A scale may be rounded otherwise where it is multiplied and offset at once.
     torch.testing.assert_close(found, expected, rtol=torch.finfo(dtype).eps, atol=0)
     assert bool(found.equal(expected)) or float((found != expected).float().mean()) < 0.01
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("is_transposed", [False, True])
+@pytest.mark.parametrize("shape", [(5, 192, 72), (32, 256, 1024), (3, 40, 8)])
+def test_the_kernel_of_other_gpus_multiplies_as_a_loop(
+    shape: tuple[int, int, int], is_transposed: bool, dtype: torch.dtype
+) -> None:
+    torch.manual_seed(0)
+    groups, width, columns = shape
+    counts = torch.randint(0, 300, (groups,), device="cuda")
+    counts[1] = 0
+    ends = counts.cumsum(0).int()
+    rows = torch.randn(int(ends[-1]), width, device="cuda", dtype=dtype)
+    weight = torch.randn(shape, device="cuda", dtype=dtype)
+    if is_transposed:
+        weight = weight.transpose(-2, -1).contiguous().transpose(-2, -1)
+    found = grouped._product_at_once(rows, weight, ends)
+    torch.testing.assert_close(found, grouped._one_by_one(rows, weight, ends), rtol=0.02, atol=0.1)
+
+
+@pytest.mark.parametrize("capability", [80, 86, 89, 120])
+@pytest.mark.parametrize("kind", ["bf16", "fp16"])
+def test_the_kernel_is_compiled_for_other_gpus_tensor_cores(capability: int, kind: str) -> None:
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    signature = dict.fromkeys(("rows", "weight", "out"), f"*{kind}")
+    signature |= dict.fromkeys(("tile_groups", "tile_rows", "ends"), "*i32")
+    signature |= dict.fromkeys(("weight_group", "weight_row", "weight_column"), "i32")
+    sizes = {"width": 2048, "columns": 1536, "of_rows": 128, "of_columns": 128, "of_width": 32}
+    signature |= dict.fromkeys(sizes, "constexpr")
+    source = ASTSource(fn=grouped._multiply, signature=signature, constexprs=sizes)
+    target = GPUTarget("cuda", capability, 32)
+    compiled = triton.compile(source, target=target, options={"num_warps": 8, "num_stages": 3})
+    assert "mma.sync" in compiled.asm["ptx"]
+    assert compiled.metadata.shared < 99 * 1024
 
 
 @pytest.fixture(params=["qwen3_moe bf16", "gpt_oss bf16", "qwen3_moe fp16"])

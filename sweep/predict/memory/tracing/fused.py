@@ -37,7 +37,7 @@ import torch
 import torch.nn.functional as functional
 from peft.tuners.tuners_utils import BaseTunerLayer
 
-from qlora_sweep.sweep.training import eight_bit, experts
+from qlora_sweep.sweep.training import eight_bit, experts, grouped
 from qlora_sweep.sweep.training.eight_bit import TYPES, Parts, changed
 from qlora_sweep.sweep.training.model import decoder_layers
 
@@ -300,14 +300,18 @@ def product_kernels(*, is_compiled: bool) -> AbstractContextManager[None]:
     of_experts: dict[str, Any] = {
         "_RANK_MULTIPLE": 1,
         "_parts": _packed_alone,
-        "_grouped": _GroupedProduct.of,
-        "_summed": _summed,
         "widened": _decoded_experts,
+    }
+    of_groups = {
+        "product": _GroupedProduct.of,
+        "trained_product": _GroupedProduct.of,
+        "summed": _summed,
     }
     if is_compiled:
         of_experts["_activated"] = _ActivatedWhenCompiled.of
     changes = [(eight_bit, name, value) for name, value in own.items()]
     changes += [(experts, name, value) for name, value in of_experts.items()]
+    changes += [(grouped, name, value) for name, value in of_groups.items()]
     return changed(changes)
 
 
