@@ -69,7 +69,7 @@ def test_the_kernel_of_other_gpus_multiplies_as_a_loop(
     shape: tuple[int, int, int], is_transposed: bool, dtype: torch.dtype
 ) -> None:
     torch.manual_seed(0)
-    groups, width, columns = shape
+    groups, width, _ = shape
     counts = torch.randint(0, 300, (groups,), device="cuda")
     counts[1] = 0
     ends = counts.cumsum(0).int()
