@@ -60,6 +60,8 @@ _CARD_CHARACTERS = 4096
 """Of a model card, in which its header is."""
 _REQUIRED = ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size")
 _OPTIONAL = ("num_key_value_heads", "head_dim", "intermediate_size", "max_position_embeddings")
+_OF_EACH_LAYER = "intermediate_size"
+"""Key that may have a value for each layer, as of Gemma 3n."""
 SIZES = _REQUIRED + _OPTIONAL
 """Keys of a config whose values are counts."""
 _OTHER_WORDS = {
@@ -578,10 +580,14 @@ def _check_sizes(config: dict[str, Any], *, label: str) -> None:
         most = SIZE_MAX
         if key == "num_hidden_layers":
             most = LAYERS_MAX
-        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
-            raise InputError(
-                f"{label}: {key} must be a whole number from 1 to {most:,}, got {quote(value)}"
-            )
+        sizes = [value]
+        if key == _OF_EACH_LAYER and isinstance(value, list):
+            sizes = value
+        for size in sizes:
+            if isinstance(size, bool) or not isinstance(size, int) or not 1 <= size <= most:
+                raise InputError(
+                    f"{label}: {key} must be a whole number from 1 to {most:,}, got {quote(size)}"
+                )
     cap = config.get(SCORE_CAP)
     is_number = isinstance(cap, int | float) and not isinstance(cap, bool)
     if cap is not None and not (is_number and cap > 0):

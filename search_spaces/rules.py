@@ -41,23 +41,27 @@ LIGER_MODEL_TYPES = types(
 """Text decoders that liger-kernel 0.8.5 patches, fused loss included (its `monkey_patch` table)."""
 WITHOUT_SDPA = types(
     """
-    bloom codegen deepseek_v4 falcon_mamba gpt_neo gpt_oss gptj granite_swa granitemoe_swa hy_v4
-    mamba mamba2 mimo_v2_flash mpt rwkv xglm
+    big_bird bloom codegen cpmant deepseek_v4 falcon_mamba git gpt_neo gpt_neox_japanese gpt_oss
+    gptj granite_swa granitemoe_swa hy_v4 mamba mamba2 megatron-bert mimo_v2_flash mpt openai-gpt
+    reformer rembert roformer rwkv trocr xglm xlm xlnet xlstm
     """
 )
 """Decoders that transformers 5.17 runs with eager attention, and not with torch's."""
 WITHOUT_FLASH = types(
     """
-    axk2 bloom blt codegen cpmant deepseek_v32 deepseek_v4 doge falcon_mamba glm_moe_dsa
-    gpt_neox_japanese gpt_oss granite_swa granitemoe_swa hy_v4 inkling_text llama4_text mamba mamba2
-    mimo_v2_flash minimax_m3_vl_text mpt openai-gpt qwen4_exp_text rwkv xglm xlm xlnet xlstm
+    axk2 big_bird bloom blt codegen cpmant deepseek_v32 deepseek_v4 doge falcon_mamba git
+    glm_moe_dsa gpt_neox_japanese gpt_oss granite_swa granitemoe_swa hy_v4 inkling_text llama4_text
+    mamba mamba2 megatron-bert mimo_v2_flash minimax_m3_vl_text mpt openai-gpt qwen4_exp_text
+    reformer rembert roformer rwkv trocr xglm xlm xlnet xlstm
     """
 )
 """Decoders that transformers 5.17 does not run with FlashAttention-2, or with another kernel in its
 place, as it has no attention sinks."""
 _SCORE_CAPS = dict.fromkeys(("gemma2", "vaultgemma"), 50.0)
 """The cap of attention's scores of types that have one where the config does not say."""
-WITHOUT_CHECKPOINTING = types("cpmant ctrl gpt_neox_japanese jetmoe openai-gpt xlm xlnet")
+WITHOUT_CHECKPOINTING = types(
+    "cpmant ctrl gpt_neox_japanese jetmoe openai-gpt reformer xlm xlnet"
+)
 """Decoders whose layers transformers 5.17 cannot checkpoint."""
 
 OVERFLOWS_FP16 = types("gemma2 gemma3_text")

@@ -189,6 +189,8 @@ SHRUNK: dict[str, Any] = {
     "mamba_num_heads": 8,
     "mamba_head_dim": 32,
     "mamba_headdim": 32,
+    "mamba_chunk_size": 16,
+    "chunk_size": 16,
     "ssm_state_size": 16,
     "linear_num_heads": 4,
     "linear_head_dim": 32,
@@ -204,7 +206,9 @@ _CONV_AND_ATTENTION: dict[str, Any] = {
     "layer_types": ["conv", "full_attention"] * 2,
     "num_hidden_layers": 4,
 }
+_SHORT_CHUNKS = {"mamba_chunk_size": 16}
 OWN: dict[str, dict[str, Any]] = {
+    **dict.fromkeys(("bamba", "falcon_h1", "granitemoehybrid"), _SHORT_CHUNKS),
     "cohere_compass_text": {
         "rope_parameters": {
             "full_attention": {
@@ -272,7 +276,7 @@ OWN: dict[str, dict[str, Any]] = {
     },
     "zaya": {"num_experts_per_tok": 1},
 }
-"""What a shrunk config needs besides, as a rule as its class's default is none that can be built."""
+"""What a config needs besides, as a rule as its class's default is none that can be built."""
 LAYERS = SIZES["num_hidden_layers"]
 
 
@@ -286,7 +290,7 @@ def tiny_config_of(kind: str) -> dict[str, Any]:
         Exception: whatever transformers says of a class that has no default.
     """
     if kind in FAMILIES:
-        return {"model_type": kind, **SIZES, **FAMILIES[kind]}
+        return {"model_type": kind, **SIZES, **FAMILIES[kind], **OWN.get(kind, {})}
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     default = CONFIG_MAPPING[kind]()

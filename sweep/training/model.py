@@ -427,6 +427,9 @@ def fill_module(model: PreTrainedModel, module: torch.nn.Module) -> None:
             torch.nn.init.normal_(tensor, std=0.02)
         else:
             torch.nn.init.ones_(tensor)
+    # A model within the model has a way of its own for its own tensors, as in transformers.
+    if isinstance(module, PreTrainedModel):
+        model = module
     model._init_weights(module)
 
 

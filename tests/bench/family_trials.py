@@ -233,9 +233,10 @@ def _of_targets(
     measured: list[int] = []
 
     def train() -> None:
-        measured.extend(_peaks(held_out, spec, place))
-        if config.is_quantized:
-            _peaks([config], spec, place)
+        _peaks([config], spec, place)
+        # What is not predicted may loop over the tokens.
+        if planned == YES:
+            measured.extend(_peaks(held_out, spec, place))
 
     trained = _said(train)
     error_of_growth = None
@@ -326,8 +327,10 @@ def faithful(spec: ModelSpec, found: OfType, place: Workplace) -> None:
     if found.quantization == "none":
         return
     narrow = _config(spec, targets, found.quantization).changed(
-        compute_dtype="int8", **COMPARED
+        compute_dtype="int8"
     )
+    if found.targets[targets].planned == YES:
+        narrow = narrow.changed(**COMPARED)
     refused = _rule(narrow, spec, place)
     if refused:
         raise NotSoError(f"in 16 bits; in INT8 refused: {refused}")

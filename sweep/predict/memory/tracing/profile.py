@@ -228,11 +228,15 @@ _BY_INDEX = {
     "decoder_sparse_step": 1,
     "expert_layer_period": 1,
     "first_k_dense_replace": 1,
+    # Of an embedding that holds a share for each layer, so that it is as wide as there are layers.
+    "hidden_size_per_layer_input": 0,
     "interleave_moe_layer_step": 1,
     "mlp_only_layers": 0,
     "moe_layer_interval": 1,
     "moe_layer_start_index": 1,
     "num_dense_layers": 1,
+    # The last layers take keys and values of earlier ones.
+    "num_kv_shared_layers": 0,
 }
 """Keys that tell layers apart by their index, and the value up to which the ends alone differ.
 
