@@ -61,12 +61,14 @@ _USUAL = types("cohere cohere2 ernie4_5 exaone4 helium ministral3 olmo olmo3 see
 _NAMES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     **dict.fromkeys(_USUAL | _SHAPED, (_ATTENTION, _GATED)),
     **dict.fromkeys(("apertus", "arcee", "nemotron"), (_ATTENTION, _UNGATED)),
-    **dict.fromkeys(("bloom", "falcon", "gpt_neox"), (_QUERY_KEY_VALUE, _UP_DOWN)),
+    **dict.fromkeys(types("bloom falcon gpt_neox persimmon"), (_QUERY_KEY_VALUE, _UP_DOWN)),
+    **dict.fromkeys(("biogpt", "xglm"), (_OUT, ("fc1", "fc2"))),
     "codegen": (("qkv_proj", "out_proj"), ("fc_in", "fc_out")),
     **dict.fromkeys(("glm", "glm4"), (_ATTENTION, _FUSED_GATED)),
-    **dict.fromkeys(("gpt2", "gpt_bigcode"), (_C_ATTN, ("c_fc", "c_proj"))),
+    **dict.fromkeys(types("gpt-sw3 gpt2 gpt_bigcode openai-gpt"), (_C_ATTN, ("c_fc", "c_proj"))),
     "gpt_neo": (_OUT, ("c_fc", "c_proj")),
     "gptj": (_OUT, ("fc_in", "fc_out")),
+    "modernbert-decoder": (("q_proj", "k_proj", "v_proj", "attn.Wo"), ("Wi", "mlp.Wo")),
     "mpt": (("Wqkv", "out_proj"), _UNGATED),
     "opt": (_OUT, ("fc1", "fc2")),
     "phi": (("q_proj", "k_proj", "v_proj", "dense"), ("fc1", "fc2")),
@@ -76,11 +78,29 @@ _NAMES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 """Layers of attention and of the feed-forward block, by transformers' model type."""
 
 _LATENT = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")
-_LATENT_TYPES = frozenset({"deepseek_v2", "deepseek_v3", "glm4_moe_lite"})
+_INDEXED = types("axk2 deepseek_v32 deepseek_v4 glm_moe_dsa hy_v4")
+"""Types whose attention has linear layers that choose tokens, and so get no gradient."""
+_LATENT_TYPES = types(
+    """
+    axk1 deepseek_v2 deepseek_v3 deepseek_v32 glm4_moe_lite glm_moe_dsa hy_v4 longcat_flash
+    minicpm3 youtu
+    """
+)
 """Types with multi-head latent attention: queries, and keys with values, through a low rank."""
-_NOT_EVERY_LINEAR = frozenset({"falcon_h1", "llama4_text", "phimoe"})
+_OTHER_ATTENTION: dict[str, tuple[str, ...]] = {
+    "axk2": ("q_a_proj", "q_gate_proj") + _LATENT[2:],
+    "cpmant": ("project_q", "project_k", "project_v", "attention_out"),
+    "ctrl": ("Wq", "Wk", "Wv", "multi_head_attention.dense"),
+    "dbrx": ("Wqkv", "out_proj"),
+    "deepseek_v4": ("q_a_proj", "self_attn.q_b_proj", "self_attn.kv_proj", "o_b_proj"),
+    "moshi": ("q_proj.linear", "k_proj.linear", "v_proj.linear", "o_proj.linear"),
+    "phi4_multimodal": ("qkv_proj", "self_attn.o_proj"),
+    "xlm": ("q_lin", "k_lin", "v_lin", "out_lin"),
+}
+"""Layers of attention of types whose other linear layers are PEFT's to find."""
+_NOT_EVERY_LINEAR = types("falcon_h1 llama4_text phimoe") | _INDEXED
 """Types with a linear layer that no adapter can go on: a router that returns more than a tensor, or
-a state space's output, which PEFT refuses.
+a state space's output, which PEFT refuses; or what gets no gradient.
 """
 _HEADS_DEFAULT_TO_QUERIES = frozenset({"granite", "llama", "olmo2", "phi3"})
 """Types whose keys and values have as many heads as the queries where the config does not say.
@@ -114,20 +134,19 @@ def target_sets(model: ModelSpec) -> dict[str, tuple[str, ...]]:
     ``all-linear`` of a type that is not known stays as it is: PEFT resolves it on the real model.
     """
     kind = model.model_type
+    attention: tuple[str, ...] = _OTHER_ATTENTION.get(kind, _ATTENTION)
+    every: tuple[str, ...] = ("all-linear",)
     if kind in _LATENT_TYPES:
-        latent: tuple[str, ...] = _LATENT
+        attention = _LATENT
         if model.config.get("q_lora_rank", True) is None:
             # Without a rank for the queries they have one matrix.
-            latent = ("q_proj",) + _LATENT[2:]
-        return {"attention": latent, "all-linear": ("all-linear",)}
-    attention: tuple[str, ...] = _ATTENTION
-    every: tuple[str, ...] = ("all-linear",)
-    if kind in _NAMES:
+            attention = ("q_proj",) + _LATENT[2:]
+    elif kind in _NAMES:
         attention, feed_forward = _NAMES[kind]
         every = attention + feed_forward
     sets: dict[str, tuple[str, ...]] = {"attention": attention}
     # One matrix may hold queries, keys and values.
-    if "q_proj" in attention:
+    if set(_QV) <= set(attention):
         sets = {"qv": _QV, "attention": attention}
     if kind not in _NOT_EVERY_LINEAR:
         sets["all-linear"] = every

@@ -209,6 +209,7 @@ _CONV_AND_ATTENTION: dict[str, Any] = {
 _SHORT_CHUNKS = {"mamba_chunk_size": 16}
 OWN: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("bamba", "falcon_h1", "granitemoehybrid"), _SHORT_CHUNKS),
+    "axk1": {"head_dim": 16},
     "cohere_compass_text": {
         "rope_parameters": {
             "full_attention": {
@@ -219,7 +220,8 @@ OWN: dict[str, dict[str, Any]] = {
         }
     },
     "dbrx": {
-        "attn_config": {"kv_n_heads": 2, "rope_theta": 10_000.0},
+        "d_model": 128,
+        "attn_config": {"kv_n_heads": 2, "rope_theta": 10_000.0, "clip_qkv": 8},
         "ffn_config": {
             "hidden_size": 128,
             "ffn_hidden_size": 64,
@@ -227,7 +229,12 @@ OWN: dict[str, dict[str, Any]] = {
             "moe_top_k": 2,
         },
     },
-    "dots1": {"head_dim": 32, "n_routed_experts": 4, "n_shared_experts": 1},
+    "dots1": {
+        "head_dim": 32,
+        "n_routed_experts": 4,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 2,
+    },
     "gemma3n_text": {
         "intermediate_size": [256] * 4,
         "layer_types": ["sliding_attention", "full_attention"] * 2,
@@ -240,7 +247,7 @@ OWN: dict[str, dict[str, Any]] = {
     "hunyuan_v1_moe": {"head_dim": 32},
     "lfm2": _CONV_AND_ATTENTION,
     "lfm2_moe": {**_CONV_AND_ATTENTION, "num_dense_layers": 1},
-    "longcat_flash": {"num_layers": 2, "num_hidden_layers": 4},
+    "longcat_flash": {"num_layers": 2, "num_hidden_layers": 4, "head_dim": 16},
     "nemotron_h": {
         "num_hidden_layers": 4,
         "layers_block_type": ["linear_attention", "full_attention", "moe", "mlp"],

@@ -42,6 +42,7 @@ _BEYOND_A_CPUS_KERNEL = (
     "attn_pdrop",
     "attn_dropout",
     "attention_dropout_prob",
+    "attention_probs_dropout_prob",
     "v_head_dim",
 )
 """What architectures call the share of attention scores that training drops, and the width of
@@ -51,14 +52,13 @@ _FLASH_ATTN = "flash_attn"
 """What flash-attn's own operators are called, and no operator of torch is."""
 _PRODUCTS = {
     "mm": 0,
-    "bmm": 0,
     "addmm": 1,
-    "baddbmm": 1,
     "gemm_4bit": 0,
     "_scaled_mm": 0,
     "_int_mm": 0,
 }
-"""Operators that multiply matrices, and which argument is the left one."""
+"""Operators that multiply by matrices of weights, and which argument is the left one. Those that
+multiply batches are of attention, which without a fused kernel is in fp32, and of rotary angles."""
 _PROFILED_TYPES = {"c10::Float8_e4m3fn": torch.float8_e4m3fn, "signed char": torch.int8}
 """What torch's profiler calls 8-bit types."""
 _LEAST_8_BIT_SHARE = 0.6

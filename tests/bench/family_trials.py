@@ -64,7 +64,13 @@ FEW, MANY = 1, 3
 RANK = 4
 COMPARED = {"micro_batch_size": 8, "seq_len": 256}
 """What is compared in INT8: two micro-batches have as many tokens as are looked at."""
-DROPOUTS = ("attention_dropout", "attn_pdrop", "attn_dropout", "attention_dropout_prob")
+DROPOUTS = (
+    "attention_dropout",
+    "attn_pdrop",
+    "attn_dropout",
+    "attention_dropout_prob",
+    "attention_probs_dropout_prob",
+)
 """What types call the share of scores that training drops: the CPU's fused attention drops none."""
 BUDGET = StepBudget(warmup_min=1, warmup_max=1, measured_min=2, measured_max=2)
 """The peak, and what proves the settings, are in the first two steps."""
