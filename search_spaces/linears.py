@@ -6,13 +6,16 @@ worker, which has the real model, answers instead. Tables were read in transform
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from qlora_sweep.search_spaces.config import TrialConfig
-from qlora_sweep.search_spaces.models import ModelSpec
+from qlora_sweep.search_spaces.models import ModelSpec, load_model_spec
 
 if TYPE_CHECKING:
     import numpy as np
@@ -66,6 +69,11 @@ _NAMES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "codegen": (("qkv_proj", "out_proj"), ("fc_in", "fc_out")),
     **dict.fromkeys(("glm", "glm4"), (_ATTENTION, _FUSED_GATED)),
     **dict.fromkeys(types("gpt-sw3 gpt2 gpt_bigcode openai-gpt"), (_C_ATTN, ("c_fc", "c_proj"))),
+    # Without those of `READ_BY_CODE` and the router before them, which has four outputs.
+    "gemma3n_text": (
+        _ATTENTION,
+        _GATED + ("linear_left", "linear_right", "per_layer_input_gate", "per_layer_projection"),
+    ),
     "gpt_neo": (_OUT, ("c_fc", "c_proj")),
     "gptj": (_OUT, ("fc_in", "fc_out")),
     "modernbert-decoder": (("q_proj", "k_proj", "v_proj", "attn.Wo"), ("Wi", "mlp.Wo")),
@@ -102,6 +110,11 @@ _NOT_EVERY_LINEAR = types("falcon_h1 llama4_text phimoe") | _INDEXED
 """Types with a linear layer that no adapter can go on: a router that returns more than a tensor, or
 a state space's output, which PEFT refuses; or what gets no gradient.
 """
+READ_BY_CODE: dict[str, tuple[str, ...]] = {
+    "gemma3n_text": ("correction_coefs", "prediction_coefs"),
+}
+"""Linear layers, by type, whose weight the model's code reads itself, so that it cannot be packed:
+transformers clamps these two in training. They are 4 x 4 and 4 x 16, and stay in 16 bits."""
 _HEADS_DEFAULT_TO_QUERIES = frozenset({"granite", "llama", "olmo2", "phi3"})
 """Types whose keys and values have as many heads as the queries where the config does not say.
 Others have a default of their own, which only transformers knows."""
@@ -304,6 +317,19 @@ def training_flops_per_token(
 
 def parameters(model: ModelSpec) -> int | None:
     """Return the parameters of the whole model; None where the architecture is not known."""
+    return _counted(model) or _shipped_counts().get(model.fingerprint)
+
+
+@cache
+def _shipped_counts() -> dict[str, int]:
+    """Return what shipped models of types that are not counted here have, by fingerprint: as
+    transformers builds them."""
+    named = files("qlora_sweep.search_spaces").joinpath("parameter_counts.json").read_text("utf-8")
+    return {load_model_spec(name).fingerprint: n for name, n in json.loads(named).items()}
+
+
+def _counted(model: ModelSpec) -> int | None:
+    """Return the parameters that follow from shapes; None where the type is not known."""
     kind = model.model_type
     config = model.config
     experts = 0

@@ -186,7 +186,10 @@ _LEFT_OUT: dict[str, dict[str, int]] = {
 """Sizes of transformers' classes, by the type of a text config that is stored inside of another:
 ``save_pretrained`` leaves out of it what equals them, so that a published one may lack any."""
 _PUBLISHED = dict.fromkeys(
-    ("gemma-3-4b", "gemma-3-12b", "gemma-3-27b"),
+    (
+        *("gemma-3-4b", "gemma-3-12b", "gemma-3-27b"),
+        *("gemma-4-e2b", "gemma-4-e4b", "gemma-4-26b-a4b", "gemma-4-31b"),
+    ),
     "with a vision tower: to train its text decoder download it and name the directory",
 )
 _PUBLISHED["gpt-oss-20b"] = "in MXFP4, which is not trained here"
@@ -481,7 +484,10 @@ def _hub_ids() -> dict[str, str]:
     known = json.loads(
         files("qlora_sweep.search_spaces").joinpath("hub_ids.json").read_text("utf-8")
     )
-    return {hub_id.lower(): name for name, hub_id in known.items()}
+    names: dict[str, str] = {}
+    for name, hub_ids in known.items():
+        names |= {hub_id.lower(): name for hub_id in hub_ids}
+    return names
 
 
 # Configs.

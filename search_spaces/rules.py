@@ -59,9 +59,7 @@ WITHOUT_FLASH = types(
 place, as it has no attention sinks."""
 _SCORE_CAPS = dict.fromkeys(("gemma2", "vaultgemma"), 50.0)
 """The cap of attention's scores of types that have one where the config does not say."""
-WITHOUT_CHECKPOINTING = types(
-    "cpmant ctrl gpt_neox_japanese jetmoe openai-gpt reformer xlm xlnet"
-)
+WITHOUT_CHECKPOINTING = types("cpmant ctrl gpt_neox_japanese jetmoe openai-gpt reformer xlm xlnet")
 """Decoders whose layers transformers 5.17 cannot checkpoint."""
 
 OVERFLOWS_FP16 = types("gemma2 gemma3_text")

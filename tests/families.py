@@ -305,10 +305,11 @@ def tiny_config_of(kind: str) -> dict[str, Any]:
     named = values.keys() | type(default).attribute_map.keys()
     tiny: dict[str, Any] = {"model_type": kind}
     for key, size in SHRUNK.items():
-        is_number = isinstance(values.get(key), int) and not isinstance(values.get(key), bool)
-        if is_number or (key in SIZES and key in named and key not in values):
-            tiny[key] = size
-        elif key.endswith("_token_id") and key in named:
+        value = values.get(key)
+        is_size = isinstance(value, int) and not isinstance(value, bool)
+        is_renamed = key in SIZES and key in named and key not in values
+        is_token = key.endswith("_token_id") and key in named
+        if is_size or is_renamed or is_token:
             tiny[key] = size
     tiny |= _of_layers(values, getattr(default, "num_hidden_layers", 0))
     for key in ("is_encoder_decoder", "text_config"):

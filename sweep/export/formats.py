@@ -19,6 +19,7 @@ from qlora_sweep.search_spaces.config import LOGITS_AT_ONCE, allocator_settings
 from qlora_sweep.search_spaces.errors import InputError, did_you_mean, quote
 from qlora_sweep.search_spaces.frozen import replaced
 from qlora_sweep.search_spaces.kinds import COMPUTE_DTYPES
+from qlora_sweep.search_spaces.linears import READ_BY_CODE
 from qlora_sweep.search_spaces.quantized import stored_quantization
 from qlora_sweep.storage.definition import StudySnapshot
 from qlora_sweep.storage.files import WRITTEN_BY
@@ -244,6 +245,7 @@ def _script(record: Record) -> Export:
         quantized_whole=is_whole,
         stored=stored_quantization(record.model.config) is not None,
         partly_quantized=config.is_quantized and not is_whole,
+        read_by_code=READ_BY_CODE.get(str(record.model.config.get("model_type"))),
         environment=allocator_settings(config.expandable_segments),
         needs=needs,
         training=trainers.spelled(record, "script"),

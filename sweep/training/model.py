@@ -38,6 +38,7 @@ from transformers.quantizers.quantizers_utils import should_convert_module
 from qlora_sweep.search_spaces.config import TrialConfig
 from qlora_sweep.search_spaces.errors import InputError, install_extra
 from qlora_sweep.search_spaces.kinds import COMPUTE_DTYPES
+from qlora_sweep.search_spaces.linears import READ_BY_CODE
 from qlora_sweep.search_spaces.models import ModelSpec
 from qlora_sweep.search_spaces.quantized import KEY as STORED_KEY
 from qlora_sweep.search_spaces.space import Weights
@@ -259,7 +260,7 @@ def _matrices(model: PreTrainedModel) -> Iterator[tuple[str, torch.nn.Module, in
     the state of a recurrent layer is no matrix here: it is smaller than a square of the hidden
     size, or belongs to a convolution.
     """
-    kept = tuple(f"{name}." for name in get_keys_to_not_convert(model))
+    kept = tuple(f"{name}." for name in never_quantized(model))
     square = int(model.config.get_text_config().hidden_size) ** 2
     for path, module in model.named_modules():
         if isinstance(module, _NEVER) or f"{path}.".startswith(kept):
@@ -279,6 +280,14 @@ def weights_of(linear: Any) -> int:
     return int(linear.in_features * linear.out_features)
 
 
+def never_quantized(model: PreTrainedModel) -> list[str]:
+    """Return the names of what every quantized base has in 16 bits: its head, and what the model's
+    own code reads."""
+    read = READ_BY_CODE.get(model.config.model_type, ())
+    names = [name for name, _ in model.named_modules() if name.rpartition(".")[2] in read]
+    return [*get_keys_to_not_convert(model), *names]
+
+
 def _kept_modules(model: PreTrainedModel, config: TrialConfig, spec: ModelSpec) -> list[str]:
     """Return the patterns of what is not quantized, as transformers matches names."""
     if spec.stored is not None and spec.stored.left is not None:
@@ -288,7 +297,7 @@ def _kept_modules(model: PreTrainedModel, config: TrialConfig, spec: ModelSpec) 
         return kept
     # It takes a pattern for the start of a name, so that layer 1 would match layer 10 too.
     left = [f"{re.escape(name)}\\." for name in unquantized_layers(model, config)]
-    return list(get_keys_to_not_convert(model)) + left
+    return never_quantized(model) + left
 
 
 def _bnb_config(config: TrialConfig, kept: list[str] | None) -> BitsAndBytesConfig:
@@ -345,7 +354,7 @@ def load_pretrained(
     else:
         model = AutoModelForCausalLM.from_pretrained(name, **arguments, trust_remote_code=False)
     if config.weight_bits == 8:
-        to_8_bits(model, config.quantization, left=get_keys_to_not_convert(model), device=device)
+        to_8_bits(model, config.quantization, left=never_quantized(model), device=device)
     return model
 
 
@@ -367,7 +376,8 @@ def loading_arguments(
         setattr(architecture, STORED_KEY, stored)
         return {"config": architecture, **common}
     kept = None
-    if config.is_quantized and config.quantized_count(spec.hidden_layers) < spec.hidden_layers:
+    is_partly = config.quantized_count(spec.hidden_layers) < spec.hidden_layers
+    if config.is_quantized and (is_partly or spec.model_type in READ_BY_CODE):
         kept = _kept_modules(_plain_skeleton(config, spec=spec), config, spec)
     return {
         "quantization_config": _bnb_config(config, kept) if config.is_4bit else None,
@@ -449,7 +459,7 @@ def skeleton(config: TrialConfig, *, spec: ModelSpec) -> PreTrainedModel:
         model.quantization_method = quantization.quantization_method()
         model.config.quantization_config = quantization
     if config.weight_bits == 8:
-        to_8_bits(model, config.quantization, left=get_keys_to_not_convert(model))
+        to_8_bits(model, config.quantization, left=never_quantized(model))
     return model
 
 

@@ -91,7 +91,10 @@ def _tries(kinds: Sequence[str], device: str) -> Iterator[tuple[str, Row]]:
         for kind in kinds:
             found = asdict(tried(kind, place))
             yield kind, found
-            print(f"{kind}: {found['seconds']} s, {time.perf_counter() - began:.0f} s in all", flush=True)
+            print(
+                f"{kind}: {found['seconds']} s, {time.perf_counter() - began:.0f} s in all",
+                flush=True,
+            )
     tracer.close()
 
 

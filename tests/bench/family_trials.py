@@ -332,9 +332,7 @@ def faithful(spec: ModelSpec, found: OfType, place: Workplace) -> None:
         raise NotSoError(f"gradients are {off:.1%} off those of eager attention")
     if found.quantization == "none":
         return
-    narrow = _config(spec, targets, found.quantization).changed(
-        compute_dtype="int8"
-    )
+    narrow = _config(spec, targets, found.quantization).changed(compute_dtype="int8")
     if found.targets[targets].planned == YES:
         narrow = narrow.changed(**COMPARED)
     refused = _rule(narrow, spec, place)
@@ -382,7 +380,8 @@ def merged(spec: ModelSpec, found: OfType, directory: Path) -> None:
     changed = float((together - before).norm() / before.norm())
     off = float((after - together).norm() / together.norm())
     if off > max(MERGED_OFF, changed / 10):
-        raise NotSoError(f"merged logits are {off:.1%} off those of the adapter, which are {changed:.1%} off the base's")
+        of_adapter = f"those of the adapter, which are {changed:.1%} off the base's"
+        raise NotSoError(f"merged logits are {off:.1%} off {of_adapter}")
 
 
 def _stored(spec: ModelSpec, directory: Path) -> Path:
@@ -407,7 +406,9 @@ def is_exported(spec: ModelSpec, found: OfType, directory: Path) -> None:
     stored = dataclasses.replace(spec, path=_stored(spec, directory))
     config = _config(spec, found.widest or "", found.quantization)
     _put_beside_scripts()
-    script = imported(export(a_study(config, model=stored), format="script"), directory / "train.py")
+    script = imported(
+        export(a_study(config, model=stored), format="script"), directory / "train.py"
+    )
     built = described(script.load_model(str(stored.path)).get_base_model())
     with (
         _base(config, stored, "cpu", weights="pretrained") as base,
@@ -454,9 +455,7 @@ def _config(spec: ModelSpec, targets: str, quantization: str) -> TrialConfig:
 
 def _rule(config: TrialConfig, spec: ModelSpec, place: Workplace) -> str:
     """Return the rule that forbids a configuration, and why; empty where none does."""
-    broken = violation(
-        config, model=spec, compute_capability=place.capability, device=place.device
-    )
+    broken = violation(config, model=spec, compute_capability=place.capability, device=place.device)
     if broken is None:
         return ""
     return f"{broken.rule}: {broken.reason}"
