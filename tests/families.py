@@ -241,7 +241,7 @@ OWN: dict[str, dict[str, Any]] = {
         "num_kv_shared_layers": 2,
         "activation_sparsity_pattern": [0.95, 0.0, 0.0, 0.0],
     },
-    "gemma4_unified_text": {"num_kv_shared_layers": 0},
+    "gemma4_unified_text": {"global_head_dim": 32},
     "hrm_text": {"num_hidden_layers": 1},
     "hunyuan_v1_dense": {"head_dim": 32},
     "hunyuan_v1_moe": {"head_dim": 32},

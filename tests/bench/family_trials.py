@@ -6,6 +6,7 @@ a trial. What cannot be done is kept as one sentence.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import gc
 import os
@@ -13,7 +14,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -24,6 +24,7 @@ os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 
 import torch
 from peft import PeftModel
+from torch.overrides import TorchFunctionMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from qlora_sweep.search_spaces.config import TARGET_SETS, TrialConfig
@@ -39,13 +40,14 @@ from qlora_sweep.sweep.data.probing import check_is_causal
 from qlora_sweep.sweep.merging.merged import Merge
 from qlora_sweep.sweep.predict.memory.predictor import TracingPredictor
 from qlora_sweep.sweep.predict.memory.profile_store import Tracer
+from qlora_sweep.sweep.predict.memory.tracing.stand_ins import _POLICIES
 from qlora_sweep.sweep.predict.speed.predictor import StepTimes
 from qlora_sweep.sweep.training import eight_bit, fitting, preference
 from qlora_sweep.sweep.training.adapters import attached
 from qlora_sweep.sweep.training.device import open_device
 from qlora_sweep.sweep.training.fitting import without_dropout
 from qlora_sweep.sweep.training.meter import GpuReader
-from qlora_sweep.sweep.training.model import BaseModel, build_base
+from qlora_sweep.sweep.training.model import BaseModel, build_base, decoder_layers
 from qlora_sweep.sweep.training.step import TrainingLoop
 from qlora_sweep.sweep.training.trial import Trial, TrialDevice, TrialTask
 from tests.families import tiny_config_of
@@ -81,6 +83,49 @@ SAME_GRADIENT = 1e-3
 """Relative, in fp32: a fused kernel adds in another order."""
 MERGED_OFF = 0.02
 """Of merged logits, relative: merged weights are rounded to bf16."""
+
+
+class CastingAsCuda(TorchFunctionMode):
+    """Has operators in fp32 that autocast has in fp32 on a GPU, and in 16 bits on a CPU, such as
+    powers and softmax: what they keep is predicted of a GPU."""
+
+    def __torch_function__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Run a function."""
+        options = dict(kwargs or {})
+        if torch.is_autocast_enabled("cpu"):
+            policy = _POLICIES.get(func)
+            if policy == "fp32":
+                args = tuple(map(_widened, args))
+            elif policy == "fp32_result" and _widened(args[0]) is not args[0]:
+                options.setdefault("dtype", torch.float32)
+        return func(*args, **options)
+
+
+def _cast_where_recomputed(base: BaseModel) -> None:
+    """Have layers cast as on a GPU in the backward pass, too, which leaves all modes."""
+
+    def casting(forward: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with CastingAsCuda():
+                return forward(*args, **kwargs)
+
+        return run
+
+    for layer in decoder_layers(base.model):
+        layer.forward = casting(layer.forward)
+
+
+def _widened(value: Any) -> Any:
+    """Return a tensor of 16 bits in 32, and anything else as it is."""
+    if isinstance(value, torch.Tensor) and value.dtype == torch.bfloat16:
+        return value.float()
+    return value
 
 
 class NotSoError(Exception):
@@ -283,7 +328,11 @@ def _peaks(configs: list[TrialConfig], spec: ModelSpec, place: Workplace) -> lis
         NotSoError: one was not measured.
     """
     peaks: list[int] = []
-    with _base(configs[0], spec, place.device) as base:
+    with contextlib.ExitStack() as stack:
+        base = stack.enter_context(_base(configs[0], spec, place.device))
+        if place.device == "cpu":
+            stack.enter_context(CastingAsCuda())
+            _cast_where_recomputed(base)
         for config in configs:
             outcome = _outcome(base, config, place)
             peaks.append(outcome.measurement.peak_allocated_bytes)
@@ -427,7 +476,7 @@ def _put_beside_scripts() -> None:
         sys.modules[module.__name__.rpartition(".")[2]] = module
 
 
-@contextmanager
+@contextlib.contextmanager
 def _base(
     config: TrialConfig, spec: ModelSpec, device: str, *, weights: Weights = "random"
 ) -> Iterator[BaseModel]:
