@@ -101,6 +101,8 @@ _OTHER_ATTENTION: dict[str, tuple[str, ...]] = {
     "ctrl": ("Wq", "Wk", "Wv", "multi_head_attention.dense"),
     "dbrx": ("Wqkv", "out_proj"),
     "deepseek_v4": ("q_a_proj", "self_attn.q_b_proj", "self_attn.kv_proj", "o_b_proj"),
+    # A convolution has an `out_proj`, too.
+    **dict.fromkeys(("lfm2", "lfm2_moe"), ("q_proj", "k_proj", "v_proj", "self_attn.out_proj")),
     "moshi": ("q_proj.linear", "k_proj.linear", "v_proj.linear", "o_proj.linear"),
     "phi4_multimodal": ("qkv_proj", "self_attn.o_proj"),
     "xlm": ("q_lin", "k_lin", "v_lin", "out_lin"),

@@ -30,6 +30,8 @@ BEGIN = "<!-- Made by `python -m tests.bench.families` from tests/bench/results.
 END = "<!-- End of what is made. -->"
 DEVICES = ("cpu", "cuda")
 YES = "yes"
+FAR_OFF = 0.02
+"""A relative error from which on a type is named."""
 
 
 def results_of(device: str) -> Path:
@@ -124,9 +126,37 @@ def _about(stamp: Row, types: Mapping[str, Row]) -> Iterator[str]:
     versions = ", ".join(f"{name} {v}" for name, v in stamp["versions"].items() if v)
     seconds = sum(found["seconds"] for found in types.values())
     where = stamp["measured_on"] or "CPU"
+    tried = {kind: found for kind, found in types.items() if found["targets"]}
+    yield f"{where}, {versions}, {stamp['date']}, {seconds / 60:.0f} minutes."
+    yield ""
     yield (
-        f"{where}, {versions}, {stamp['date']}; {len(types)} types in {seconds / 60:.0f} minutes."
+        f"Of {len(types)} types {len(tried)} are tried; the others are none that is trained, or "
+        "hold the decoder of another type. With some target set "
+        f"{_count(tried, 'trained')} train and {_count(tried, 'planned')} have their memory "
+        f"predicted; {_whole(tried, 'speed')} have their speed predicted, "
+        f"{_whole(tried, 'faithful')} are faithful, {_whole(tried, 'merged')} are merged and "
+        f"{_whole(tried, 'exported')} exported."
     )
+    yield ""
+    far = ", ".join(f"{kind} {worst:+.1%}" for kind, worst in _far_off(tried))
+    yield f"Predictions that are more than {FAR_OFF:.0%} off, measured over predicted: {far}."
+
+
+def _count(types: Mapping[str, Row], what: str) -> int:
+    """Return how many types have a target set of which something is so."""
+    return sum(any(of[what] == YES for of in found["targets"].values()) for found in types.values())
+
+
+def _whole(types: Mapping[str, Row], what: str) -> int:
+    return sum(found[what] == YES for found in types.values())
+
+
+def _far_off(types: Mapping[str, Row]) -> Iterator[tuple[str, float]]:
+    for kind, found in types.items():
+        errors = [of["error"] for of in found["targets"].values() if of["error"] is not None]
+        worst = max(errors, key=abs, default=0.0)
+        if abs(worst) > FAR_OFF:
+            yield kind, worst
 
 
 def _of_targets(types: Mapping[str, Row]) -> Iterator[str]:

@@ -66,14 +66,6 @@ FEW, MANY = 1, 3
 RANK = 4
 COMPARED = {"micro_batch_size": 8, "seq_len": 256}
 """What is compared in INT8: two micro-batches have as many tokens as are looked at."""
-DROPOUTS = (
-    "attention_dropout",
-    "attn_pdrop",
-    "attn_dropout",
-    "attention_dropout_prob",
-    "attention_probs_dropout_prob",
-)
-"""What types call the share of scores that training drops: the CPU's fused attention drops none."""
 BUDGET = StepBudget(warmup_min=1, warmup_max=1, measured_min=2, measured_max=2)
 """The peak, and what proves the settings, are in the first two steps."""
 SPEED_OF = "h200"
@@ -225,11 +217,19 @@ def _tried(kind: str, config: dict[str, Any], place: Workplace) -> OfType:
 
 
 def _as_on_a_gpu(spec: ModelSpec) -> ModelSpec:
-    """Return a model whose attention is fused on a CPU too, and whose window, where it has one, is
-    shorter than a sequence."""
-    config = AutoConfig.for_model(**spec.config)
-    changes: dict[str, Any] = {key: 0.0 for key in DROPOUTS if getattr(config, key, None)}
-    window = getattr(config, "sliding_window", None)
+    """Return a model that drops nothing, whose values are as wide as its queries, and whose window,
+    where it has one, is shorter than a sequence.
+
+    On a CPU attention is not fused else, and what is dropped is kept in 16 bits.
+    """
+    values = AutoConfig.for_model(**spec.config).to_dict()
+    changes: dict[str, Any] = {}
+    for key, value in values.items():
+        if "drop" in key and isinstance(value, float):
+            changes[key] = 0.0
+    if isinstance(values.get("v_head_dim"), int) and "qk_nope_head_dim" in values:
+        changes["v_head_dim"] = values["qk_nope_head_dim"] + values["qk_rope_head_dim"]
+    window = values.get("sliding_window")
     if isinstance(window, int) and "sliding_window" not in spec.config:
         changes["sliding_window"] = WINDOW
     return dataclasses.replace(spec, config={**spec.config, **changes})
