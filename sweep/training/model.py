@@ -53,6 +53,9 @@ from qlora_sweep.sweep.training.eight_bit import (
 from qlora_sweep.sweep.training.in_trl import add_head
 
 LINEAR = (torch.nn.Linear, Conv1D)
+_ZERO_AT_FIRST = frozenset({"correct_output_scale"})
+"""Parameters that a constructor leaves at zero, by which layers before them get no gradient: of
+Gemma 3n's embeddings for each layer. A trained model's are others."""
 _NEVER = (torch.nn.Embedding, torch.nn.modules.conv._ConvNd)
 DTYPES: Mapping[str, torch.dtype] = {
     name: getattr(torch, kind.torch_name) for name, kind in COMPUTE_DTYPES.items()
@@ -441,6 +444,9 @@ def fill_module(model: PreTrainedModel, module: torch.nn.Module) -> None:
     if isinstance(module, PreTrainedModel):
         model = module
     model._init_weights(module)
+    for name, parameter in module.named_parameters(recurse=False):
+        if name in _ZERO_AT_FIRST:
+            torch.nn.init.ones_(parameter)
 
 
 def skeleton(config: TrialConfig, *, spec: ModelSpec) -> PreTrainedModel:

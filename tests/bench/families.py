@@ -17,7 +17,7 @@ import tempfile
 import time
 import warnings
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -68,7 +68,9 @@ def main() -> None:
         types[kind] = found
         text = json.dumps({"stamp": now, "types": dict(sorted(types.items()))}, indent=1)
         results_of(asked.device).write_text(f"{text}\n", encoding="utf-8")
-    PAGE.write_text(page(PAGE.read_text(encoding="utf-8"), made()), encoding="utf-8")
+    PAGE.write_text(
+        page(PAGE.read_text(encoding="utf-8"), made(map(read, DEVICES))), encoding="utf-8"
+    )
 
 
 def _tries(kinds: Sequence[str], device: str) -> Iterator[tuple[str, Row]]:
@@ -103,13 +105,12 @@ def _tries(kinds: Sequence[str], device: str) -> Iterator[tuple[str, Row]]:
 # The page.
 
 
-def made() -> str:
-    """Return what the page says of what was tried."""
+def made(results: Iterable[Row]) -> str:
+    """Return what the page says of what was tried, on each device."""
     parts: list[str] = []
-    for device in DEVICES:
-        known = read(device)
+    for known in results:
         if known["types"]:
-            parts.append("\n\n".join("\n".join(part) for part in _parts(known)))
+            parts += ["\n".join(part) for part in _parts(known)]
     return "\n\n".join(parts)
 
 
