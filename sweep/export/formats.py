@@ -225,6 +225,7 @@ def _script(record: Record) -> Export:
     if sharding is not None:
         lost = (sharding.replace("the file", "the script"),)
     is_whole = config.quantized_count(record.layers) == record.layers
+    read_by_code = READ_BY_CODE.get(str(record.model.config.get("model_type")))
     needs = ""
     if config.kernels_kind.fuses_loss:
         needs += ", liger-kernel"
@@ -244,8 +245,8 @@ def _script(record: Record) -> Export:
         adapter_dtype=COMPUTE_DTYPES[config.adapter_dtype].torch_name,
         quantized_whole=is_whole,
         stored=stored_quantization(record.model.config) is not None,
-        partly_quantized=config.is_quantized and not is_whole,
-        read_by_code=READ_BY_CODE.get(str(record.model.config.get("model_type"))),
+        partly_quantized=config.is_4bit and (not is_whole or read_by_code is not None),
+        read_by_code=read_by_code,
         environment=allocator_settings(config.expandable_segments),
         needs=needs,
         training=trainers.spelled(record, "script"),
