@@ -64,7 +64,9 @@ _USUAL = types("cohere cohere2 ernie4_5 exaone4 helium ministral3 olmo olmo3 see
 _NAMES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     **dict.fromkeys(_USUAL | _SHAPED, (_ATTENTION, _GATED)),
     **dict.fromkeys(("apertus", "arcee", "nemotron"), (_ATTENTION, _UNGATED)),
-    **dict.fromkeys(types("bloom falcon gpt_neox persimmon"), (_QUERY_KEY_VALUE, _UP_DOWN)),
+    **dict.fromkeys(
+        types("bloom falcon gpt_neox gpt_neox_japanese persimmon"), (_QUERY_KEY_VALUE, _UP_DOWN)
+    ),
     **dict.fromkeys(("biogpt", "xglm"), (_OUT, ("fc1", "fc2"))),
     "codegen": (("qkv_proj", "out_proj"), ("fc_in", "fc_out")),
     **dict.fromkeys(("glm", "glm4"), (_ATTENTION, _FUSED_GATED)),

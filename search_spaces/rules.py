@@ -66,6 +66,10 @@ OVERFLOWS_FP16 = types("gemma2 gemma3_text")
 """Decoders whose activations pass the largest number of fp16 (65,504), so that a loss in fp16 is
 often no number: Gemma 2 and 3 were trained in bf16 and have far larger ones."""
 
+WITHOUT_8_BIT_COMPUTE = types("gemma3n_text")
+"""Decoders whose own code changes a linear layer's output in place, which torch does not allow of a
+product that has a gradient of its own."""
+
 MISNAMED = "unknown-target-module"
 """The rule against what is not there under its name."""
 STORED = "stored-quantization"
@@ -277,6 +281,10 @@ def _eight_bit(config: TrialConfig, setting: Setting) -> str | None:
     reason = setting.lacks(config.base_kind.since, f"quantization {base}", f"{int8}nf4")
     if reason is not None:
         return reason
+    if config.is_8bit_compute and setting.model.model_type in WITHOUT_8_BIT_COMPUTE:
+        return (
+            f"{setting.model.name} adds in place to what a product in {compute} returns: use bf16"
+        )
     if config.is_8bit_compute and has_8bit_base and compute != base:
         return f"a base in {base} computes in {base} or in 16 bits: use compute_dtype {base}"
     if config.is_8bit_compute and not config.is_quantized:

@@ -65,6 +65,7 @@ eight-bit | 16 t | {compute_dtype: int8, micro_batch_size: 1, seq_len: 16}
 fp16-needs-cuda | bf16 or fp32 | {compute_dtype: fp16} | | cpu
 kernels-need-triton | use kernels hf | {kernels: liger} | | cpu
 kernels-need-triton | 7.0, this GPU has | {compute_dtype: fp16, kernels: liger} | | pascal
+eight-bit | in place | {compute_dtype: int8, quantization: int8} | gemma3n_text
 kernels-need-liger-model | brand_new | {kernels: liger} | brand_new
 kernels-need-liger-model | fused-loss | {kernels: liger, quantization: none} | qwen3-30b
 compile-needs-triton | not supported on a CPU | {compile: true} | | cpu
@@ -185,6 +186,8 @@ attention | [q_proj, k_proj, v_proj, dense] | phi
 # The name alone would be the feed-forward block's output as well.
 attention | [c_attn, attn.c_proj] | gpt2
 attention | [Wqkv, out_proj] | mpt
+# A convolution has one of that name, too.
+attention | [q_proj, k_proj, v_proj, self_attn.out_proj] | lfm2
 attention | [q_a_proj, q_b_proj, kv_a_proj_with_mqa, kv_b_proj, o_proj] | deepseek_v3
 attention | [q_proj, kv_a_proj_with_mqa, kv_b_proj, o_proj]
     | {model_type: deepseek_v2, q_lora_rank: null}
