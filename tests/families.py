@@ -277,6 +277,7 @@ OWN: dict[str, dict[str, Any]] = {
         "indexer_compress_ratio": 4,
         "hc_lowrank": 16,
     },
+    "youtu": {"head_dim": 16},
     "zamba": {
         "layers_block_type": ["linear_attention", "hybrid"] * 2,
         "use_mamba_kernels": False,

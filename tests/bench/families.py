@@ -125,10 +125,9 @@ def _parts(known: Row) -> Iterator[Iterator[str]]:
 
 def _about(stamp: Row, types: Mapping[str, Row]) -> Iterator[str]:
     versions = ", ".join(f"{name} {v}" for name, v in stamp["versions"].items() if v)
-    seconds = sum(found["seconds"] for found in types.values())
     where = stamp["measured_on"] or "CPU"
     tried = {kind: found for kind, found in types.items() if found["targets"]}
-    yield f"{where}, {versions}, {stamp['date']}, {seconds / 60:.0f} minutes."
+    yield f"{where}, {versions}, {stamp['date']}."
     yield ""
     yield (
         f"Of {len(types)} types {len(tried)} are tried; the others are none that is trained, or "
