@@ -161,25 +161,31 @@ def _far_off(types: Mapping[str, Row]) -> Iterator[tuple[str, float]]:
 
 def _of_targets(types: Mapping[str, Row]) -> Iterator[str]:
     """Yield a row for each outcome, of the types and target sets that have it."""
-    by_type: dict[tuple[str, ...], dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
-    errors: dict[tuple[str, ...], list[float]] = defaultdict(list)
+    by_outcome: dict[tuple[str, ...], dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
     for kind, found in types.items():
         for name, of in found["targets"].items():
-            key = (found["quantization"], *_cells(of, kind))
-            by_type[key][kind].append(name)
-            if of["error"] is not None:
-                errors[key].append(abs(of["error"]))
+            by_outcome[found["quantization"], *_cells(of, kind)][kind].append(name)
     yield "| model type | base | targets | memory predicted | worst error | trained |"
     yield "|---|---|---|---|---|---|"
-    for key, names in by_type.items():
-        quantization, planned, trained = key
-        worst = f"{max(errors[key]):.1%}" if errors[key] else ""
+    for (quantization, planned, trained), names in by_outcome.items():
         sets: dict[str, list[str]] = defaultdict(list)
         for kind, targets in names.items():
             sets[", ".join(targets)].append(kind)
         for targets_of, kinds in sets.items():
+            worst = _worst_error(types, kinds, targets_of.split(", "))
             cells = (", ".join(kinds), quantization, targets_of, planned, worst, trained)
             yield f"| {' | '.join(cells)} |"
+
+
+def _worst_error(types: Mapping[str, Row], kinds: Sequence[str], targets: Sequence[str]) -> str:
+    """Return the largest error of some types with some targets; empty where none was measured."""
+    errors: list[float] = []
+    for kind in kinds:
+        tried = types[kind]["targets"]
+        errors += [
+            abs(tried[name]["error"]) for name in targets if tried[name]["error"] is not None
+        ]
+    return f"{max(errors):.1%}" if errors else ""
 
 
 def _cells(of: Row, kind: str) -> tuple[str, str]:
@@ -221,6 +227,7 @@ def _brief(text: str, kind: str) -> str:
     for sign in ("chunks of the sequence", "loops over the tokens"):
         if sign in text:
             return f"no: {sign}"
+    text = text.replace(f"; model_type '{kind}'", "")
     for name in (f"model type '{kind}'", f"model_type '{kind}'"):
         text = text.replace(name, "this type")
     return text.replace("|", "\\|")

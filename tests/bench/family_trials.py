@@ -47,7 +47,12 @@ from qlora_sweep.sweep.training.adapters import attached
 from qlora_sweep.sweep.training.device import open_device
 from qlora_sweep.sweep.training.fitting import without_dropout
 from qlora_sweep.sweep.training.meter import GpuReader
-from qlora_sweep.sweep.training.model import BaseModel, build_base, decoder_layers
+from qlora_sweep.sweep.training.model import (
+    BaseModel,
+    architecture_of,
+    build_base,
+    decoder_layers,
+)
 from qlora_sweep.sweep.training.step import TrainingLoop
 from qlora_sweep.sweep.training.trial import Trial, TrialDevice, TrialTask
 from tests.families import tiny_config_of
@@ -198,7 +203,7 @@ def _tried(kind: str, config: dict[str, Any], place: Workplace) -> OfType:
     except InputError as error:
         return OfType(refused=str(error).removeprefix(f"{kind}: "))
     if spec.is_part:
-        return OfType(decoder=spec.model_type)
+        return _of_part(spec)
     spec = _as_on_a_gpu(spec)
     refused = _is_no_decoder(spec)
     if refused:
@@ -211,9 +216,18 @@ def _tried(kind: str, config: dict[str, Any], place: Workplace) -> OfType:
             found,
             speed=_without_name(_said(lambda: speed(spec, found.quantization)), spec),
             faithful=_said(lambda: faithful(spec, found, place)),
-            merged=_said(lambda: merged(spec, found, Path(directory))),
+            merged=_said(lambda: merged(spec, found, Path(directory))).replace(directory, ""),
             exported=_said(lambda: is_exported(spec, found, Path(directory))),
         )
+
+
+def _of_part(spec: ModelSpec) -> OfType:
+    """Return which type's decoder is trained of a model that holds more, where one is."""
+    try:
+        architecture_of(spec)
+    except InputError as error:
+        return OfType(refused=str(error))
+    return OfType(decoder=spec.model_type)
 
 
 def _as_on_a_gpu(spec: ModelSpec) -> ModelSpec:
