@@ -61,6 +61,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_next": {**EXPERTS, **LINEAR_ATTENTION, "shared_expert_intermediate_size": 64},
     "qwen3_5_text": LINEAR_ATTENTION,
     "qwen3_5_moe_text": {**EXPERTS, **LINEAR_ATTENTION, "shared_expert_intermediate_size": 64},
+    "olmo_hybrid": {**LINEAR_ATTENTION, "num_key_value_heads": 4},
+    "lfm2": {"layer_types": ["conv", "conv", "full_attention", "conv"]},
     "olmo": {},
     "olmo2": {},
     "olmo3": {},

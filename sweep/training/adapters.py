@@ -197,11 +197,25 @@ def recomputed(
 def recompute(
     model: PreTrainedModel, layers: Sequence[torch.nn.Module], chosen: Collection[int]
 ) -> None:
-    """Recompute the activations of the chosen layers in the backward pass, and of no other."""
+    """Recompute the activations of the chosen layers in the backward pass, and of no other.
+
+    Layers before the first adapter have no backward pass then either: what is not reentrant needs
+    no gradient of the embedding's output, which transformers asks for.
+    """
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    if first_trained(layers):
+        model.disable_input_require_grads()
     layer: Any
     for index, layer in enumerate(layers):
         layer.gradient_checkpointing = index in chosen
+
+
+def first_trained(layers: Sequence[torch.nn.Module]) -> int:
+    """Return the number of the first decoder layer with an adapter; 0 where none has one."""
+    for index, layer in enumerate(layers):
+        if any(parameter.requires_grad for parameter in layer.parameters()):
+            return index
+    return 0
 
 
 def held_share(attachment: Attached) -> float:

@@ -73,6 +73,8 @@ earlier training are not tried out again."""
 _OLDER_BENCHMARK_BYTES = 6 * MIB
 _PADDED_LENGTH = 128
 """Rows that an attention kernel's backward pass works on at once."""
+_CHUNK_LENGTH = 64
+"""Tokens that the kernels of linear attention take together (flash-linear-attention 0.6.0)."""
 CPU_UNCERTAINTY = 0.2
 """Relative, of the allocated peak. Of 46 configurations of the demo model predictions were 2 % too
 low to 1 % too high, and up to 18 % too high where fp32 activations are kept: a GPU has no fused
@@ -347,6 +349,7 @@ def _values(config: TrialConfig, model: ModelSpec) -> Values:
         "s": config.seq_len,
         "r": config.lora_rank,
         "c": min(chunk, tokens),
+        "n": -(-config.seq_len // _CHUNK_LENGTH),
         "p": -(-config.seq_len // _PADDED_LENGTH) * _PADDED_LENGTH,
     }
 

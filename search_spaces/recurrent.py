@@ -1,0 +1,78 @@
+"""Layers that are no attention over all tokens: which model types have them, and whose kernels run
+them.
+
+Read in transformers 5.17. Where the package is missing, transformers runs a loop in plain PyTorch
+in its place, which computes the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from qlora_sweep.search_spaces.models import ModelSpec
+
+
+@dataclass(frozen=True)
+class RecurrentKind:
+    """A kind of recurrent layer."""
+
+    label: str
+    """What it is called, in the plural."""
+    package: str | None
+    """Distribution whose kernels transformers calls for it; None for torch's own operators."""
+    function: str
+    """What transformers' modelling code calls the loop in those kernels' place; empty where the
+    kernels are not modelled."""
+    is_built: bool = False
+    """Whether the package is built from source where it is installed."""
+
+    @property
+    def is_predicted(self) -> bool:
+        """Whether what the kernels keep and take is known."""
+        return self.package is None or bool(self.function)
+
+    @property
+    def unpredicted(self) -> str:
+        """Why its memory and speed are not predicted, and what to do."""
+        where = "are not modelled"
+        if self.is_built:
+            where = "have to be built from source and are not modelled"
+        return f"the kernels of its {self.label} ({self.package}) {where}: a trial measures it"
+
+
+FLASH_LINEAR_ATTENTION = "flash-linear-attention"
+GATED_DELTA_RULE = RecurrentKind(
+    "linear attention layers", FLASH_LINEAR_ATTENTION, "torch_chunk_gated_delta_rule"
+)
+KIMI_DELTA_ATTENTION = RecurrentKind("Kimi linear attention layers", FLASH_LINEAR_ATTENTION, "")
+SHORT_CONVOLUTION = RecurrentKind("short convolutions", None, "")
+STATE_SPACE = RecurrentKind("state-space layers", "mamba-ssm and causal-conv1d", "", is_built=True)
+
+_TYPES = {
+    GATED_DELTA_RULE: "olmo_hybrid qwen3_5_moe_text qwen3_5_text qwen3_next qwen4_exp_text",
+    KIMI_DELTA_ATTENTION: "glm5_next_text kimi_linear",
+    SHORT_CONVOLUTION: "lfm2 lfm2_moe",
+    STATE_SPACE: """
+        bamba falcon_h1 falcon_mamba granitemoehybrid jamba mamba mamba2 nemotron_h zamba zamba2
+    """,
+}
+RECURRENT: Mapping[str, RecurrentKind] = {
+    kind: layers for layers, kinds in _TYPES.items() for kind in kinds.split()
+}
+"""By model type."""
+STATEFUL = RECURRENT.keys() | {"inkling_text", "minimax", "recurrent_gemma", "rwkv", "xlstm"}
+"""Types whose layers carry something from token to token that no attention mask stops."""
+
+
+def recurrent_kind(model: ModelSpec) -> RecurrentKind | None:
+    """Return the kind of a model's recurrent layers; None where its type has none that is known."""
+    return RECURRENT.get(model.model_type)
+
+
+def needed_package(model: ModelSpec) -> str | None:
+    """Return the distribution without which a model's linear attention runs in plain PyTorch."""
+    kind = recurrent_kind(model)
+    if kind is None or kind.is_built:
+        return None
+    return kind.package
