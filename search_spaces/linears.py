@@ -51,6 +51,8 @@ _OUT = ("q_proj", "k_proj", "v_proj", "out_proj")
 _QUERY_KEY_VALUE = ("query_key_value", "dense")
 # The name alone would be the feed-forward block's as well.
 _C_ATTN = ("c_attn", "attn.c_proj")
+# The name alone would be the short convolution's as well.
+_OF_LFM2 = ("q_proj", "k_proj", "v_proj", "self_attn.out_proj")
 _UP_DOWN = ("dense_h_to_4h", "dense_4h_to_h")
 
 _SHAPED = types(
@@ -64,6 +66,7 @@ _NAMES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     **dict.fromkeys(("bloom", "falcon", "gpt_neox"), (_QUERY_KEY_VALUE, _UP_DOWN)),
     "codegen": (("qkv_proj", "out_proj"), ("fc_in", "fc_out")),
     **dict.fromkeys(("glm", "glm4"), (_ATTENTION, _FUSED_GATED)),
+    "lfm2": (_OF_LFM2, ("conv.in_proj", "conv.out_proj", "w1", "w2", "w3")),
     **dict.fromkeys(("gpt2", "gpt_bigcode"), (_C_ATTN, ("c_fc", "c_proj"))),
     "gpt_neo": (_OUT, ("c_fc", "c_proj")),
     "gptj": (_OUT, ("fc_in", "fc_out")),

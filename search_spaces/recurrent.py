@@ -9,7 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib import metadata
 
+from packaging.version import Version
+
+from qlora_sweep.search_spaces.errors import install_extra
 from qlora_sweep.search_spaces.models import ModelSpec
 
 
@@ -42,6 +46,15 @@ class RecurrentKind:
 
 
 FLASH_LINEAR_ATTENTION = "flash-linear-attention"
+EXTRA = "hybrid"
+"""What installs it."""
+LEAST_TRITON_ON_HOPPER = "3.7.1"
+_WRONG_TRITON = (Version("3.4.0"), Version(LEAST_TRITON_ON_HOPPER))
+"""From which version on, and up to which, Triton compiles a kernel of the gated delta rule's
+backward pass wrongly for Hopper GPUs; flash-linear-attention 0.6.0 raises an error there (its issue
+640, `fla/ops/common/chunk_o.py`)."""
+_HOPPER = 9
+SLOWER = "more than ten times slower on an H100, as transformers says"
 GATED_DELTA_RULE = RecurrentKind(
     "linear attention layers", FLASH_LINEAR_ATTENTION, "torch_chunk_gated_delta_rule"
 )
@@ -76,3 +89,56 @@ def needed_package(model: ModelSpec) -> str | None:
     if kind is None or kind.is_built:
         return None
     return kind.package
+
+
+def is_installed(package: str) -> bool:
+    """Whether a distribution is installed here; it is not imported."""
+    try:
+        metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return False
+    return True
+
+
+def refused_triton(version: str | None, compute_capability: tuple[int, int] | None) -> str | None:
+    """Return why flash-linear-attention does not train on a GPU with a version of Triton; None
+    where it does, or either is not known."""
+    if version is None or compute_capability is None or compute_capability[0] != _HOPPER:
+        return None
+    first, fixed = _WRONG_TRITON
+    if not first <= Version(version) < fixed:
+        return None
+    return (
+        f"its backward pass is refused with Triton {version} on Hopper GPUs, which compiles it "
+        f"wrongly: Triton {fixed} or newer is needed"
+    )
+
+
+def needs_words(model: ModelSpec) -> str | None:
+    """Return what a model's speed and memory need to be as predicted; None where it needs
+    nothing."""
+    package = needed_package(model)
+    if package is None:
+        return None
+    return (
+        f"linear attention of {model.name} is predicted by the kernels of {package} "
+        f"({install_extra(EXTRA)}); without them transformers loops in plain PyTorch, which is "
+        f"{SLOWER}"
+    )
+
+
+def plain_loop(model: ModelSpec, *, is_on_gpu: bool) -> str | None:
+    """Return that a model's linear attention runs here in plain PyTorch, and why; None where it
+    does not.
+
+    Args:
+        model: what is trained.
+        is_on_gpu: whether it is trained on a GPU.
+    """
+    package = needed_package(model)
+    if package is None or (is_on_gpu and is_installed(package)):
+        return None
+    loops = f"linear attention of {model.name} runs as a loop in plain PyTorch"
+    if not is_on_gpu:
+        return f"{loops}, as the kernels of {package} need a GPU"
+    return f"{loops}, which is {SLOWER}, as {package} is not installed here: {install_extra(EXTRA)}"

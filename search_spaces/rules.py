@@ -29,6 +29,7 @@ from qlora_sweep.search_spaces.linears import (
     unquantized,
 )
 from qlora_sweep.search_spaces.models import SCORE_CAP, ModelSpec
+from qlora_sweep.search_spaces.recurrent import STATEFUL, needed_package
 from qlora_sweep.search_spaces.trainers import GRPO, trainer_of
 
 LIGER_MODEL_TYPES = types(
@@ -316,6 +317,11 @@ def _of_kernels(config: TrialConfig, setting: Setting) -> Asked:
         if is_cpu:
             reason = "compile is not supported on a CPU: it needs a C++ compiler on the machine"
         yield "compile-needs-triton", reason
+        package = needed_package(setting.model)
+        if package is not None:
+            breaks = f"torch's compiler breaks on linear attention, as {package} asks it to"
+            reason = f"{breaks}: use compile false"
+            yield "compile-breaks-on-linear-attention", reason
         if config.kernels_kind.fuses_layers:
             breaks = (
                 "torch's compiler breaks on Liger's layer kernels, so the layers would stay eager"
@@ -443,6 +449,10 @@ def _of_many_gpus(config: TrialConfig, setting: Setting) -> Asked:
     if config.packing != "none" and not setting.has_dataset:
         needs = f"packing {config.packing} needs a dataset, as random sequences are full already"
         yield "packing-needs-texts", f"{needs}: name yours with --data, or use packing none"
+    if config.packing == "packed" and setting.model.model_type in STATEFUL:
+        carried = f"layers of model type '{setting.model.model_type}' carry a state over the row"
+        reason = f"{carried}, so that packed examples would see each other: use packing grouped"
+        yield "packing-leaks-state", reason
     if config.packing == "grouped" and config.micro_batch_size * config.data_parallel == 1:
         reason = "packing grouped orders nothing where micro_batch_size is 1: use packing none"
         yield "grouped-needs-rows", reason

@@ -50,6 +50,7 @@ from qlora_sweep.sweep.training.eight_bit import (
     to_8_bits,
 )
 from qlora_sweep.sweep.training.in_trl import add_head
+from qlora_sweep.sweep.training.recurrent import refused
 
 LINEAR = (torch.nn.Linear, Conv1D)
 _NEVER = (torch.nn.Embedding, torch.nn.modules.conv._ConvNd)
@@ -137,6 +138,10 @@ def build_base(
             compute_in_8_bits(model, config.compute_dtype)
     except UnfitWeightError as error:
         raise InputError(f"model '{spec.name}': {error}") from error
+    if device.type == "cuda":
+        why = refused(model, torch.cuda.get_device_capability(device))
+        if why is not None:
+            raise Unavailable("attention", why)
     model.config.use_cache = False
     if config.upcast_fp32:
         upcast(model, config)

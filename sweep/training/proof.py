@@ -35,6 +35,7 @@ from qlora_sweep.sweep.training.in_trl import InTrl
 from qlora_sweep.sweep.training.model import DTYPES, compute_type
 from qlora_sweep.sweep.training.preference import Preference
 from qlora_sweep.sweep.training.process_group import Look
+from qlora_sweep.sweep.training.recurrent import not_called
 from qlora_sweep.sweep.training.step import TrainingLoop, rate_of
 
 _BEYOND_A_CPUS_KERNEL = (
@@ -81,6 +82,8 @@ class KernelWatch(TorchDispatchMode):
         self.product_work: Counter[torch.dtype] = Counter()
         """Multiplications by the type of what was multiplied."""
         self.dropouts = 0
+        self.has_solved = False
+        """Whether triangular systems were solved, as by linear attention in plain PyTorch."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
         """Run the operator and note it."""
@@ -94,6 +97,8 @@ class KernelWatch(TorchDispatchMode):
             self.product_work[left.dtype] += result.numel() * left.shape[-1]
         elif operator in _DROPOUTS:
             self.dropouts += 1
+        elif operator == "linalg_solve_triangular":
+            self.has_solved = True
         elif operator in ("_softmax", "_safe_softmax"):
             # The router of a mixture of experts and the loss are softmaxes of two dimensions.
             self.has_scores = self.has_scores or args[0].dim() > 2
@@ -509,9 +514,13 @@ def _attention(config: TrialConfig, seen: StepEvidence) -> str | None:
     `sdpa` must reach a fused kernel: its fallback materializes the scores as `eager` does. In fp32
     with grouped-query heads torch has no fused kernel at all, nor on a CPU for a model that drops
     scores or whose values have a width of their own, so there the fallback is what people get.
-    `flash_attention_2` is flash-attn's own operator, which no kernel of torch stands in for.
+    `flash_attention_2` is flash-attn's own operator, which no kernel of torch stands in for. Linear
+    attention calls its kernels where they are installed.
     """
     watch = seen.kernels
+    looping = not_called(seen.base, has_solved=watch is not None and watch.has_solved)
+    if looping is not None:
+        return looping
     if watch is None:
         return None
     operators = sorted(watch.attention)

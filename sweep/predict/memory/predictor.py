@@ -29,6 +29,7 @@ from qlora_sweep.search_spaces.dimensions import Dimension, FloatRange
 from qlora_sweep.search_spaces.errors import InputError
 from qlora_sweep.search_spaces.kinds import AMPERE
 from qlora_sweep.search_spaces.models import ModelSpec
+from qlora_sweep.search_spaces.recurrent import plain_loop
 from qlora_sweep.search_spaces.space import SearchSpace
 from qlora_sweep.storage.records import TrialRecord
 from qlora_sweep.sweep.predict.memory.allocator import MIB
@@ -44,6 +45,7 @@ from qlora_sweep.sweep.predict.memory.profiles import (
     TRACED_KEYS,
     Profile,
     Structure,
+    Untraceable,
     Values,
     sharded,
 )
@@ -273,6 +275,50 @@ class CpuMemory(TracingPredictor):
             else:
                 known.append(_on_cpu(traced.prediction(row), config))
         return WholeMemory(configs, known)
+
+
+class Unmodelled(MemoryPredictor):
+    """Predicts nothing, as what runs the model's layers is not modelled.
+
+    Args:
+        reason: what that is.
+    """
+
+    def __init__(self, reason: str) -> None:
+        self._reason = reason
+
+    def predict_all(
+        self, configs: Sequence[TrialConfig], *, on_progress: OnProgress = ignore_progress
+    ) -> WholeMemory:
+        """See `MemoryPredictor.predict_all`."""
+        return WholeMemory(configs, [Untraceable(self._reason) for _ in configs])
+
+
+def predictor_here(
+    model: ModelSpec,
+    *,
+    is_on_gpu: bool,
+    cache_dir: Path,
+    compute_capability: tuple[int, int] | None = None,
+    tracer: Tracer | None = None,
+) -> MemoryPredictor:
+    """Return what predicts the memory of a model on this machine, with what is installed here.
+
+    Args:
+        model: the model.
+        is_on_gpu: whether it is trained on a GPU.
+        cache_dir: see `TracingPredictor`, as for the rest.
+        compute_capability: of the GPU.
+        tracer: traces structures.
+    """
+    looping = plain_loop(model, is_on_gpu=is_on_gpu)
+    if looping is not None:
+        return Unmodelled(f"{looping}, which is not modelled: a trial measures it")
+    if not is_on_gpu:
+        return CpuMemory(model, cache_dir=cache_dir, tracer=tracer)
+    return TracingPredictor(
+        model, cache_dir=cache_dir, compute_capability=compute_capability, tracer=tracer
+    )
 
 
 def _on_cpu(traced: MemoryPrediction, config: TrialConfig) -> MemoryPrediction:

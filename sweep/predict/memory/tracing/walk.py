@@ -80,7 +80,10 @@ _MOST_STORAGES_OF_A_LAYER = 3_000
 A decoder layer makes some hundreds, forward, recomputed and backward.
 """
 
-LOOPS = " in plain PyTorch, and what kernels would take in its place is not modelled: a trial measures it"
+LOOPS = (
+    " in plain PyTorch, and what kernels would take in its place is not modelled: a trial measures "
+    "it"
+)
 """Why layers are not predicted that transformers runs by a loop, and what to do."""
 
 
