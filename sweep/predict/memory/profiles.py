@@ -447,7 +447,14 @@ class Symbols:
         # The largest ones: a product of dimensions is the less likely to have one as its factor.
         usable.remove(self.s)
         self.n, self.p, self.c, self.r, self.b = usable[-5:]
-        self._primes = {letter: getattr(self, letter) for letter in "bcnprs"}
+        self._primes = {
+            "b": self.b,
+            "c": self.c,
+            "n": self.n,
+            "p": self.p,
+            "r": self.r,
+            "s": self.s,
+        }
         self._known: dict[int, Polynomial] = {}
 
     def polynomial(self, size: int) -> Polynomial:
@@ -466,7 +473,7 @@ class Symbols:
         if size % self.b or size // self.b < _ROW_BYTES * self.s:
             return False
         lengths = [self.s, self.c, self.n, self.p]
-        lengths += [self.s + step for step in self._steps]
+        lengths += map(self.s.__add__, self._steps)
         return all(size % length for length in lengths)
 
     def _factor(self, size: int) -> Polynomial:
