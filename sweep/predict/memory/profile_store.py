@@ -45,6 +45,7 @@ TRACED_BY = (
     "search_spaces/models.py",
     "search_spaces/kinds.py",
     "search_spaces/quantized.py",
+    "search_spaces/recurrent.py",
     "sweep/predict/memory/allocator.py",
     "sweep/predict/memory/profiles.py",
     "sweep/predict/memory/tracing",

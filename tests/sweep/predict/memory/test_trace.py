@@ -118,8 +118,9 @@ def test_bad_configs(
         (
             model("bamba", mamba_n_heads=8, mamba_d_head=64, attn_layer_indices=[1, 3, 5]),
             {},
-            "memory is not predicted: module .* works in chunks of the sequence",
+            "not predicted: model type 'bamba': .* state-space .* have to be built from source",
         ),
+        (model("minimax", **MOE), {"quantization": "none"}, "works in chunks of the sequence"),
     ],
 )
 def test_what_cannot_be_traced_says_why(
