@@ -120,7 +120,11 @@ def test_bad_configs(
             {},
             "not predicted: model type 'bamba': .* state-space .* have to be built from source",
         ),
-        (model("minimax", **MOE), {"quantization": "none"}, "works in chunks of the sequence"),
+        (
+            model("minimax", **MOE),
+            {"quantization": "none", "target_modules": "qv"},
+            "works in chunks of the sequence",
+        ),
     ],
 )
 def test_what_cannot_be_traced_says_why(
