@@ -26,7 +26,7 @@ from qlora_sweep.search_spaces.gpus import GpuSpec
 from qlora_sweep.search_spaces.models import ModelSpec
 from qlora_sweep.sweep.predict.on_dataset import ShapesOnDataset, full_rows, tokens_per_step
 from qlora_sweep.sweep.predict.speed.contributed import Contributed
-from qlora_sweep.sweep.predict.speed.kernels import MASKED_DOUBT
+from qlora_sweep.sweep.predict.speed.kernels import DELTA_RULE_DOUBT, MASKED_DOUBT
 from qlora_sweep.sweep.predict.speed.layers import layers_of
 from qlora_sweep.sweep.predict.speed.steps import (
     TERMS,
@@ -205,6 +205,12 @@ def _of_all_terms(variance: float) -> Array:
     return np.asarray(variance * np.outer(on_gpu, on_gpu))
 
 
+def has_linear_attention(model: ModelSpec) -> bool:
+    """Whether some of a model's layers run by kernels of linear attention."""
+    kinds = layers_of(model)
+    return not isinstance(kinds, InputError) and any(kind.recurrent for kind in kinds)
+
+
 def type_spreads(configs: Sequence[TrialConfig], *, model: ModelSpec, gpu: GpuSpec) -> Array:
     """Return the standard deviation of what log seconds of steps may be off by, because no step of
     the model's type was measured; 0 where some were."""
@@ -359,10 +365,12 @@ class StepTimes:
 
     @cached_property
     def _attention_spread(self) -> Array:
-        """How far each step may be off because rows are packed, one standard deviation.
-        (configurations,)"""
+        """How far each step may be off because rows are packed, or because its linear attention was
+        never timed, one standard deviation. (configurations,)"""
         slopes = self.phases.log_slopes(self._factors)
         doubts = np.array(list(map(_attention_doubt, self._full)), float)
+        if has_linear_attention(self._model):
+            doubts = np.maximum(doubts, DELTA_RULE_DOUBT)
         return np.asarray(slopes[:, FACTORS.index("attention")] * doubts / NINE_IN_TEN)
 
     @cached_property

@@ -351,9 +351,10 @@ def _layers(layout: KernelShapes) -> Work:
         is_skipped = ~(layout.is_compiled | layout.adapted[last])
         again = forward - _by_term(layout, _frozen(layout, last))[0] * is_skipped
     # What is recomputed is spread over the layers, whatever their kinds.
-    recomputed = layout.recomputed * (count / layout.layers)
+    trained = count - layout.before
+    recomputed = layout.recomputed * (trained / layout.layers)
     return np.asarray(
-        (forward + backward + reference * layout.references) * count + again * recomputed
+        (forward + reference * layout.references) * count + backward * trained + again * recomputed
     )
 
 
@@ -376,6 +377,8 @@ def _layer(layout: KernelShapes) -> tuple[Work, Work]:
         ("elementwise", kernels.activation(layout) * times),
         ("elementwise", kernels.residual(layout) * times),
     ]
+    for each in layout.kind.recurrent:
+        parts.append(("attention", kernels.delta_rule(layout, each)))
     for name in layout.linears:
         parts += _frozen(layout, name)
     for product in layout.kind.products:
