@@ -292,8 +292,9 @@ def trace_layers(spec: ModelSpec, *, attention: Attention) -> list[dict[str, Any
         raise InputError(f"it cannot be built: {line_of(error)}") from error
     layers = decoder_layers(base)
     recorder = Recorder(symbols, base, layers=len(layers))
+    kind_of_recurrent = recurrent_kind(spec)
     linear_attention = recurrent.kernels(
-        base, recurrent_kind(spec), chunks=symbols.n, on_call=recorder.recurring
+        base, kind_of_recurrent, chunks=symbols.n, on_call=recorder.recurring
     )
     try:
         with linear_attention:
@@ -317,7 +318,9 @@ def trace_layers(spec: ModelSpec, *, attention: Attention) -> list[dict[str, Any
         places[kinds.index(kind)].append(layer)
     for kind, layers_of_kind in zip(kinds, places, strict=True):
         kind["layers"] = len(layers_of_kind)
-        if recurrent_kind(spec) is not None:
+        if kind_of_recurrent is None:
+            del kind["recurrent"]
+        else:
             kind["places"] = layers_of_kind
     return kinds
 

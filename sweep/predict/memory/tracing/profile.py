@@ -173,7 +173,7 @@ def check_recurrent(spec: ModelSpec) -> None:
     """
     kind = recurrent_kind(spec)
     if kind is not None and not kind.is_predicted:
-        raise Untraceable(f"model type '{spec.model_type}': {kind.unpredicted}")
+        raise Untraceable(kind.unpredicted)
 
 
 def symbols_of(part: Excerpt, *, is_long: bool = False) -> Symbols:

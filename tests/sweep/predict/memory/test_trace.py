@@ -118,7 +118,7 @@ def test_bad_configs(
         (
             model("bamba", mamba_n_heads=8, mamba_d_head=64, attn_layer_indices=[1, 3, 5]),
             {},
-            "not predicted: model type 'bamba': .* state-space .* have to be built from source",
+            "memory is not predicted: .* state-space layers .* have to be built from source",
         ),
         (
             model("minimax", **MOE),
