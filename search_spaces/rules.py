@@ -36,10 +36,12 @@ LIGER_MODEL_TYPES = types(
     """
     deepseek_v2 deepseek_v3 exaone4 falcon_h1 gemma gemma2 gemma3_text glm4 gpt_oss
     hunyuan_v1_dense hunyuan_v1_moe llama llama4_text ministral mistral mixtral nemotron olmo2 olmo3
-    phi3 qwen2 qwen3 qwen3_moe smollm3
+    phi3 qwen2 qwen3 qwen3_5_text qwen3_moe smollm3
     """
 )
 """Text decoders that liger-kernel 0.8.5 patches, fused loss included (its `monkey_patch` table)."""
+_LIGER_LOSS_ALONE = types("qwen3_5_text")
+"""Those of them for which it has no rotary embedding, so that its loss alone is used."""
 WITHOUT_SDPA = types(
     """
     bloom codegen deepseek_v4 falcon_mamba gpt_neo gpt_oss gptj granite_swa granitemoe_swa hy_v4
@@ -308,6 +310,9 @@ def _of_kernels(config: TrialConfig, setting: Setting) -> Asked:
         if kind not in LIGER_MODEL_TYPES:
             reason = f"Liger has no kernels for model type '{kind}': use kernels hf"
             yield "kernels-need-liger-model", reason
+        elif config.kernels_kind.fuses_layers and kind in _LIGER_LOSS_ALONE:
+            lacks = f"Liger has no kernel for the rotary embedding of model type '{kind}'"
+            yield "kernels-need-liger-model", f"{lacks}: use kernels fused-loss or hf"
         elif config.kernels_kind.fuses_layers and unquantized(setting.model) is not None:
             keeps = f"what Liger's kernel for the experts of model type '{kind}' keeps and takes is"
             reason = f"{keeps} not known: use kernels fused-loss or hf"

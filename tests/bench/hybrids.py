@@ -1,0 +1,359 @@
+"""What hybrid models need and take: memory and speed predicted and measured, and linear attention
+beside its loop in plain PyTorch.
+
+    python -m tests.bench.hybrids --dry -o PREDICTED.jsonl
+    python -m tests.bench.hybrids --predicted PREDICTED.jsonl -o OUT.jsonl
+
+Shapes are the defaults of transformers' own config classes, half of the layers (`--whole` for all):
+Qwen3.5-9B, as its documentation names them, OLMo Hybrid 7B, and LFM2 with two convolutions before
+each attention. Weights are random. The first command predicts, without a GPU; the second measures
+each configuration, the ones that are compared at 2,048 and 8,192 tokens first, with the kernels of
+flash-linear-attention and without. A row says how a configuration failed where it did.
+
+Triton 3.4 to 3.7.0 compiles a kernel of the backward pass wrongly on Hopper GPUs, so that a newer
+one has to be on the path there, before torch's own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from qlora_sweep.search_spaces.config import TrialConfig, parse_config
+from qlora_sweep.search_spaces.errors import InputError, words_of
+from qlora_sweep.search_spaces.gpus import GpuSpec, find_gpu, match_product
+from qlora_sweep.search_spaces.models import ModelSpec, checked_config
+from qlora_sweep.search_spaces.recurrent import FLASH_LINEAR_ATTENTION
+from qlora_sweep.search_spaces.space import StepBudget
+from qlora_sweep.storage.definition import Target
+from qlora_sweep.storage.records import Measured
+from qlora_sweep.sweep.predict.memory.predictor import TracingPredictor
+from qlora_sweep.sweep.predict.speed.predictor import StepTimes
+from qlora_sweep.sweep.running.device_info import read_gpu
+from qlora_sweep.sweep.running.supervisor import SupervisedRunner
+from qlora_sweep.sweep.running.wire import TrialRequest
+from tests.bench.harness import Row, stamp, write
+
+QWEN: dict[str, Any] = {
+    "model_type": "qwen3_5_text",
+    "vocab_size": 248_320,
+    "hidden_size": 4096,
+    "intermediate_size": 12_288,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "max_position_embeddings": 32_768,
+    "tie_word_embeddings": False,
+}
+OLMO: dict[str, Any] = {
+    "model_type": "olmo_hybrid",
+    "vocab_size": 100_352,
+    "hidden_size": 3840,
+    "intermediate_size": 11_008,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 30,
+    "num_key_value_heads": 30,
+    "max_position_embeddings": 65_536,
+}
+LFM: dict[str, Any] = {
+    "model_type": "lfm2",
+    "vocab_size": 65_536,
+    "hidden_size": 2560,
+    "intermediate_size": 12_288,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 128_000,
+    "layer_types": ["conv", "conv", "full_attention"] * 10,
+}
+MODELS: dict[str, tuple[dict[str, Any], int]] = {
+    "qwen3.5-9b": (QWEN, 16),
+    "olmo-hybrid-7b": (OLMO, 16),
+    "lfm2-2.6b": (LFM, 15),
+}
+"""A config, and how many layers are trained where not all are."""
+LEAN: dict[str, Any] = {"upcast_fp32": False, "optimizer": "adamw_torch_fused"}
+PLAIN: dict[str, Any] = {**LEAN, "quantization": "none", "double_quant": False}
+EVERY = {"target_modules": "all-linear"}
+COMPARED: Sequence[dict[str, Any]] = (
+    {**LEAN, "micro_batch_size": 4, "seq_len": 2048},
+    {**LEAN, "micro_batch_size": 1, "seq_len": 8192},
+)
+"""Measured with the kernels and without."""
+WITH_KERNELS = ("qwen3.5-9b", "olmo-hybrid-7b")
+OTHERS: Mapping[str, Sequence[dict[str, Any]]] = {
+    "qwen3.5-9b": (
+        {**LEAN, "micro_batch_size": 8, "seq_len": 512, "checkpoint_fraction": 0.0},
+        {**LEAN, "micro_batch_size": 2, "seq_len": 2048, "checkpoint_fraction": 0.5},
+        {**LEAN, **EVERY, "micro_batch_size": 3, "seq_len": 777, "lora_rank": 64},
+        {**LEAN, **EVERY, "micro_batch_size": 1, "seq_len": 4096, "checkpoint_fraction": 0.25},
+        {**LEAN, "micro_batch_size": 4, "seq_len": 2048, "kernels": "fused-loss"},
+        {**LEAN, "micro_batch_size": 2, "seq_len": 1024, "attention": "eager"},
+        {**LEAN, "micro_batch_size": 2, "seq_len": 1024, "compute_dtype": "fp16"},
+        {"micro_batch_size": 1, "seq_len": 512},
+        {"micro_batch_size": 2, "seq_len": 2048, "target_modules": "qv", "lora_rank": 8},
+        {"micro_batch_size": 1, "seq_len": 2048, "checkpoint_fraction": 0.0},
+        {**PLAIN, "micro_batch_size": 2, "seq_len": 2048},
+        {**PLAIN, "micro_batch_size": 2, "seq_len": 1000, "checkpoint_fraction": 0.0},
+    ),
+    "olmo-hybrid-7b": (
+        {**LEAN, "micro_batch_size": 4, "seq_len": 512, "checkpoint_fraction": 0.0},
+        {**LEAN, **EVERY, "micro_batch_size": 2, "seq_len": 1000, "lora_rank": 64},
+        {"micro_batch_size": 1, "seq_len": 1024, "checkpoint_fraction": 0.5},
+    ),
+    "lfm2-2.6b": (
+        {**LEAN, "micro_batch_size": 4, "seq_len": 2048},
+        {**LEAN, "micro_batch_size": 8, "seq_len": 512, "checkpoint_fraction": 0.0},
+        {**LEAN, "micro_batch_size": 1, "seq_len": 8192},
+        {**LEAN, **EVERY, "micro_batch_size": 2, "seq_len": 1500, "checkpoint_fraction": 0.5},
+    ),
+}
+STEPS = StepBudget(warmup_min=1, warmup_max=2, measured_min=2, measured_max=6, seconds_max=4)
+_WITHOUT_KERNELS = f"""
+import importlib.metadata as metadata
+known = metadata.version
+def version(name):
+    if name == {FLASH_LINEAR_ATTENTION!r}:
+        raise metadata.PackageNotFoundError(name)
+    return known(name)
+metadata.version = version
+"""
+"""Python runs it as it starts; what it hides is hidden from a worker."""
+_UNIMPORTABLE = "raise ImportError('hidden')\n"
+
+
+@dataclass(frozen=True)
+class Case:
+    """A configuration of a model, with the kernels of linear attention or without."""
+
+    model: ModelSpec
+    config: TrialConfig
+    path: str = "kernels"
+    """``kernels``, ``loop`` where their package is hidden, or ``broken`` where it is there and
+    cannot be imported: a trial has to say so."""
+
+    @property
+    def key(self) -> str:
+        """What tells its prediction from others."""
+        return json.dumps([self.model.config, self.config.model_dump(mode="json")])
+
+
+def model_of(name: str, *, is_whole: bool) -> ModelSpec:
+    """Return a model of the table, whole or with as many layers as it says."""
+    known, layers = MODELS[name]
+    if not is_whole:
+        known = {**known, "num_hidden_layers": layers}
+        if "layer_types" in known:
+            known["layer_types"] = known["layer_types"][:layers]
+    return ModelSpec(name, "directory", checked_config(known, label=name))
+
+
+def cases(*, is_whole: bool) -> list[Case]:
+    """Return all that is asked, what is compared first; bases alike follow one another."""
+    found: list[Case] = []
+    models = {name: model_of(name, is_whole=is_whole) for name in MODELS}
+    compared = [parse_config(settings) for settings in COMPARED]
+    for path in ("kernels", "loop"):
+        for name in WITH_KERNELS:
+            found += [Case(models[name], config, path) for config in compared]
+    for name, settings in OTHERS.items():
+        found += [Case(models[name], parse_config(each)) for each in settings]
+    found.append(Case(models[WITH_KERNELS[0]], compared[0], "broken"))
+    return found
+
+
+def predicted(case: Case, memory: TracingPredictor, gpu: GpuSpec) -> Row:
+    """Return what is predicted of a case that has its kernels."""
+    row: Row = {}
+    try:
+        known = memory.predict(case.config)
+        row["peak"] = {
+            "bytes": known.peak_allocated_bytes,
+            "uncertainty": known.uncertainty,
+            "parts": dict(known.breakdown),
+        }
+    except InputError as error:
+        row["peak_unknown"] = str(error)
+    speed = StepTimes([case.config], model=case.model, gpu=gpu, evidence=None).prediction(0)
+    if isinstance(speed, InputError):
+        return row | {"step_unknown": str(speed)}
+    low, high = speed.step_estimate.ends
+    terms = {term: round(seconds, 4) for term, seconds in speed.terms.items()}
+    row["step"] = {"seconds": speed.step_seconds, "low": low, "high": high, "terms": terms}
+    return row
+
+
+def predictions(asked: Sequence[Case], gpu: GpuSpec) -> dict[str, Row]:
+    """Return what is predicted of each case with kernels, by its key."""
+    found: dict[str, Row] = {}
+    with tempfile.TemporaryDirectory() as directory:
+        for name in MODELS:
+            own = [case for case in asked if case.model.name == name and case.path == "kernels"]
+            if not own:
+                continue
+            memory = TracingPredictor(
+                own[0].model,
+                cache_dir=Path(directory),
+                compute_capability=gpu.compute_capability,
+            )
+            memory.predict_all([case.config for case in own])
+            for case in own:
+                found[case.key] = predicted(case, memory, gpu)
+            memory.end_children()
+    return found
+
+
+def measured(runner: SupervisedRunner, case: Case) -> Row:
+    """Return what a trial measured, or how it ended."""
+    began = time.perf_counter()
+    try:
+        outcome = runner.run(TrialRequest(config=case.config, steps=STEPS))
+    except Exception as error:  # noqa: BLE001 - the next configuration may run
+        return {"failure": f"{type(error).__name__}: {words_of(error)}"[:800]}
+    row: Row = {"wall_seconds": round(time.perf_counter() - began, 1)}
+    if not isinstance(outcome, Measured):
+        return row | {"failure": f"{type(outcome).__name__}: {outcome}"[:800]}
+    found = outcome.measurement
+    kept = ("step_seconds", "tokens_per_second", "peak_allocated_bytes", "peak_stage")
+    return row | {name: getattr(found, name) for name in kept} | {"flags": found.flags}
+
+
+def compared(row: Row) -> Row:
+    """Return measured over predicted, of peak and step; nothing of what is missing."""
+    found: Row = {}
+    known = row.get("predicted", {})
+    if "peak_allocated_bytes" in row and "peak" in known:
+        ratio = row["peak_allocated_bytes"] / known["peak"]["bytes"]
+        found["peak_error"] = round(ratio - 1.0, 4)
+        found["is_peak_within"] = abs(ratio - 1.0) <= known["peak"]["uncertainty"]
+    if "step_seconds" in row and "step" in known:
+        found["step_ratio"] = round(row["step_seconds"] / known["step"]["seconds"], 3)
+        found["is_step_within"] = known["step"]["low"] <= row["step_seconds"]
+        found["is_step_within"] &= row["step_seconds"] <= known["step"]["high"]
+    return found
+
+
+@contextmanager
+def environment(path: str) -> Iterator[None]:
+    """Hide the kernels' package from workers that start inside, or its modules alone."""
+    before = os.environ.get("PYTHONPATH")
+    with tempfile.TemporaryDirectory() as directory:
+        if path != "kernels":
+            package = Path(directory, "fla")
+            package.mkdir()
+            (package / "__init__.py").write_text(_UNIMPORTABLE, encoding="utf-8")
+            if path == "loop":
+                start = Path(directory, "sitecustomize.py")
+                start.write_text(_WITHOUT_KERNELS, encoding="utf-8")
+            os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [directory, before]))
+        try:
+            yield
+        finally:
+            os.environ.pop("PYTHONPATH", None)
+            if before is not None:
+                os.environ["PYTHONPATH"] = before
+
+
+def summary(rows: Sequence[Row]) -> Row:
+    """Return the worst errors, and how many times as fast linear attention is by its kernels."""
+    peaks = [row["peak_error"] for row in rows if "peak_error" in row]
+    ratios = [row["step_ratio"] for row in rows if "step_ratio" in row]
+    speeds: dict[str, dict[str, float]] = {}
+    for row in rows:
+        if row["path"] in ("kernels", "loop") and "tokens_per_second" in row:
+            settings = row["config"]
+            shape = f"{row['model']} {settings['micro_batch_size']} x {settings['seq_len']}"
+            speeds.setdefault(shape, {}).setdefault(row["path"], row["tokens_per_second"])
+    faster = {
+        shape: {**both, "times": round(both["kernels"] / both["loop"], 2)}
+        for shape, both in speeds.items()
+        if len(both) == 2
+    }
+    return {
+        "measured": sum("step_seconds" in row for row in rows),
+        "failed": sum("failure" in row for row in rows),
+        "peak_errors": sorted(peaks),
+        "step_ratios": sorted(ratios),
+        "beside_the_loop": faster,
+    }
+
+
+def run(asked: Sequence[Case], known: Mapping[str, Row], *, output: Path | None) -> None:
+    """Measure all cases, a row each, and write what they come to."""
+    gpu_here = read_gpu()
+    assert gpu_here is not None, "there is no GPU here: --dry predicts alone"
+    gpu = match_product(gpu_here.product) or find_gpu("h200")
+    budget = int(0.97 * gpu_here.memory_bytes)
+    target = Target(gpu=gpu.name, device="cuda", budget_bytes=budget)
+    rows: list[Row] = []
+    with tempfile.TemporaryDirectory() as directory:
+        at = 0
+        while at < len(asked):
+            first = asked[at]
+            alike = [first]
+            for case in asked[at + 1 :]:
+                if (case.model, case.path) != (first.model, first.path):
+                    break
+                alike.append(case)
+            at += len(alike)
+            log = Path(directory, f"{at}.log")
+            with (
+                environment(first.path),
+                SupervisedRunner(first.model, target=target, log_path=log) as runner,
+            ):
+                for case in alike:
+                    row: Row = {"model": case.model.name, "layers": case.model.hidden_layers}
+                    row |= {"path": case.path} | measured(runner, case)
+                    row["predicted"] = known.get(case.key, {})
+                    if case.path != "kernels":
+                        row["predicted"] = {}
+                    row |= compared(row) | {"config": case.config.model_dump(mode="json")}
+                    write(row, output)
+                    rows.append(row)
+    write(summary(rows), output)
+
+
+def read_predictions(path: Path) -> dict[str, Row]:
+    """Return what ``--dry`` wrote."""
+    rows = map(json.loads, path.read_text(encoding="utf-8").splitlines())
+    return {row["key"]: row["predicted"] for row in rows if "key" in row}
+
+
+def main() -> None:
+    """Predict, or measure, and print a row each."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--dry", action="store_true", help="predict alone, without a GPU")
+    parser.add_argument("--whole", action="store_true", help="train all layers")
+    parser.add_argument("--predicted", type=Path, help="what --dry wrote")
+    parser.add_argument("--model", choices=MODELS)
+    parser.add_argument("-o", "--output", type=Path)
+    typed = parser.parse_args()
+    write(stamp(), typed.output)
+    asked = cases(is_whole=typed.whole)
+    if typed.model is not None:
+        asked = [case for case in asked if case.model.name == typed.model]
+    if typed.predicted is not None:
+        known = read_predictions(typed.predicted)
+    else:
+        known = predictions(asked, find_gpu("h200"))
+    if not typed.dry:
+        run(asked, known, output=typed.output)
+        return
+    for case in asked:
+        if case.path == "kernels":
+            row = {"model": case.model.name, "layers": case.model.hidden_layers}
+            row |= {"key": case.key, "predicted": known[case.key]}
+            write(row, typed.output)
+
+
+if __name__ == "__main__":
+    main()
