@@ -2,13 +2,19 @@
 beside its loop in plain PyTorch.
 
     python -m tests.bench.hybrids --dry -o PREDICTED.jsonl
-    python -m tests.bench.hybrids --predicted PREDICTED.jsonl -o OUT.jsonl
+    python -m tests.bench.hybrids --part memory --predicted PREDICTED.jsonl -o OUT.jsonl
+    python -m tests.bench.hybrids --part speed --predicted PREDICTED.jsonl -o OUT.jsonl
 
 Shapes are the defaults of transformers' own config classes, half of the layers (`--whole` for all):
 Qwen3.5-9B, as its documentation names them, OLMo Hybrid 7B, and LFM2 with two convolutions before
-each attention. Weights are random. The first command predicts, without a GPU; the second measures
-each configuration, the ones that are compared at 2,048 and 8,192 tokens first, with the kernels of
-flash-linear-attention and without. A row says how a configuration failed where it did.
+each attention. Weights are random.
+
+The first command predicts, without a GPU. The second measures the peak of each configuration, with
+kernels of linear attention that are not tuned for the GPU, as tuning takes minutes for each type of
+numbers and no memory afterwards. The third measures speeds at 2,048 and 8,192 tokens with tuned
+kernels, then by transformers' loop in plain PyTorch, where the package is hidden from the worker;
+and that a trial says so where the package is there and cannot be imported. A row says how a
+configuration failed where it did; after `--seconds` nothing new is begun.
 
 Triton 3.4 to 3.7.0 compiles a kernel of the backward pass wrongly on Hopper GPUs, so that a newer
 one has to be on the path there, before torch's own.
@@ -17,6 +23,7 @@ one has to be on the path there, before torch's own.
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import os
 import tempfile
@@ -90,8 +97,9 @@ COMPARED: Sequence[dict[str, Any]] = (
 )
 """Measured with the kernels and without."""
 WITH_KERNELS = ("qwen3.5-9b", "olmo-hybrid-7b")
-OTHERS: Mapping[str, Sequence[dict[str, Any]]] = {
+LISTED: Mapping[str, Sequence[dict[str, Any]]] = {
     "qwen3.5-9b": (
+        *COMPARED,
         {**LEAN, "micro_batch_size": 8, "seq_len": 512, "checkpoint_fraction": 0.0},
         {**LEAN, "micro_batch_size": 2, "seq_len": 2048, "checkpoint_fraction": 0.5},
         {**LEAN, **EVERY, "micro_batch_size": 3, "seq_len": 777, "lora_rank": 64},
@@ -105,19 +113,34 @@ OTHERS: Mapping[str, Sequence[dict[str, Any]]] = {
         {**PLAIN, "micro_batch_size": 2, "seq_len": 2048},
         {**PLAIN, "micro_batch_size": 2, "seq_len": 1000, "checkpoint_fraction": 0.0},
     ),
-    "olmo-hybrid-7b": (
-        {**LEAN, "micro_batch_size": 4, "seq_len": 512, "checkpoint_fraction": 0.0},
-        {**LEAN, **EVERY, "micro_batch_size": 2, "seq_len": 1000, "lora_rank": 64},
-        {"micro_batch_size": 1, "seq_len": 1024, "checkpoint_fraction": 0.5},
-    ),
     "lfm2-2.6b": (
         {**LEAN, "micro_batch_size": 4, "seq_len": 2048},
         {**LEAN, "micro_batch_size": 8, "seq_len": 512, "checkpoint_fraction": 0.0},
         {**LEAN, "micro_batch_size": 1, "seq_len": 8192},
         {**LEAN, **EVERY, "micro_batch_size": 2, "seq_len": 1500, "checkpoint_fraction": 0.5},
     ),
+    "olmo-hybrid-7b": (
+        *COMPARED,
+        {**LEAN, "micro_batch_size": 4, "seq_len": 512, "checkpoint_fraction": 0.0},
+        {**LEAN, **EVERY, "micro_batch_size": 2, "seq_len": 1000, "lora_rank": 64},
+        {"micro_batch_size": 1, "seq_len": 1024, "checkpoint_fraction": 0.5},
+    ),
 }
-STEPS = StepBudget(warmup_min=1, warmup_max=2, measured_min=2, measured_max=6, seconds_max=4)
+STEPS = StepBudget(warmup_min=1, warmup_max=2, measured_min=2, measured_max=4, seconds_max=3)
+_FIXED_KERNELS: Mapping[str, tuple[dict[str, int], int]] = {
+    "chunk_fwd_kernel_o": ({"BK": 64, "BV": 64}, 4),
+    "chunk_bwd_kernel_dqkwg": ({}, 4),
+    "chunk_bwd_kernel_dv_local": ({}, 4),
+    "chunk_gated_delta_rule_fwd_kernel_h_blockdim64": ({"BV": 32}, 4),
+    "chunk_gated_delta_rule_bwd_kernel_dhu_blockdim64": ({"BV": 32}, 4),
+    "chunk_gated_delta_rule_fwd_kkt_solve_kernel": ({"BK": 32}, 2),
+    "recompute_w_u_fwd_kernel": ({}, 4),
+    "prepare_wy_repr_bwd_kernel": ({}, 4),
+    "chunk_local_cumsum_scalar_kernel": ({}, 2),
+    "l2norm_fwd_kernel": ({"BT": 16}, 4),
+    "l2norm_bwd_kernel": ({"BT": 16}, 4),
+}
+"""Blocks and warps of kernels that are not tuned: some of those that would be tried."""
 _WITHOUT_KERNELS = f"""
 import importlib.metadata as metadata
 known = metadata.version
@@ -138,13 +161,14 @@ class Case:
     model: ModelSpec
     config: TrialConfig
     path: str = "kernels"
-    """``kernels``, ``loop`` where their package is hidden, or ``broken`` where it is there and
+    """``kernels``, ``tuned`` kernels, ``loop`` where their package is hidden, or ``broken`` where it is there and
     cannot be imported: a trial has to say so."""
 
     @property
     def key(self) -> str:
         """What tells its prediction from others."""
-        return json.dumps([self.model.config, self.config.model_dump(mode="json")])
+        said = [self.model.name, self.model.config, self.config.model_dump(mode="json")]
+        return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def model_of(name: str, *, is_whole: bool) -> ModelSpec:
@@ -157,18 +181,19 @@ def model_of(name: str, *, is_whole: bool) -> ModelSpec:
     return ModelSpec(name, "directory", checked_config(known, label=name))
 
 
-def cases(*, is_whole: bool) -> list[Case]:
-    """Return all that is asked, what is compared first; bases alike follow one another."""
-    found: list[Case] = []
+def cases(*, is_whole: bool) -> dict[str, list[Case]]:
+    """Return all that is asked, by part; bases alike follow one another."""
     models = {name: model_of(name, is_whole=is_whole) for name in MODELS}
+    memory: list[Case] = []
+    for name, settings in LISTED.items():
+        memory += [Case(models[name], parse_config(each)) for each in settings]
     compared = [parse_config(settings) for settings in COMPARED]
-    for path in ("kernels", "loop"):
-        for name in WITH_KERNELS:
-            found += [Case(models[name], config, path) for config in compared]
-    for name, settings in OTHERS.items():
-        found += [Case(models[name], parse_config(each)) for each in settings]
-    found.append(Case(models[WITH_KERNELS[0]], compared[0], "broken"))
-    return found
+    speed: list[Case] = []
+    for name in WITH_KERNELS:
+        for path in ("tuned", "loop"):
+            speed += [Case(models[name], config, path) for config in compared]
+    speed.append(Case(models[WITH_KERNELS[0]], compared[0], "broken"))
+    return {"memory": memory, "speed": speed}
 
 
 def predicted(case: Case, memory: TracingPredictor, gpu: GpuSpec) -> Row:
@@ -244,23 +269,34 @@ def compared(row: Row) -> Row:
 
 @contextmanager
 def environment(path: str) -> Iterator[None]:
-    """Hide the kernels' package from workers that start inside, or its modules alone."""
-    before = os.environ.get("PYTHONPATH")
+    """Let workers that start inside run linear attention in one of the ways of `Case.path`."""
     with tempfile.TemporaryDirectory() as directory:
-        if path != "kernels":
+        if path in ("loop", "broken"):
             package = Path(directory, "fla")
             package.mkdir()
             (package / "__init__.py").write_text(_UNIMPORTABLE, encoding="utf-8")
             if path == "loop":
                 start = Path(directory, "sitecustomize.py")
                 start.write_text(_WITHOUT_KERNELS, encoding="utf-8")
-            os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [directory, before]))
+            python_path = os.pathsep.join(filter(None, [directory, os.environ.get("PYTHONPATH")]))
+            changes = {"PYTHONPATH": python_path}
+        elif path == "kernels":
+            for name, (blocks, warps) in _FIXED_KERNELS.items():
+                known = {"kwargs": blocks, "num_warps": warps, "num_stages": 2, "num_ctas": 1}
+                file = Path(directory, f"{name}.json")
+                file.write_text(json.dumps({"default_config": known}), encoding="utf-8")
+            changes = {"FLA_CONFIG_DIR": directory, "FLA_CACHE_MODE": "default"}
+        else:
+            changes = {}
+        before = {name: os.environ.get(name) for name in changes}
+        os.environ.update(changes)
         try:
             yield
         finally:
-            os.environ.pop("PYTHONPATH", None)
-            if before is not None:
-                os.environ["PYTHONPATH"] = before
+            for name, value in before.items():
+                os.environ.pop(name)
+                if value is not None:
+                    os.environ[name] = value
 
 
 def summary(rows: Sequence[Row]) -> Row:
@@ -269,12 +305,12 @@ def summary(rows: Sequence[Row]) -> Row:
     ratios = [row["step_ratio"] for row in rows if "step_ratio" in row]
     speeds: dict[str, dict[str, float]] = {}
     for row in rows:
-        if row["path"] in ("kernels", "loop") and "tokens_per_second" in row:
+        if row["path"] in ("tuned", "loop") and "tokens_per_second" in row:
             settings = row["config"]
             shape = f"{row['model']} {settings['micro_batch_size']} x {settings['seq_len']}"
             speeds.setdefault(shape, {}).setdefault(row["path"], row["tokens_per_second"])
     faster = {
-        shape: {**both, "times": round(both["kernels"] / both["loop"], 2)}
+        shape: {**both, "times": round(both["tuned"] / both["loop"], 2)}
         for shape, both in speeds.items()
         if len(both) == 2
     }
@@ -287,8 +323,18 @@ def summary(rows: Sequence[Row]) -> Row:
     }
 
 
-def run(asked: Sequence[Case], known: Mapping[str, Row], *, output: Path | None) -> None:
-    """Measure all cases, a row each, and write what they come to."""
+def run(
+    asked: Sequence[Case], known: Mapping[str, Row], *, seconds: float, output: Path | None
+) -> None:
+    """Measure all cases, a row each, and write what they come to.
+
+    Args:
+        asked: the cases.
+        known: predictions by the cases' keys.
+        seconds: after which no case is begun.
+        output: file for the rows; None for none.
+    """
+    began = time.perf_counter()
     gpu_here = read_gpu()
     assert gpu_here is not None, "there is no GPU here: --dry predicts alone"
     gpu = match_product(gpu_here.product) or find_gpu("h200")
@@ -312,10 +358,14 @@ def run(asked: Sequence[Case], known: Mapping[str, Row], *, output: Path | None)
             ):
                 for case in alike:
                     row: Row = {"model": case.model.name, "layers": case.model.hidden_layers}
-                    row |= {"path": case.path} | measured(runner, case)
-                    row["predicted"] = known.get(case.key, {})
-                    if case.path != "kernels":
-                        row["predicted"] = {}
+                    row["path"] = case.path
+                    if time.perf_counter() - began > seconds:
+                        row["failure"] = "not begun: the time is over"
+                    else:
+                        row |= measured(runner, case)
+                    row["predicted"] = {}
+                    if case.path in ("kernels", "tuned"):
+                        row["predicted"] = known.get(case.key, {})
                     row |= compared(row) | {"config": case.config.model_dump(mode="json")}
                     write(row, output)
                     rows.append(row)
@@ -332,27 +382,29 @@ def main() -> None:
     """Predict, or measure, and print a row each."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--dry", action="store_true", help="predict alone, without a GPU")
+    parser.add_argument("--part", choices=("memory", "speed"), help="one part of both")
     parser.add_argument("--whole", action="store_true", help="train all layers")
     parser.add_argument("--predicted", type=Path, help="what --dry wrote")
-    parser.add_argument("--model", choices=MODELS)
+    parser.add_argument("--model", choices=MODELS, help="one of the models")
+    parser.add_argument("--seconds", type=float, default=420.0, help="then nothing is begun")
     parser.add_argument("-o", "--output", type=Path)
     typed = parser.parse_args()
     write(stamp(), typed.output)
-    asked = cases(is_whole=typed.whole)
-    if typed.model is not None:
-        asked = [case for case in asked if case.model.name == typed.model]
+    asked: list[Case] = []
+    for part, own in cases(is_whole=typed.whole).items():
+        if typed.part in (None, part):
+            asked += [case for case in own if typed.model in (None, case.model.name)]
     if typed.predicted is not None:
         known = read_predictions(typed.predicted)
     else:
         known = predictions(asked, find_gpu("h200"))
     if not typed.dry:
-        run(asked, known, output=typed.output)
+        run(asked, known, seconds=typed.seconds, output=typed.output)
         return
     for case in asked:
         if case.path == "kernels":
-            row = {"model": case.model.name, "layers": case.model.hidden_layers}
-            row |= {"key": case.key, "predicted": known[case.key]}
-            write(row, typed.output)
+            row = {"model": case.model.name, "layers": case.model.hidden_layers, "key": case.key}
+            write(row | {"predicted": known[case.key]}, typed.output)
 
 
 if __name__ == "__main__":
