@@ -90,6 +90,7 @@ MODELS: dict[str, tuple[dict[str, Any], int]] = {
 """A config, and how many layers are trained where not all are."""
 LEAN: dict[str, Any] = {"upcast_fp32": False, "optimizer": "adamw_torch_fused"}
 PLAIN: dict[str, Any] = {**LEAN, "quantization": "none", "double_quant": False}
+FUSED: dict[str, Any] = {**LEAN, "kernels": "fused-loss"}
 EVERY = {"target_modules": "all-linear"}
 COMPARED: Sequence[dict[str, Any]] = (
     {**LEAN, "micro_batch_size": 4, "seq_len": 2048},
@@ -101,10 +102,11 @@ LISTED: Mapping[str, Sequence[dict[str, Any]]] = {
     "qwen3.5-9b": (
         *COMPARED,
         {**LEAN, "micro_batch_size": 8, "seq_len": 512, "checkpoint_fraction": 0.0},
-        {**LEAN, "micro_batch_size": 2, "seq_len": 2048, "checkpoint_fraction": 0.5},
-        {**LEAN, **EVERY, "micro_batch_size": 3, "seq_len": 777, "lora_rank": 64},
         {**LEAN, **EVERY, "micro_batch_size": 1, "seq_len": 4096, "checkpoint_fraction": 0.25},
-        {**LEAN, "micro_batch_size": 4, "seq_len": 2048, "kernels": "fused-loss"},
+        {**FUSED, "micro_batch_size": 4, "seq_len": 2048},
+        {**FUSED, "micro_batch_size": 1, "seq_len": 8192},
+        {**FUSED, "micro_batch_size": 2, "seq_len": 2048, "checkpoint_fraction": 0.5},
+        {**FUSED, **EVERY, "micro_batch_size": 3, "seq_len": 777, "lora_rank": 64},
         {**LEAN, "micro_batch_size": 2, "seq_len": 1024, "attention": "eager"},
         {**LEAN, "micro_batch_size": 2, "seq_len": 1024, "compute_dtype": "fp16"},
         {"micro_batch_size": 1, "seq_len": 512},
@@ -161,8 +163,8 @@ class Case:
     model: ModelSpec
     config: TrialConfig
     path: str = "kernels"
-    """``kernels``, ``tuned`` kernels, ``loop`` where their package is hidden, or ``broken`` where it is there and
-    cannot be imported: a trial has to say so."""
+    """``kernels``, ``tuned`` kernels, ``loop`` where their package is hidden, or ``broken`` where
+    it is there and cannot be imported: a trial has to say so."""
 
     @property
     def key(self) -> str:
