@@ -24,12 +24,13 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import itertools
 import json
 import os
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -45,9 +46,12 @@ from qlora_sweep.storage.records import Measured
 from qlora_sweep.sweep.predict.memory.predictor import TracingPredictor
 from qlora_sweep.sweep.predict.speed.predictor import StepTimes
 from qlora_sweep.sweep.running.device_info import read_gpu
+from qlora_sweep.sweep.running.runner import Runner
 from qlora_sweep.sweep.running.supervisor import SupervisedRunner
 from qlora_sweep.sweep.running.wire import TrialRequest
 from tests.bench.harness import Row, stamp, write
+
+OpenRunner = Callable[[ModelSpec], AbstractContextManager[Runner]]
 
 QWEN: dict[str, Any] = {
     "model_type": "qwen3_5_text",
@@ -239,7 +243,7 @@ def predictions(asked: Sequence[Case], gpu: GpuSpec) -> dict[str, Row]:
     return found
 
 
-def measured(runner: SupervisedRunner, case: Case) -> Row:
+def measured(runner: Runner, case: Case) -> Row:
     """Return what a trial measured, or how it ended."""
     began = time.perf_counter()
     try:
@@ -250,7 +254,7 @@ def measured(runner: SupervisedRunner, case: Case) -> Row:
     if not isinstance(outcome, Measured):
         return row | {"failure": f"{type(outcome).__name__}: {outcome}"[:800]}
     found = outcome.measurement
-    kept = ("step_seconds", "tokens_per_second", "peak_allocated_bytes", "peak_stage")
+    kept = ("step_seconds", "tokens_per_second", "peak_allocated_bytes", "peak_reserved_bytes")
     return row | {name: getattr(found, name) for name in kept} | {"flags": found.flags}
 
 
@@ -326,52 +330,58 @@ def summary(rows: Sequence[Row]) -> Row:
 
 
 def run(
-    asked: Sequence[Case], known: Mapping[str, Row], *, seconds: float, output: Path | None
-) -> None:
-    """Measure all cases, a row each, and write what they come to.
+    asked: Sequence[Case],
+    known: Mapping[str, Row],
+    *,
+    seconds: float,
+    open_runner: OpenRunner,
+    output: Path | None,
+) -> Row:
+    """Measure all cases, write a row each, and return what they come to.
 
     Args:
         asked: the cases.
         known: predictions by the cases' keys.
         seconds: after which no case is begun.
+        open_runner: starts a worker for a model.
         output: file for the rows; None for none.
     """
     began = time.perf_counter()
+    rows: list[Row] = []
+    for _, alike in itertools.groupby(asked, key=lambda case: (case.model.name, case.path)):
+        group = list(alike)
+        first = group[0]
+        with environment(first.path), open_runner(first.model) as runner:
+            for case in group:
+                row: Row = {"model": case.model.name, "layers": case.model.hidden_layers}
+                row["path"] = case.path
+                if time.perf_counter() - began > seconds:
+                    row["failure"] = "not begun: the time is over"
+                else:
+                    row |= measured(runner, case)
+                row["predicted"] = {}
+                if case.path in ("kernels", "tuned"):
+                    row["predicted"] = known.get(case.key, {})
+                row |= compared(row) | {"config": case.config.model_dump(mode="json")}
+                write(row, output)
+                rows.append(row)
+    return summary(rows)
+
+
+def on_gpu(directory: Path) -> OpenRunner:
+    """Return what starts workers on the GPU that is here, with their logs in a directory."""
     gpu_here = read_gpu()
     assert gpu_here is not None, "there is no GPU here: --dry predicts alone"
     gpu = match_product(gpu_here.product) or find_gpu("h200")
     budget = int(0.97 * gpu_here.memory_bytes)
     target = Target(gpu=gpu.name, device="cuda", budget_bytes=budget)
-    rows: list[Row] = []
-    with tempfile.TemporaryDirectory() as directory:
-        at = 0
-        while at < len(asked):
-            first = asked[at]
-            alike = [first]
-            for case in asked[at + 1 :]:
-                if (case.model, case.path) != (first.model, first.path):
-                    break
-                alike.append(case)
-            at += len(alike)
-            log = Path(directory, f"{at}.log")
-            with (
-                environment(first.path),
-                SupervisedRunner(first.model, target=target, log_path=log) as runner,
-            ):
-                for case in alike:
-                    row: Row = {"model": case.model.name, "layers": case.model.hidden_layers}
-                    row["path"] = case.path
-                    if time.perf_counter() - began > seconds:
-                        row["failure"] = "not begun: the time is over"
-                    else:
-                        row |= measured(runner, case)
-                    row["predicted"] = {}
-                    if case.path in ("kernels", "tuned"):
-                        row["predicted"] = known.get(case.key, {})
-                    row |= compared(row) | {"config": case.config.model_dump(mode="json")}
-                    write(row, output)
-                    rows.append(row)
-    write(summary(rows), output)
+    numbers = itertools.count()
+
+    def opened(model: ModelSpec) -> AbstractContextManager[Runner]:
+        log = directory / f"{next(numbers)}-{model.name}.log"
+        return SupervisedRunner(model, target=target, log_path=log)
+
+    return opened
 
 
 def read_predictions(path: Path) -> dict[str, Row]:
@@ -401,7 +411,12 @@ def main() -> None:
     else:
         known = predictions(asked, find_gpu("h200"))
     if not typed.dry:
-        run(asked, known, seconds=typed.seconds, output=typed.output)
+        with tempfile.TemporaryDirectory() as directory:
+            opened = on_gpu(Path(directory))
+            found = run(
+                asked, known, seconds=typed.seconds, open_runner=opened, output=typed.output
+            )
+        write(found, typed.output)
         return
     for case in asked:
         if case.path == "kernels":
