@@ -7,6 +7,7 @@ Without quantization: on the CPU bitsandbytes keeps tensors that its kernels for
 
 from __future__ import annotations
 
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,12 @@ FRACTION = {"gpt_oss": 1.0}
 
 
 def growths(
-    family: str, packing: str, *, tracer: TracingChildren, home: Path
+    family: str,
+    packing: str,
+    *,
+    tracer: TracingChildren,
+    home: Path,
+    fraction: float = 0.5,
 ) -> tuple[int, int, int]:
     """Return by how much two samples more raise the peak of a training, what is predicted of that,
     and what would be of full rows."""
@@ -52,7 +58,7 @@ def growths(
         dataset = TokenizedDataset(
             prepared(home / "texts", [100, 151] * 9), eval_fraction=0.0, seed=0
         )
-    changes = {"packing": packing, "checkpoint_fraction": FRACTION.get(family, 0.5)}
+    changes = {"packing": packing, "checkpoint_fraction": FRACTION.get(family, fraction)}
     small, large = (
         config_of(family, "attention", "none").model_copy(
             update={"seq_len": LENGTH, "micro_batch_size": samples, **changes}
@@ -86,6 +92,38 @@ def test_a_sample_more(tracing_child: TracingChildren, tmp_path: Path, family: s
     growth, expected, _ = growths(family, "none", tracer=tracing_child, home=tmp_path)
     assert growth - expected == pytest.approx(2 * LENGTH * BYTES_OF_A_TOKEN, abs=4096)
     assert growth == pytest.approx(expected, rel=0.01)
+
+
+@pytest.fixture
+def linear_attention_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let transformers call what stands in for the kernels, which allocates as they do; of zeros,
+    so that the loss is a number."""
+    import torch
+
+    from qlora_sweep.search_spaces.recurrent import GATED_DELTA_RULE
+    from qlora_sweep.sweep.predict.memory.tracing.recurrent import CHUNK, GatedDeltaRule
+
+    def by_chunks(q: Any, k: Any, v: Any, *, g: Any, beta: Any, **_: Any) -> tuple[Any, None]:
+        return GatedDeltaRule.apply(q, k, v, g, beta, True, -(-q.shape[1] // CHUNK)), None
+
+    for family in ("qwen3_5", "olmo_hybrid"):
+        modelling = import_module(f"transformers.models.{family}.modeling_{family}")
+        monkeypatch.setattr(modelling, GATED_DELTA_RULE.function, by_chunks)
+    monkeypatch.setattr(torch, "empty_like", torch.zeros_like)
+
+
+@pytest.mark.usefixtures("linear_attention_on_a_cpu")
+@pytest.mark.parametrize("fraction", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("family", ["qwen3_5_text", "olmo_hybrid", "lfm2"])
+def test_a_sample_more_of_a_hybrid(
+    tracing_child: TracingChildren, tmp_path: Path, family: str, fraction: float
+) -> None:
+    """Its first layers have no adapter, and keep nothing."""
+    growth, expected, _ = growths(
+        family, "none", tracer=tracing_child, home=tmp_path, fraction=fraction
+    )
+    assert 0 <= growth - expected <= 2 * LENGTH * BYTES_OF_A_TOKEN
+    assert growth == pytest.approx(expected, rel=0.005)
 
 
 @pytest.mark.parametrize(("family", "error"), [("llama", 0.01), ("gemma3_text", 0.015)])
