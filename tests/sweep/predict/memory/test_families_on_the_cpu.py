@@ -123,7 +123,6 @@ def test_a_sample_more_of_a_hybrid(
         family, "none", tracer=tracing_child, home=tmp_path, fraction=fraction
     )
     assert 0 <= growth - expected <= 2 * LENGTH * BYTES_OF_A_TOKEN
-    assert growth == pytest.approx(expected, rel=0.005)
 
 
 @pytest.mark.parametrize(("family", "error"), [("llama", 0.01), ("gemma3_text", 0.015)])
