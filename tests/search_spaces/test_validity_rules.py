@@ -69,7 +69,9 @@ kernels-need-liger-model | brand_new | {kernels: liger} | brand_new
 kernels-need-liger-model | fused-loss | {kernels: liger, quantization: none} | qwen3-30b
 compile-needs-triton | not supported on a CPU | {compile: true} | | cpu
 compile-needs-triton | has 6 | {compile: true, compute_dtype: fp16} | | pascal
+kernels-need-liger-model | fused-loss | {kernels: liger} | qwen3_5_text
 compile-breaks-on-liger | use kernels fused-loss | {compile: true, kernels: liger}
+compile-breaks-on-linear-attention | flash-linear-attention | {compile: true} | qwen3_5_text
 bf16-adapters | gradients in bf16 | {adapter_dtype: bf16, compute_dtype: fp16}
 bf16-adapters | 8.0 (Ampere) | {adapter_dtype: bf16, compute_dtype: fp32} | | turing
 bf16-adapters | quantization | {method: grpo, adapter_dtype: bf16, compute_dtype: fp16} | | turing
@@ -141,6 +143,8 @@ LET_THROUGH = """
 {} | {model_type: granitemoehybrid, num_local_experts: 0}
 {} | {model_type: gemma4_text, num_experts: null}
 {attention: eager} | bloom
+{kernels: fused-loss} | qwen3_5_text
+{compile: true} | lfm2
 {checkpoint_fraction: 0.0} | ctrl
 {target_modules: [attn.c_proj]} | gpt2
 # On a GPU of its own, or none.
@@ -154,6 +158,23 @@ def test_what_can_run_is_let_through(values: dict[str, Any], model: Any, gpu: st
     assert broken(values, model_of(model), GPUS[gpu]) is None
     shared = {**FSDP, "kernels": "fused-loss", "compile": True}
     assert broken(shared, MISTRAL) is None
+
+
+@pytest.mark.parametrize("kind", ["qwen3_5_text", "lfm2", "granitemoehybrid", "minimax"])
+def test_examples_are_not_packed_where_layers_carry_a_state(kind: str) -> None:
+    found = {}
+    for packing in ("none", "grouped", "packed"):
+        config = TrialConfig(packing=packing, quantization="none", double_quant=False)
+        found[packing] = violation(
+            config,
+            model=small_model(kind),
+            compute_capability=(8, 0),
+            device="cuda",
+            has_dataset=True,
+        )
+    assert found["none"] is found["grouped"] is None
+    assert found["packed"].rule == "packing-leaks-state"
+    assert "use packing grouped" in found["packed"].reason
 
 
 def test_a_dataset_may_be_packed_in_any_way_on_any_number_of_gpus() -> None:

@@ -21,7 +21,7 @@ from qlora_sweep.search_spaces.rules import attention_of
 from qlora_sweep.sweep.predict.memory.profile_store import trace_layers
 from qlora_sweep.sweep.predict.speed import layers as known_layers
 from qlora_sweep.sweep.predict.speed.kernels import BYTES, FLOPS, LAUNCHES, KernelShapes
-from qlora_sweep.sweep.predict.speed.layers import Layers, from_json, layers_of
+from qlora_sweep.sweep.predict.speed.layers import DeltaRule, Layers, from_json, layers_of
 from qlora_sweep.sweep.predict.speed.predictor import TYPE_SPREAD, StepTimes, calibrate
 from qlora_sweep.sweep.predict.speed.steps import layers_refusal, micro_batches
 from tests.families import FAMILIES, spec_of
@@ -183,3 +183,23 @@ def test_trials_of_a_model_narrow_what_its_type_leaves_open() -> None:
     fresh = StepTimes(other, model=QWEN, gpu=H200, evidence=None)
     assert after.seconds[0] / fresh.seconds[0] == pytest.approx(1.4, rel=0.1)
     assert after.log_spread[0] < 0.5 * fresh.log_spread[0]
+
+
+def test_layers_before_the_first_adapter_take_no_backward_pass() -> None:
+    """Of a hybrid, whose first layers do not attend."""
+    model = spec_of("qwen3_5_text")
+    (linear, _) = layers_of(model)  # type: ignore[misc]
+    assert linear.places == (0, 1, 2)
+    assert linear.recurrent == (DeltaRule(heads=4, keys=32, values=32),)
+    configs = [
+        TrialConfig(target_modules=targets, seq_len=1024, **PLAIN)
+        for targets in ("qv", ("q_proj", "in_proj_z"))
+    ]
+    kinds = layers_of(model)
+    assert not isinstance(kinds, InputError)
+    before = [KernelShapes(configs, model, kinds=kinds, at=at).before.tolist() for at in (0, 1)]
+    assert before == [[3.0, 0.0], [0.0, 0.0]]
+    few, all_of_them = micro_batches(
+        [KernelShapes(configs, model, kinds=kinds, at=at) for at in (0, 1)]
+    )[TERMS.index("attention"), FLOPS]
+    assert few < all_of_them / 2
