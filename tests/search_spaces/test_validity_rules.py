@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from qlora_sweep.search_spaces.config import parse_config
+from qlora_sweep.search_spaces.config import TrialConfig, parse_config
 from qlora_sweep.search_spaces.linears import (
     known_linear_modules,
     linear_shapes,
@@ -16,6 +16,7 @@ from qlora_sweep.search_spaces.linears import (
     resolve_targets,
 )
 from qlora_sweep.search_spaces.models import ModelSpec, load_model_spec
+from qlora_sweep.search_spaces.rules import Setting, broken_rules
 from tests.search_spaces.small import broken, small_model
 from tests.tables import cases
 
@@ -165,16 +166,11 @@ def test_examples_are_not_packed_where_layers_carry_a_state(kind: str) -> None:
     found = {}
     for packing in ("none", "grouped", "packed"):
         config = TrialConfig(packing=packing, quantization="none", double_quant=False)
-        found[packing] = violation(
-            config,
-            model=small_model(kind),
-            compute_capability=(8, 0),
-            device="cuda",
-            has_dataset=True,
-        )
-    assert found["none"] is found["grouped"] is None
-    assert found["packed"].rule == "packing-leaks-state"
-    assert "use packing grouped" in found["packed"].reason
+        setting = Setting(small_model(kind), "cuda", (8, 0), has_dataset=True)
+        found[packing] = dict(broken_rules(config, setting))
+    assert not found["none"]
+    assert not found["grouped"]
+    assert "use packing grouped" in found["packed"]["packing-leaks-state"]
 
 
 def test_a_dataset_may_be_packed_in_any_way_on_any_number_of_gpus() -> None:

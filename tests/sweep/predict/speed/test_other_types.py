@@ -23,7 +23,7 @@ from qlora_sweep.sweep.predict.speed import layers as known_layers
 from qlora_sweep.sweep.predict.speed.kernels import BYTES, FLOPS, LAUNCHES, KernelShapes
 from qlora_sweep.sweep.predict.speed.layers import DeltaRule, Layers, from_json, layers_of
 from qlora_sweep.sweep.predict.speed.predictor import TYPE_SPREAD, StepTimes, calibrate
-from qlora_sweep.sweep.predict.speed.steps import layers_refusal, micro_batches
+from qlora_sweep.sweep.predict.speed.steps import TERMS, layers_refusal, micro_batches
 from tests.families import FAMILIES, spec_of
 from tests.sweep.predict.rows import NEW_MODELS, config_of, model_of
 from tests.sweep.predict.speed.stated_speeds import steps
@@ -202,4 +202,4 @@ def test_layers_before_the_first_adapter_take_no_backward_pass() -> None:
     few, all_of_them = micro_batches(
         [KernelShapes(configs, model, kinds=kinds, at=at) for at in (0, 1)]
     )[TERMS.index("attention"), FLOPS]
-    assert few < all_of_them / 2
+    assert few < 0.6 * all_of_them
