@@ -51,7 +51,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("SWEEP_HOME", str(tmp_path))
     # A tracing child takes seconds to start, and the device says what fits as well.
     nothing = ImaginedPredictor(fault=Untraceable("not traced"))
-    monkeypatch.setattr(session, "CpuMemory", lambda *_, **__: nothing)
+    monkeypatch.setattr(session, "predictor_here", lambda *_, **__: nothing)
     return tmp_path
 
 
@@ -316,7 +316,7 @@ def traced_by(monkeypatch: pytest.MonkeyPatch, predict_all: Any) -> None:
             predict_all(on_progress)
             return super().predict_all(configs)
 
-    monkeypatch.setattr(session, "TracingPredictor", lambda *_, **__: Tracing())
+    monkeypatch.setattr(session, "predictor_here", lambda *_, **__: Tracing())
 
 
 def test_the_worker_starts_while_the_space_is_traced_and_only_if_something_is_to_run(
