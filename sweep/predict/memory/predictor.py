@@ -286,13 +286,13 @@ class Unmodelled(MemoryPredictor):
     """
 
     def __init__(self, reason: str) -> None:
-        self._reason = reason
+        self.reason = reason
 
     def predict_all(
         self, configs: Sequence[TrialConfig], *, on_progress: OnProgress = ignore_progress
     ) -> WholeMemory:
         """See `MemoryPredictor.predict_all`."""
-        return WholeMemory(configs, [Untraceable(self._reason) for _ in configs])
+        return WholeMemory(configs, [Untraceable(self.reason) for _ in configs])
 
 
 def predictor_here(

@@ -291,6 +291,7 @@ class StepTimes:
         shapes: of the texts that are trained on; None where rows are full.
         calibration: factors fitted to trials on that GPU; None takes the catalogue's rates.
         evidence: what contributions say of the GPU, beside the catalogue's rates.
+        unknown: why no step has a prediction, although the layers are known; None where they have.
 
     Seconds and what follows from them are not a number where the architecture is not known or the
     GPU has no rate for the compute type. By the logarithms of factors (`log_seconds`, `slopes`) all
@@ -306,7 +307,9 @@ class StepTimes:
         shapes: ShapesOnDataset | None = None,
         calibration: Calibration | None = None,
         evidence: Contributed | None = None,
+        unknown: str | None = None,
     ) -> None:
+        self._unknown = unknown
         self._model = model
         self._gpu = gpu
         self._calibration = calibration
@@ -314,6 +317,8 @@ class StepTimes:
         # What is predicted is full rows; a step on texts takes some part of their seconds.
         self._full = full_rows(configs, shapes)
         self.phases = StepPhases.of(self._full, model=model, gpu=gpu)
+        if unknown is not None:
+            self.phases = self.phases.unknown()
         self._means = np.zeros(len(FACTORS))
         if self.evidence is not None:
             self._means = self.evidence.mean
@@ -438,6 +443,8 @@ class StepTimes:
 
     def prediction(self, row: int) -> SpeedPrediction | InputError:
         """Return all that is predicted of one step, or why nothing is."""
+        if self._unknown is not None:
+            return InputError(self._unknown)
         if not self.is_known[row]:
             return InputError(str(refusal(self._full[row], model=self._model, gpu=self._gpu)))
         *of_gpu, launch, _ = self._factors

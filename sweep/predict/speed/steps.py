@@ -152,6 +152,11 @@ class StepPhases:
         backward = BACKWARD_SHARE * alone / np.maximum(1.0, layout.micro_batches)
         return replace(phases, between=_waiting_seconds(layout, gpu, backward=backward))
 
+    def unknown(self) -> StepPhases:
+        """Return as many steps that have no prediction."""
+        parts = {field.name: getattr(self, field.name) * np.nan for field in fields(self)}
+        return replace(self, **parts)
+
     def of_rows(self, rows: Rows) -> StepPhases:
         """Return the steps of some of the configurations."""
         parts = {field.name: getattr(self, field.name)[rows] for field in fields(self)}
