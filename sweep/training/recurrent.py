@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib import metadata
 from typing import Any
 
@@ -89,7 +89,9 @@ def _calls_a_package(function: Any) -> bool:
     return bool(known.get("is_new_implementation", True))
 
 
-def tune(model: torch.nn.Module, *, rows: int, length: int) -> None:
+def tune(
+    model: torch.nn.Module, *, rows: int, length: int, on_pass: Callable[[], object] = lambda: None
+) -> None:
     """Have Triton choose the kernels of a model's recurrent layers.
 
     It tries each of them with a cleared second-level cache, for which it takes 256 MiB
@@ -100,6 +102,8 @@ def tune(model: torch.nn.Module, *, rows: int, length: int) -> None:
         model: a base with its adapters, of which `called_kind` returns a kind; in its precision.
         rows: of a micro-batch.
         length: of a row.
+        on_pass: called after each pass: on a GPU that has tuned none of them one takes a minute
+            and more.
     """
     base: Any = model
     kind = called_kind(base)
@@ -115,4 +119,7 @@ def tune(model: torch.nn.Module, *, rows: int, length: int) -> None:
             seen.add(parts)
             hidden = torch.zeros(shape, dtype=embedding.dtype, device=embedding.device)
             hidden.requires_grad_()
-            torch.autograd.grad(module(hidden).sum(), hidden)
+            loss = module(hidden).sum()
+            on_pass()
+            torch.autograd.grad(loss, hidden)
+            on_pass()

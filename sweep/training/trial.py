@@ -393,7 +393,7 @@ class Trial:
             return
         rows, length = loop.largest_batch()["input_ids"].shape
         with loop.as_trained():
-            tune(base, rows=rows, length=length)
+            tune(base, rows=rows, length=length, on_pass=self._tell)
         self._device.release()
         self._device.reset_peak()
 

@@ -173,7 +173,8 @@ class Case:
     @property
     def key(self) -> str:
         """What tells its prediction from others."""
-        said = [self.model.name, self.model.config, self.config.model_dump(mode="json")]
+        settings = self.config.model_dump(mode="json", exclude_defaults=True)
+        said = [self.model.name, self.model.config, settings]
         return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()[:16]
 
 
@@ -224,21 +225,21 @@ def predicted(case: Case, memory: TracingPredictor, gpu: GpuSpec) -> Row:
 
 
 def predictions(asked: Sequence[Case], gpu: GpuSpec) -> dict[str, Row]:
-    """Return what is predicted of each case with kernels, by its key."""
+    """Return what is predicted of each case where it has its kernels, by its key."""
     found: dict[str, Row] = {}
     with tempfile.TemporaryDirectory() as directory:
         for name in MODELS:
-            own = [case for case in asked if case.model.name == name and case.path == "kernels"]
+            own = {case.key: case for case in asked if case.model.name == name}
             if not own:
                 continue
             memory = TracingPredictor(
-                own[0].model,
+                next(iter(own.values())).model,
                 cache_dir=Path(directory),
                 compute_capability=gpu.compute_capability,
             )
-            memory.predict_all([case.config for case in own])
-            for case in own:
-                found[case.key] = predicted(case, memory, gpu)
+            memory.predict_all([case.config for case in own.values()])
+            for key, case in own.items():
+                found[key] = predicted(case, memory, gpu)
             memory.end_children()
     return found
 
@@ -406,10 +407,10 @@ def main() -> None:
     for part, own in cases(is_whole=typed.whole).items():
         if typed.part in (None, part):
             asked += [case for case in own if typed.model in (None, case.model.name)]
+    known: dict[str, Row] = {}
     if typed.predicted is not None:
         known = read_predictions(typed.predicted)
-    else:
-        known = predictions(asked, find_gpu("h200"))
+    known |= predictions([case for case in asked if case.key not in known], find_gpu("h200"))
     if not typed.dry:
         with tempfile.TemporaryDirectory() as directory:
             opened = on_gpu(Path(directory))
@@ -418,10 +419,9 @@ def main() -> None:
             )
         write(found, typed.output)
         return
-    for case in asked:
-        if case.path == "kernels":
-            row = {"model": case.model.name, "layers": case.model.hidden_layers, "key": case.key}
-            write(row | {"predicted": known[case.key]}, typed.output)
+    for key, case in {case.key: case for case in asked}.items():
+        row = {"model": case.model.name, "layers": case.model.hidden_layers, "key": key}
+        write(row | {"predicted": known[key]}, typed.output)
 
 
 if __name__ == "__main__":
