@@ -58,7 +58,9 @@ SLOWER = "more than ten times slower on an H100, as transformers says"
 GATED_DELTA_RULE = RecurrentKind(
     "linear attention layers", FLASH_LINEAR_ATTENTION, "torch_chunk_gated_delta_rule"
 )
-KIMI_DELTA_ATTENTION = RecurrentKind("Kimi linear attention layers", FLASH_LINEAR_ATTENTION, "")
+KIMI_DELTA_ATTENTION = RecurrentKind(
+    "Kimi linear attention layers", FLASH_LINEAR_ATTENTION, "chunk_kimi_delta_attention"
+)
 SHORT_CONVOLUTION = RecurrentKind("short convolutions", None, "")
 STATE_SPACE = RecurrentKind("state-space layers", "mamba-ssm and causal-conv1d", "", is_built=True)
 

@@ -1,4 +1,4 @@
-"""Prints what flash-linear-attention's own code allocates for the gated delta rule, and what stands
+"""Prints what flash-linear-attention's own code allocates for its delta rules, and what stands
 in for it does, on tensors without data: births and deaths of storages, and their peak.
 
 Its kernels are not run: in Triton's place is a package whose kernels do nothing. Run as a program,
@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib.abc
 import importlib.machinery
 import importlib.util
+import itertools
 import json
 import sys
 import types
@@ -25,6 +26,7 @@ stand_ins.install()
 from qlora_sweep.sweep.predict.memory.tracing.recurrent import (  # noqa: E402
     CHUNK,
     GatedDeltaRule,
+    KimiDeltaAttention,
 )
 from qlora_sweep.sweep.predict.memory.tracing.walk import StorageCounter  # noqa: E402
 
@@ -117,8 +119,8 @@ class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
             module.runtime = NoDriver()
 
 
-def real_rule() -> Rule:
-    """Return the package's own function, imported without what else the package imports."""
+def real_rules() -> dict[str, Rule]:
+    """Return the package's own functions, imported without what else the package imports."""
     spec = importlib.util.find_spec("fla")
     assert spec is not None
     assert spec.origin is not None
@@ -131,36 +133,50 @@ def real_rule() -> Rule:
         sys.modules[name] = package
     from fla.ops.common import chunk_o
     from fla.ops.gated_delta_rule import chunk
+    from fla.ops.kda.chunk import chunk_kda
 
     # As on a GPU with as much shared memory as an A100 has.
     chunk_o.check_shared_mem = lambda *_: True
 
+    def rule_of(function: Any) -> Rule:
+        def rule(*given: torch.Tensor) -> torch.Tensor:
+            q, k, v, g, beta = given
+            output, _ = function(q, k, v, g=g, beta=beta, use_qk_l2norm_in_kernel=True)
+            return output  # type: ignore[no-any-return]
+
+        return rule
+
+    return {"gated": rule_of(chunk.chunk_gated_delta_rule), "kimi": rule_of(chunk_kda)}
+
+
+def stand_in(function: Any) -> Rule:
     def rule(*given: torch.Tensor) -> torch.Tensor:
-        q, k, v, g, beta = given
-        output, _ = chunk.chunk_gated_delta_rule(
-            q, k, v, g=g, beta=beta, use_qk_l2norm_in_kernel=True
-        )
-        return output  # type: ignore[no-any-return]
+        output: torch.Tensor = function.apply(*given, True, -(-LENGTH // CHUNK))
+        return output
 
     return rule
 
 
-def stand_in(*given: torch.Tensor) -> torch.Tensor:
-    output: torch.Tensor = GatedDeltaRule.apply(*given, True, -(-LENGTH // CHUNK))
-    return output
+STAND_INS = {"gated": stand_in(GatedDeltaRule), "kimi": stand_in(KimiDeltaAttention)}
 
 
 def given(
-    shape: tuple[int, int, int, int], dtype: torch.dtype, *, is_contiguous: bool
+    shape: tuple[int, int, int, int],
+    dtype: torch.dtype,
+    *,
+    is_contiguous: bool,
+    decays: int | None,
 ) -> Iterator[torch.Tensor]:
-    """Yield queries, keys, values, decays and betas, as split off a transposed tensor or not."""
+    """Yield queries, keys, values, decays (of so many channels each, or of one alone) and betas, as
+    split off a transposed tensor or not."""
     key_heads, heads, keys, values = shape
     for count, width in ((key_heads, keys), (key_heads, keys), (heads, values)):
         each = torch.empty(ROWS, LENGTH, count * width, dtype=dtype, device="meta")
         if not is_contiguous:
             each = torch.empty(ROWS, count * width, LENGTH, dtype=dtype, device="meta").mT
         yield each.unflatten(2, (count, width))
-    yield torch.empty(ROWS, LENGTH, heads, device="meta")
+    channels = () if decays is None else (decays,)
+    yield torch.empty(ROWS, LENGTH, heads, *channels, device="meta")
     yield torch.empty(ROWS, LENGTH, heads, dtype=dtype, device="meta")
 
 
@@ -186,16 +202,21 @@ def counted(rule: Rule, tensors: Sequence[torch.Tensor]) -> dict[str, Any]:
 
 
 def main() -> None:
-    rules = {"real": real_rule(), "stand_in": stand_in}
+    real = real_rules()
     rows = []
-    for dtype in (torch.bfloat16, torch.float32):
-        for shape in SHAPES:
-            for is_contiguous in (True, False):
-                row: dict[str, Any] = {"case": f"{dtype} {shape} {is_contiguous}"}
-                for name, rule in rules.items():
-                    tensors = list(given(shape, dtype, is_contiguous=is_contiguous))
-                    row[name] = counted(rule, tensors)
-                rows.append(row)
+    for name, dtype, shape, is_contiguous in itertools.product(
+        STAND_INS, (torch.bfloat16, torch.float32), SHAPES, (True, False)
+    ):
+        key_heads, heads, keys, _ = shape
+        if name == "kimi" and key_heads != heads:
+            # transformers gives it as many of both.
+            continue
+        row: dict[str, Any] = {"case": f"{name} {dtype} {shape} {is_contiguous}"}
+        for side, rules in (("real", real), ("stand_in", STAND_INS)):
+            decays = keys if name == "kimi" else None
+            tensors = list(given(shape, dtype, is_contiguous=is_contiguous, decays=decays))
+            row[side] = counted(rules[name], tensors)
+        rows.append(row)
     print(json.dumps(rows))
 
 

@@ -100,21 +100,28 @@ def linear_attention_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     so that the loss is a number."""
     import torch
 
-    from qlora_sweep.search_spaces.recurrent import GATED_DELTA_RULE
-    from qlora_sweep.sweep.predict.memory.tracing.recurrent import CHUNK, GatedDeltaRule
+    from qlora_sweep.search_spaces.recurrent import GATED_DELTA_RULE, KIMI_DELTA_ATTENTION
+    from qlora_sweep.sweep.predict.memory.tracing import recurrent
 
-    def by_chunks(q: Any, k: Any, v: Any, *, g: Any, beta: Any, **_: Any) -> tuple[Any, None]:
-        return GatedDeltaRule.apply(q, k, v, g, beta, True, -(-q.shape[1] // CHUNK)), None
+    def by_chunks(rule: Any) -> Any:
+        def called(q: Any, k: Any, v: Any, *, g: Any, beta: Any, **_: Any) -> tuple[Any, None]:
+            return rule.apply(q, k, v, g, beta, True, -(-q.shape[1] // recurrent.CHUNK)), None
 
-    for family in ("qwen3_5", "olmo_hybrid"):
+        return called
+
+    for family, kind, rule in (
+        ("qwen3_5", GATED_DELTA_RULE, recurrent.GatedDeltaRule),
+        ("olmo_hybrid", GATED_DELTA_RULE, recurrent.GatedDeltaRule),
+        ("kimi_linear", KIMI_DELTA_ATTENTION, recurrent.KimiDeltaAttention),
+    ):
         modelling = import_module(f"transformers.models.{family}.modeling_{family}")
-        monkeypatch.setattr(modelling, GATED_DELTA_RULE.function, by_chunks)
+        monkeypatch.setattr(modelling, kind.function, by_chunks(rule))
     monkeypatch.setattr(torch, "empty_like", torch.zeros_like)
 
 
 @pytest.mark.usefixtures("linear_attention_on_a_cpu")
 @pytest.mark.parametrize("fraction", [0.0, 0.5, 1.0])
-@pytest.mark.parametrize("family", ["qwen3_5_text", "olmo_hybrid", "lfm2"])
+@pytest.mark.parametrize("family", ["qwen3_5_text", "olmo_hybrid", "lfm2", "kimi_linear"])
 def test_a_sample_more_of_a_hybrid(
     tracing_child: TracingChildren, tmp_path: Path, family: str, fraction: float
 ) -> None:
