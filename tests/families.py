@@ -73,7 +73,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "kv_lora_rank": 32,
         "qk_nope_head_dim": 32,
         "qk_rope_head_dim": 16,
-        "v_head_dim": 32,
+        "v_head_dim": 48,
         "layer_types": ["linear_attention", "full_attention"] * 2,
     },
     "lfm2": {"layer_types": ["conv", "conv", "full_attention", "conv"]},

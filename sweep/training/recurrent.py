@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from qlora_sweep.search_spaces.recurrent import (
+    GATED_DELTA_RULE,
     RECURRENT,
     RecurrentKind,
     is_installed,
@@ -34,14 +35,14 @@ def called_kind(model: torch.nn.Module) -> RecurrentKind | None:
 
 def refused(model: torch.nn.Module, capability: tuple[int, int]) -> str | None:
     """Return why the kernels of a model's recurrent layers do not train on a GPU; None where they
-    do, or none are called.
+    do, or none are called. Of Kimi's delta attention none is compiled wrongly.
 
     Args:
         model: the base.
         capability: of the GPU.
     """
     kind = called_kind(model)
-    if kind is None:
+    if kind is not GATED_DELTA_RULE:
         return None
     try:
         version = metadata.version("triton")

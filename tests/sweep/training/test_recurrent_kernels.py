@@ -10,7 +10,12 @@ from typing import Any
 
 import pytest
 
-from qlora_sweep.search_spaces.recurrent import GATED_DELTA_RULE, plain_loop
+from qlora_sweep.search_spaces.recurrent import (
+    GATED_DELTA_RULE,
+    KIMI_DELTA_ATTENTION,
+    RecurrentKind,
+    plain_loop,
+)
 from tests.families import config_of, spec_of
 from tests.lazy import lazily
 from tests.sweep.training.tiny import trial_on
@@ -110,9 +115,12 @@ def test_a_triton_that_compiles_the_kernels_wrongly_is_refused(
     assert bool(kernels.refused(model, capability)) == is_refused
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "kind"),
+    [(family, GATED_DELTA_RULE) for family in FAMILIES] + [("kimi_linear", KIMI_DELTA_ATTENTION)],
+)
 def test_kernels_are_chosen_by_a_layer_of_the_micro_batchs_shape(
-    install: Install, family: str
+    install: Install, *, family: str, kind: RecurrentKind
 ) -> None:
     install("flash-linear-attention", "0.6.0")
     model = without_data(family)
@@ -122,7 +130,7 @@ def test_kernels_are_chosen_by_a_layer_of_the_micro_batchs_shape(
         called.append(tuple(k.shape[:2]))
         return stand_in._unwatched()
 
-    with stand_in.kernels(model, GATED_DELTA_RULE, chunks=2, on_call=on_call):
+    with stand_in.kernels(model, kind, chunks=2, on_call=on_call):
         kernels.tune(model, rows=3, length=65)
     assert called == [(3, 65)]
     assert all(parameter.grad is None for parameter in model.parameters())

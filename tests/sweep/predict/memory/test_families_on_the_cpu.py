@@ -96,7 +96,7 @@ def test_a_sample_more(tracing_child: TracingChildren, tmp_path: Path, family: s
 
 @pytest.fixture
 def linear_attention_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let transformers call what stands in for the kernels, which allocates as they do; of zeros,
+    """Let transformers call what stands in for the kernels, which allocates as they do; of ones,
     so that the loss is a number."""
     import torch
 
@@ -116,7 +116,8 @@ def linear_attention_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     ):
         modelling = import_module(f"transformers.models.{family}.modeling_{family}")
         monkeypatch.setattr(modelling, kind.function, by_chunks(rule))
-    monkeypatch.setattr(torch, "empty_like", torch.zeros_like)
+    monkeypatch.setattr(torch, "empty_like", torch.ones_like)
+    monkeypatch.setattr(torch.Tensor, "new_empty", torch.Tensor.new_ones)
 
 
 @pytest.mark.usefixtures("linear_attention_on_a_cpu")
