@@ -17,7 +17,8 @@ and that a trial says so where the package is there and cannot be imported. A ro
 configuration failed where it did; after `--seconds` nothing new is begun.
 
 Triton 3.4 to 3.7.0 compiles a kernel of the backward pass wrongly on Hopper GPUs, so that a newer
-one has to be on the path there, before torch's own.
+one has to be on the path there, before torch's own. Where none can be had, `--triton-as 3.7.1` has
+it used all the same: peaks and speeds are then what they are, and gradients are not.
 """
 
 from __future__ import annotations
@@ -147,16 +148,18 @@ _FIXED_KERNELS: Mapping[str, tuple[dict[str, int], int]] = {
     "l2norm_bwd_kernel": ({"BT": 16}, 4),
 }
 """Blocks and warps of kernels that are not tuned: some of those that would be tried."""
-_WITHOUT_KERNELS = f"""
+_START = """
 import importlib.metadata as metadata
 known = metadata.version
 def version(name):
-    if name == {FLASH_LINEAR_ATTENTION!r}:
+    if name in {hidden!r}:
         raise metadata.PackageNotFoundError(name)
-    return known(name)
+    return {told!r}.get(name) or known(name)
 metadata.version = version
 """
-"""Python runs it as it starts; what it hides is hidden from a worker."""
+"""Python runs it as it starts: packages that are hidden from a worker, and versions that it is
+told."""
+_TRITON = "import triton\ntriton.__version__ = {version!r}\n"
 _UNIMPORTABLE = "raise ImportError('hidden')\n"
 
 
@@ -275,35 +278,49 @@ def compared(row: Row) -> Row:
 
 
 @contextmanager
-def environment(path: str) -> Iterator[None]:
-    """Let workers that start inside run linear attention in one of the ways of `Case.path`."""
+def environment(path: str, *, triton_as: str | None = None) -> Iterator[None]:
+    """Let workers that start inside run linear attention in one of the ways of `Case.path`.
+
+    Args:
+        path: the way.
+        triton_as: the version that they take Triton for; None for its own.
+    """
+    hidden = [FLASH_LINEAR_ATTENTION] if path == "loop" else []
+    start = _START.format(hidden=hidden, told={"triton": triton_as})
+    if triton_as is not None:
+        start += _TRITON.format(version=triton_as)
     with tempfile.TemporaryDirectory() as directory:
-        if path in ("loop", "broken"):
-            package = Path(directory, "fla")
-            package.mkdir()
-            (package / "__init__.py").write_text(_UNIMPORTABLE, encoding="utf-8")
-            if path == "loop":
-                start = Path(directory, "sitecustomize.py")
-                start.write_text(_WITHOUT_KERNELS, encoding="utf-8")
-            python_path = os.pathsep.join(filter(None, [directory, os.environ.get("PYTHONPATH")]))
-            changes = {"PYTHONPATH": python_path}
-        elif path == "kernels":
+        changes: dict[str, str] = {}
+        if path == "kernels":
             for name, (blocks, warps) in _FIXED_KERNELS.items():
                 known = {"kwargs": blocks, "num_warps": warps, "num_stages": 2, "num_ctas": 1}
                 file = Path(directory, f"{name}.json")
                 file.write_text(json.dumps({"default_config": known}), encoding="utf-8")
             changes = {"FLA_CONFIG_DIR": directory, "FLA_CACHE_MODE": "default"}
-        else:
-            changes = {}
-        before = {name: os.environ.get(name) for name in changes}
-        os.environ.update(changes)
-        try:
+        if path in ("loop", "broken"):
+            package = Path(directory, "fla")
+            package.mkdir()
+            (package / "__init__.py").write_text(_UNIMPORTABLE, encoding="utf-8")
+        if path in ("loop", "broken") or triton_as is not None:
+            Path(directory, "sitecustomize.py").write_text(start, encoding="utf-8")
+            before = filter(None, [directory, os.environ.get("PYTHONPATH")])
+            changes["PYTHONPATH"] = os.pathsep.join(before)
+        with changed_environment(changes):
             yield
-        finally:
-            for name, value in before.items():
-                os.environ.pop(name)
-                if value is not None:
-                    os.environ[name] = value
+
+
+@contextmanager
+def changed_environment(changes: Mapping[str, str]) -> Iterator[None]:
+    """Set variables; on exit they are as they were."""
+    before = {name: os.environ.get(name) for name in changes}
+    os.environ.update(changes)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name)
+            if value is not None:
+                os.environ[name] = value
 
 
 def summary(rows: Sequence[Row]) -> Row:
@@ -337,6 +354,7 @@ def run(
     seconds: float,
     open_runner: OpenRunner,
     output: Path | None,
+    triton_as: str | None = None,
 ) -> Row:
     """Measure all cases, write a row each, and return what they come to.
 
@@ -346,16 +364,17 @@ def run(
         seconds: after which no case is begun.
         open_runner: starts a worker for a model.
         output: file for the rows; None for none.
+        triton_as: see `environment`.
     """
     began = time.perf_counter()
     rows: list[Row] = []
     for _, alike in itertools.groupby(asked, key=lambda case: (case.model.name, case.path)):
         group = list(alike)
         first = group[0]
-        with environment(first.path), open_runner(first.model) as runner:
+        with environment(first.path, triton_as=triton_as), open_runner(first.model) as runner:
             for case in group:
                 row: Row = {"model": case.model.name, "layers": case.model.hidden_layers}
-                row["path"] = case.path
+                row |= {"path": case.path, "triton_as": triton_as}
                 if time.perf_counter() - began > seconds:
                     row["failure"] = "not begun: the time is over"
                 else:
@@ -400,6 +419,7 @@ def main() -> None:
     parser.add_argument("--predicted", type=Path, help="what --dry wrote")
     parser.add_argument("--model", choices=MODELS, help="one of the models")
     parser.add_argument("--seconds", type=float, default=420.0, help="then nothing is begun")
+    parser.add_argument("--triton-as", help="the version that workers take Triton for")
     parser.add_argument("-o", "--output", type=Path)
     typed = parser.parse_args()
     write(stamp(), typed.output)
@@ -415,7 +435,12 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as directory:
             opened = on_gpu(Path(directory))
             found = run(
-                asked, known, seconds=typed.seconds, open_runner=opened, output=typed.output
+                asked,
+                known,
+                seconds=typed.seconds,
+                open_runner=opened,
+                output=typed.output,
+                triton_as=typed.triton_as,
             )
         write(found, typed.output)
         return

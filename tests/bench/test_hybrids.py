@@ -71,6 +71,19 @@ def test_a_worker_finds_the_package_as_its_path_says(
     assert bool(json.loads(printed)[2]) == (path == "kernels")
 
 
+def test_a_worker_takes_triton_for_the_version_that_it_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "triton.py").write_text("__version__ = '3.6.0'\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    look = "import triton, importlib.metadata as m; print(triton.__version__, m.version('triton'))"
+    for path in ("kernels", "tuned", "loop"):
+        with environment(path, triton_as="3.7.1"):
+            command = [sys.executable, "-P", "-c", look]
+            printed = subprocess.check_output(command, env=child_environment(), text=True)
+        assert printed.split() == ["3.7.1", "3.7.1"]
+
+
 class Answering:
     """Answers each request by what is left of a list; raises what is an exception."""
 
