@@ -258,7 +258,8 @@ def measured(runner: Runner, case: Case) -> Row:
     if not isinstance(outcome, Measured):
         return row | {"failure": f"{type(outcome).__name__}: {outcome}"[:800]}
     found = outcome.measurement
-    kept = ("step_seconds", "tokens_per_second", "peak_allocated_bytes", "peak_reserved_bytes")
+    kept = ("step_seconds", "tokens_per_second", "final_loss")
+    kept += ("peak_allocated_bytes", "peak_reserved_bytes")
     return row | {name: getattr(found, name) for name in kept} | {"flags": found.flags}
 
 
