@@ -6,13 +6,16 @@ worker, which has the real model, answers instead. Tables were read in transform
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from qlora_sweep.search_spaces.config import TrialConfig
-from qlora_sweep.search_spaces.models import ModelSpec
+from qlora_sweep.search_spaces.models import ModelSpec, load_model_spec
 
 if TYPE_CHECKING:
     import numpy as np
@@ -51,6 +54,8 @@ _OUT = ("q_proj", "k_proj", "v_proj", "out_proj")
 _QUERY_KEY_VALUE = ("query_key_value", "dense")
 # The name alone would be the feed-forward block's as well.
 _C_ATTN = ("c_attn", "attn.c_proj")
+# The name alone would be the short convolution's as well.
+_OF_LFM2 = ("q_proj", "k_proj", "v_proj", "self_attn.out_proj")
 _UP_DOWN = ("dense_h_to_4h", "dense_4h_to_h")
 
 _SHAPED = types(
@@ -61,12 +66,22 @@ _USUAL = types("cohere cohere2 ernie4_5 exaone4 helium ministral3 olmo olmo3 see
 _NAMES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     **dict.fromkeys(_USUAL | _SHAPED, (_ATTENTION, _GATED)),
     **dict.fromkeys(("apertus", "arcee", "nemotron"), (_ATTENTION, _UNGATED)),
-    **dict.fromkeys(("bloom", "falcon", "gpt_neox"), (_QUERY_KEY_VALUE, _UP_DOWN)),
+    **dict.fromkeys(
+        types("bloom falcon gpt_neox gpt_neox_japanese persimmon"), (_QUERY_KEY_VALUE, _UP_DOWN)
+    ),
+    **dict.fromkeys(("biogpt", "xglm"), (_OUT, ("fc1", "fc2"))),
     "codegen": (("qkv_proj", "out_proj"), ("fc_in", "fc_out")),
     **dict.fromkeys(("glm", "glm4"), (_ATTENTION, _FUSED_GATED)),
-    **dict.fromkeys(("gpt2", "gpt_bigcode"), (_C_ATTN, ("c_fc", "c_proj"))),
+    "lfm2": (_OF_LFM2, ("conv.in_proj", "conv.out_proj", "w1", "w2", "w3")),
+    **dict.fromkeys(types("gpt-sw3 gpt2 gpt_bigcode openai-gpt"), (_C_ATTN, ("c_fc", "c_proj"))),
+    # Without those of `READ_BY_CODE` and the router before them, which has four outputs.
+    "gemma3n_text": (
+        _ATTENTION,
+        _GATED + ("linear_left", "linear_right", "per_layer_input_gate", "per_layer_projection"),
+    ),
     "gpt_neo": (_OUT, ("c_fc", "c_proj")),
     "gptj": (_OUT, ("fc_in", "fc_out")),
+    "modernbert-decoder": (("q_proj", "k_proj", "v_proj", "attn.Wo"), ("Wi", "mlp.Wo")),
     "mpt": (("Wqkv", "out_proj"), _UNGATED),
     "opt": (_OUT, ("fc1", "fc2")),
     "phi": (("q_proj", "k_proj", "v_proj", "dense"), ("fc1", "fc2")),
@@ -76,12 +91,36 @@ _NAMES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 """Layers of attention and of the feed-forward block, by transformers' model type."""
 
 _LATENT = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")
-_LATENT_TYPES = frozenset({"deepseek_v2", "deepseek_v3", "glm4_moe_lite"})
+_INDEXED = types("axk2 deepseek_v32 deepseek_v4 glm_moe_dsa hy_v4")
+"""Types whose attention has linear layers that choose tokens, and so get no gradient."""
+_LATENT_TYPES = types(
+    """
+    axk1 deepseek_v2 deepseek_v3 deepseek_v32 glm4_moe_lite glm_moe_dsa hy_v4 longcat_flash
+    minicpm3 youtu
+    """
+)
 """Types with multi-head latent attention: queries, and keys with values, through a low rank."""
-_NOT_EVERY_LINEAR = frozenset({"falcon_h1", "llama4_text", "phimoe"})
+_OTHER_ATTENTION: dict[str, tuple[str, ...]] = {
+    "axk2": ("q_a_proj", "q_gate_proj") + _LATENT[2:],
+    "cpmant": ("project_q", "project_k", "project_v", "attention_out"),
+    "ctrl": ("Wq", "Wk", "Wv", "multi_head_attention.dense"),
+    "dbrx": ("Wqkv", "out_proj"),
+    "deepseek_v4": ("q_a_proj", "self_attn.q_b_proj", "self_attn.kv_proj", "o_b_proj"),
+    "lfm2_moe": _OF_LFM2,
+    "moshi": ("q_proj.linear", "k_proj.linear", "v_proj.linear", "o_proj.linear"),
+    "phi4_multimodal": ("qkv_proj", "self_attn.o_proj"),
+    "xlm": ("q_lin", "k_lin", "v_lin", "out_lin"),
+}
+"""Layers of attention of types whose other linear layers are PEFT's to find."""
+_NOT_EVERY_LINEAR = types("falcon_h1 llama4_text nemotron_h phimoe") | _INDEXED
 """Types with a linear layer that no adapter can go on: a router that returns more than a tensor, or
-a state space's output, which PEFT refuses.
+a state space's output, which PEFT refuses; or what gets no gradient.
 """
+READ_BY_CODE: dict[str, tuple[str, ...]] = {
+    "gemma3n_text": ("correction_coefs", "prediction_coefs"),
+}
+"""Linear layers, by type, whose weight the model's code reads itself, so that it cannot be packed:
+transformers clamps these two in training. They are 4 x 4 and 4 x 16, and stay in 16 bits."""
 _HEADS_DEFAULT_TO_QUERIES = frozenset({"granite", "llama", "olmo2", "phi3"})
 """Types whose keys and values have as many heads as the queries where the config does not say.
 Others have a default of their own, which only transformers knows."""
@@ -114,20 +153,19 @@ def target_sets(model: ModelSpec) -> dict[str, tuple[str, ...]]:
     ``all-linear`` of a type that is not known stays as it is: PEFT resolves it on the real model.
     """
     kind = model.model_type
+    attention: tuple[str, ...] = _OTHER_ATTENTION.get(kind, _ATTENTION)
+    every: tuple[str, ...] = ("all-linear",)
     if kind in _LATENT_TYPES:
-        latent: tuple[str, ...] = _LATENT
+        attention = _LATENT
         if model.config.get("q_lora_rank", True) is None:
             # Without a rank for the queries they have one matrix.
-            latent = ("q_proj",) + _LATENT[2:]
-        return {"attention": latent, "all-linear": ("all-linear",)}
-    attention: tuple[str, ...] = _ATTENTION
-    every: tuple[str, ...] = ("all-linear",)
-    if kind in _NAMES:
+            attention = ("q_proj",) + _LATENT[2:]
+    elif kind in _NAMES:
         attention, feed_forward = _NAMES[kind]
         every = attention + feed_forward
     sets: dict[str, tuple[str, ...]] = {"attention": attention}
     # One matrix may hold queries, keys and values.
-    if "q_proj" in attention:
+    if set(_QV) <= set(attention):
         sets = {"qv": _QV, "attention": attention}
     if kind not in _NOT_EVERY_LINEAR:
         sets["all-linear"] = every
@@ -285,6 +323,19 @@ def training_flops_per_token(
 
 def parameters(model: ModelSpec) -> int | None:
     """Return the parameters of the whole model; None where the architecture is not known."""
+    return _counted(model) or _shipped_counts().get(model.fingerprint)
+
+
+@cache
+def _shipped_counts() -> dict[str, int]:
+    """Return what shipped models of types that are not counted here have, by fingerprint: as
+    transformers builds them."""
+    named = files("qlora_sweep.search_spaces").joinpath("parameter_counts.json").read_text("utf-8")
+    return {load_model_spec(name).fingerprint: n for name, n in json.loads(named).items()}
+
+
+def _counted(model: ModelSpec) -> int | None:
+    """Return the parameters that follow from shapes; None where the type is not known."""
     kind = model.model_type
     config = model.config
     experts = 0
@@ -360,6 +411,18 @@ Each was built without data and its modules counted.
 """
 _SOMETIMES_FUSED = frozenset({"gemma4_text", "granitemoehybrid", "nemotron_h"})
 """Types that have experts only where their config says so."""
+FUSED_EXPERTS = "gate_up_proj"
+EXPERT_WEIGHTS = frozenset({FUSED_EXPERTS, "up_proj", "down_proj"})
+"""What models call the weights of experts, which adapters may go on."""
+_EXPERTS_IN_ALL_LINEAR = types(
+    """
+    afmoe cohere2_moe deepseek_v2 deepseek_v3 deepseek_v32 dots1 ernie4_5_moe exaone_moe flex_olmo
+    glm4_moe glm4_moe_lite glm_moe_dsa hunyuan_v1_moe longcat_flash mellum minimax minimax_m2
+    mixtral olmoe qwen3_moe qwen3_next solar_open
+    """
+)
+"""Types of which PEFT 0.21 puts adapters on experts and router where it is told ``all-linear``, and
+on experts in the place of linear layers that are called as theirs once were."""
 _OWN_EXPERTS = types("aria_text dbrx jetmoe llama4_text longcat_flash")
 """Types whose experts multiply in a way of their own."""
 _LEFT = {
@@ -390,6 +453,15 @@ def has_experts(model: ModelSpec) -> bool:
     if kind not in _FUSED or count == 0 or (count is None and kind in _SOMETIMES_FUSED):
         return False
     return kind != "gemma4_text" or bool(model.config.get("enable_moe_block"))
+
+
+def has_adapted_experts(config: TrialConfig, model: ModelSpec) -> bool:
+    """Whether a configuration puts adapters on experts."""
+    if not has_experts(model):
+        return False
+    if config.target_modules == "all-linear":
+        return model.model_type in _EXPERTS_IN_ALL_LINEAR
+    return not EXPERT_WEIGHTS.isdisjoint(resolve_targets(config, model))
 
 
 def unquantized(model: ModelSpec, bits: int = 4) -> str | None:

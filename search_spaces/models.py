@@ -60,6 +60,8 @@ _CARD_CHARACTERS = 4096
 """Of a model card, in which its header is."""
 _REQUIRED = ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size")
 _OPTIONAL = ("num_key_value_heads", "head_dim", "intermediate_size", "max_position_embeddings")
+_OF_EACH_LAYER = "intermediate_size"
+"""Key that may have a value for each layer, as of Gemma 3n."""
 SIZES = _REQUIRED + _OPTIONAL
 """Keys of a config whose values are counts."""
 _OTHER_WORDS = {
@@ -184,7 +186,10 @@ _LEFT_OUT: dict[str, dict[str, int]] = {
 """Sizes of transformers' classes, by the type of a text config that is stored inside of another:
 ``save_pretrained`` leaves out of it what equals them, so that a published one may lack any."""
 _PUBLISHED = dict.fromkeys(
-    ("gemma-3-4b", "gemma-3-12b", "gemma-3-27b"),
+    (
+        *("gemma-3-4b", "gemma-3-12b", "gemma-3-27b"),
+        *("gemma-4-e2b", "gemma-4-e4b", "gemma-4-26b-a4b", "gemma-4-31b"),
+    ),
     "with a vision tower: to train its text decoder download it and name the directory",
 )
 _PUBLISHED["gpt-oss-20b"] = "in MXFP4, which is not trained here"
@@ -479,7 +484,10 @@ def _hub_ids() -> dict[str, str]:
     known = json.loads(
         files("qlora_sweep.search_spaces").joinpath("hub_ids.json").read_text("utf-8")
     )
-    return {hub_id.lower(): name for name, hub_id in known.items()}
+    names: dict[str, str] = {}
+    for name, hub_ids in known.items():
+        names |= {hub_id.lower(): name for hub_id in hub_ids}
+    return names
 
 
 # Configs.
@@ -578,10 +586,14 @@ def _check_sizes(config: dict[str, Any], *, label: str) -> None:
         most = SIZE_MAX
         if key == "num_hidden_layers":
             most = LAYERS_MAX
-        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
-            raise InputError(
-                f"{label}: {key} must be a whole number from 1 to {most:,}, got {quote(value)}"
-            )
+        sizes = [value]
+        if key == _OF_EACH_LAYER and isinstance(value, list):
+            sizes = value
+        for size in sizes:
+            if isinstance(size, bool) or not isinstance(size, int) or not 1 <= size <= most:
+                raise InputError(
+                    f"{label}: {key} must be a whole number from 1 to {most:,}, got {quote(size)}"
+                )
     cap = config.get(SCORE_CAP)
     is_number = isinstance(cap, int | float) and not isinstance(cap, bool)
     if cap is not None and not (is_number and cap > 0):

@@ -22,6 +22,7 @@ from qlora_sweep.search_spaces.kinds import (
     DeviceName,
 )
 from qlora_sweep.search_spaces.linears import (
+    has_adapted_experts,
     has_experts,
     known_linear_modules,
     linear_shapes,
@@ -30,40 +31,49 @@ from qlora_sweep.search_spaces.linears import (
     unquantized,
 )
 from qlora_sweep.search_spaces.models import SCORE_CAP, ModelSpec
+from qlora_sweep.search_spaces.recurrent import STATEFUL, needed_package
 from qlora_sweep.search_spaces.trainers import GRPO, trainer_of
 
 LIGER_MODEL_TYPES = types(
     """
     deepseek_v2 deepseek_v3 exaone4 falcon_h1 gemma gemma2 gemma3_text glm4 gpt_oss
     hunyuan_v1_dense hunyuan_v1_moe llama llama4_text ministral mistral mixtral nemotron olmo2 olmo3
-    phi3 qwen2 qwen3 qwen3_moe smollm3
+    phi3 qwen2 qwen3 qwen3_5_text qwen3_moe smollm3
     """
 )
 """Text decoders that liger-kernel 0.8.5 patches, fused loss included (its `monkey_patch` table)."""
+_LIGER_LOSS_ALONE = types("qwen3_5_text")
+"""Those of them for which it has no rotary embedding, so that its loss alone is used."""
 WITHOUT_SDPA = types(
     """
-    bloom codegen deepseek_v4 falcon_mamba gpt_neo gpt_oss gptj granite_swa granitemoe_swa hy_v4
-    mamba mamba2 mimo_v2_flash mpt rwkv xglm
+    big_bird bloom codegen cpmant deepseek_v4 falcon_mamba git gpt_neo gpt_neox_japanese gpt_oss
+    gptj granite_swa granitemoe_swa hy_v4 mamba mamba2 megatron-bert mimo_v2_flash mpt openai-gpt
+    reformer rembert roformer rwkv trocr xglm xlm xlnet xlstm
     """
 )
 """Decoders that transformers 5.17 runs with eager attention, and not with torch's."""
 WITHOUT_FLASH = types(
     """
-    axk2 bloom blt codegen cpmant deepseek_v32 deepseek_v4 doge falcon_mamba glm_moe_dsa
-    gpt_neox_japanese gpt_oss granite_swa granitemoe_swa hy_v4 inkling_text llama4_text mamba mamba2
-    mimo_v2_flash minimax_m3_vl_text mpt openai-gpt qwen4_exp_text rwkv xglm xlm xlnet xlstm
+    axk2 big_bird bloom blt codegen cpmant deepseek_v32 deepseek_v4 doge falcon_mamba git
+    glm_moe_dsa gpt_neox_japanese gpt_oss granite_swa granitemoe_swa hy_v4 inkling_text llama4_text
+    mamba mamba2 megatron-bert mimo_v2_flash minimax_m3_vl_text mpt openai-gpt qwen4_exp_text
+    reformer rembert roformer rwkv trocr xglm xlm xlnet xlstm
     """
 )
 """Decoders that transformers 5.17 does not run with FlashAttention-2, or with another kernel in its
 place, as it has no attention sinks."""
 _SCORE_CAPS = dict.fromkeys(("gemma2", "vaultgemma"), 50.0)
 """The cap of attention's scores of types that have one where the config does not say."""
-WITHOUT_CHECKPOINTING = types("cpmant ctrl gpt_neox_japanese jetmoe openai-gpt xlm xlnet")
+WITHOUT_CHECKPOINTING = types("cpmant ctrl gpt_neox_japanese jetmoe openai-gpt reformer xlm xlnet")
 """Decoders whose layers transformers 5.17 cannot checkpoint."""
 
 OVERFLOWS_FP16 = types("gemma2 gemma3_text")
 """Decoders whose activations pass the largest number of fp16 (65,504), so that a loss in fp16 is
 often no number: Gemma 2 and 3 were trained in bf16 and have far larger ones."""
+
+WITHOUT_8_BIT_COMPUTE = types("gemma3n_text")
+"""Decoders whose own code changes a linear layer's output in place, which torch does not allow of a
+product that has a gradient of its own."""
 
 MISNAMED = "unknown-target-module"
 """The rule against what is not there under its name."""
@@ -276,6 +286,10 @@ def _eight_bit(config: TrialConfig, setting: Setting) -> str | None:
     reason = setting.lacks(config.base_kind.since, f"quantization {base}", f"{int8}nf4")
     if reason is not None:
         return reason
+    if config.is_8bit_compute and setting.model.model_type in WITHOUT_8_BIT_COMPUTE:
+        return (
+            f"{setting.model.name} adds in place to what a product in {compute} returns: use bf16"
+        )
     if config.is_8bit_compute and has_8bit_base and compute != base:
         return f"a base in {base} computes in {base} or in 16 bits: use compute_dtype {base}"
     if config.is_8bit_compute and not config.is_quantized:
@@ -308,6 +322,9 @@ def _of_kernels(config: TrialConfig, setting: Setting) -> Asked:
         if kind not in LIGER_MODEL_TYPES:
             reason = f"Liger has no kernels for model type '{kind}': use kernels hf"
             yield "kernels-need-liger-model", reason
+        elif config.kernels_kind.fuses_layers and kind in _LIGER_LOSS_ALONE:
+            lacks = f"Liger has no kernel for the rotary embedding of model type '{kind}'"
+            yield "kernels-need-liger-model", f"{lacks}: use kernels fused-loss or hf"
         elif config.kernels_kind.fuses_layers and has_experts(setting.model):
             keeps = f"what Liger's kernel for the experts of model type '{kind}' keeps and takes is"
             reason = f"{keeps} not known: use kernels fused-loss or hf"
@@ -317,6 +334,11 @@ def _of_kernels(config: TrialConfig, setting: Setting) -> Asked:
         if is_cpu:
             reason = "compile is not supported on a CPU: it needs a C++ compiler on the machine"
         yield "compile-needs-triton", reason
+        package = needed_package(setting.model)
+        if package is not None:
+            breaks = f"torch's compiler breaks on linear attention, as {package} asks it to"
+            reason = f"{breaks}: use compile false"
+            yield "compile-breaks-on-linear-attention", reason
         if config.kernels_kind.fuses_layers:
             breaks = (
                 "torch's compiler breaks on Liger's layer kernels, so the layers would stay eager"
@@ -361,12 +383,14 @@ def _of_model(config: TrialConfig, setting: Setting) -> Asked:
     if config.is_quantized and (left := unquantized(model, config.weight_bits)) is not None:
         quantization = config.quantization
         most = f"quantization {quantization} would leave most of model type '{kind}' in 16 bits"
-        cure = "none"
-        if config.weight_bits != 4 and unquantized(model) is None:
-            cure = "nf4 or none"
-        yield "quantization-leaves-weights", f"{most}: {left}. Use quantization {cure}"
+        cure = "Use quantization none"
+        if model.stored is not None:
+            cure = "Name the same model in 16 bits"
+        elif config.weight_bits != 4 and unquantized(model) is None:
+            cure = "Use quantization nf4 or none"
+        yield "quantization-leaves-weights", f"{most}: {left}. {cure}"
     if has_experts(model):
-        yield "experts", _not_of_experts(config, kind)
+        yield "experts", _not_of_experts(config, model)
     if config.is_quantized and not config.quantized_count(layers):
         held = f"holds none of {layers} layers in {config.weight_bits} bits: use quantization none"
         share = f"quantized_fraction {config.quantized_fraction:g}"
@@ -377,17 +401,21 @@ def _of_model(config: TrialConfig, setting: Setting) -> Asked:
         yield "checkpointing-not-in-model", f"{layers_of}: use checkpoint_fraction 0"
 
 
-def _not_of_experts(config: TrialConfig, kind: str) -> str | None:
+def _not_of_experts(config: TrialConfig, model: ModelSpec) -> str | None:
     """Return why a model with experts does not train so."""
+    kind = model.model_type
     if config.is_8bit_compute:
         return (
-            f"experts of model type '{kind}' multiply in 16 bits alone: use compute_dtype bf16 or "
+            f"experts of model type '{kind}' do not multiply in 8 bits: use compute_dtype bf16 or "
             "fp16"
         )
-    if config.compile and config.target_modules == "all-linear":
-        # Such as PEFT puts on the router's parameter.
+    is_adapted = has_adapted_experts(config, model)
+    if is_adapted and config.lora_dropout > 0:
+        return "PEFT has no dropout for adapters on experts: use lora_dropout 0"
+    if is_adapted and config.compile and config.target_modules == "all-linear":
+        # PEFT puts one on the router's parameter, too.
         return (
-            "adapters on all linear layers of a model with experts do not compile: use compile "
+            f"adapters on all linear layers of model type '{kind}' do not compile: use compile "
             "false, or name the layers"
         )
     if config.is_4bit and config.is_sharded:
@@ -464,6 +492,10 @@ def _of_many_gpus(config: TrialConfig, setting: Setting) -> Asked:
     if config.packing != "none" and not setting.has_dataset:
         needs = f"packing {config.packing} needs a dataset, as random sequences are full already"
         yield "packing-needs-texts", f"{needs}: name yours with --data, or use packing none"
+    if config.packing == "packed" and setting.model.model_type in STATEFUL:
+        carried = f"layers of model type '{setting.model.model_type}' carry a state over the row"
+        reason = f"{carried}, so that packed examples would see each other: use packing grouped"
+        yield "packing-leaks-state", reason
     if config.packing == "grouped" and config.micro_batch_size * config.data_parallel == 1:
         reason = "packing grouped orders nothing where micro_batch_size is 1: use packing none"
         yield "grouped-needs-rows", reason

@@ -26,6 +26,7 @@ PACKAGES = (
     "bitsandbytes",
     "accelerate",
     "liger-kernel",
+    "flash-linear-attention",
     "trl",
     "datasets",
     "triton",

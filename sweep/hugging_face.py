@@ -55,6 +55,8 @@ def model_kwargs(record: Record) -> dict[str, Any]:
     if record.config.weight_bits == 8:
         kind = record.config.quantization
         raise InputError(f"from_pretrained has no base in {kind} as measured: use load_model")
+    if record.config.is_4bit and record.model.has_experts:
+        raise InputError("from_pretrained leaves experts in 16 bits: use load_model")
     more = [unsupported(record, "llama-factory").get("adapter_dtype")]
     if record.config.expandable_segments:
         more.append(f"expandable_segments: start Python with {allocator_settings(True)} set.")

@@ -1,4 +1,8 @@
-"""Model families as tiny models: what transformers builds of a small config with random weights."""
+"""Model families as tiny models: what transformers builds of a small config with random weights.
+
+Those in `FAMILIES` are written down; of any other type of transformers its class's own config is
+shrunk (`tiny_config_of`).
+"""
 
 from __future__ import annotations
 
@@ -61,6 +65,22 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_next": {**EXPERTS, **LINEAR_ATTENTION, "shared_expert_intermediate_size": 64},
     "qwen3_5_text": LINEAR_ATTENTION,
     "qwen3_5_moe_text": {**EXPERTS, **LINEAR_ATTENTION, "shared_expert_intermediate_size": 64},
+    "olmo_hybrid": {**LINEAR_ATTENTION, "num_key_value_heads": 4},
+    "kimi_linear": {
+        **EXPERTS,
+        "num_local_experts": 4,
+        "num_key_value_heads": 4,
+        "n_group": 1,
+        "topk_group": 1,
+        "linear_num_heads": 4,
+        "linear_head_dim": 32,
+        "kv_lora_rank": 32,
+        "qk_nope_head_dim": 32,
+        "qk_rope_head_dim": 16,
+        "v_head_dim": 48,
+        "layer_types": ["linear_attention", "full_attention"] * 2,
+    },
+    "lfm2": {"layer_types": ["conv", "conv", "full_attention", "conv"]},
     "olmo": {},
     "olmo2": {},
     "olmo3": {},
@@ -137,10 +157,201 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 """What each family's tiny config has beyond `SIZES`, by transformers' model type."""
 
+SHRUNK: dict[str, Any] = {
+    **SIZES,
+    **EXPERTS,
+    **LOCAL_EXPERTS,
+    **LATENT,
+    **LINEAR_ATTENTION,
+    "qk_head_dim": 48,
+    "global_head_dim": 32,
+    "swa_head_dim": 32,
+    "rotary_dim": 16,
+    "query_pre_attn_scalar": 32,
+    "moe_num_experts": 4,
+    "moe_top_k": 2,
+    "moe_k": 2,
+    "moe_topk": 2,
+    "top_k_experts": 2,
+    "num_experts_per_token": 2,
+    "zero_expert_num": 2,
+    "shared_expert_intermediate_size": 64,
+    "moe_shared_expert_intermediate_size": 64,
+    "shared_intermediate_size": 64,
+    "dense_intermediate_size": 256,
+    "ffn_hidden_size": 256,
+    "expert_ffn_hidden_size": 64,
+    "intermediate_size_mlp": 256,
+    "ffn_dim": 256,
+    "dff": 256,
+    "dim_ff": 256,
+    "dim_head": 32,
+    "d_inner": 256,
+    "d_head": 32,
+    "embedding_size": 128,
+    "vocab_size_per_layer_input": 512,
+    "hidden_size_per_layer_input": 32,
+    "laurel_rank": 16,
+    "index_head_dim": 32,
+    "index_n_heads": 4,
+    "index_topk": 16,
+    "o_lora_rank": 64,
+    "mamba_d_state": 16,
+    "mamba_n_heads": 8,
+    "mamba_d_head": 32,
+    "mamba_d_ssm": 256,
+    "mamba_n_groups": 1,
+    "mamba_dt_rank": 8,
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 32,
+    "mamba_headdim": 32,
+    "mamba_chunk_size": 16,
+    "chunk_size": 16,
+    "ssm_state_size": 16,
+    "linear_num_heads": 4,
+    "linear_head_dim": 32,
+    "num_kv_heads": 2,
+    "kv_channels": 32,
+    "attention_head_dim": 32,
+    "swa_num_attention_heads": 4,
+    "swa_num_key_value_heads": 2,
+    "router_hidden_size": 64,
+}
+"""Sizes to which a default config is shrunk, by transformers' names of them."""
+_CONV_AND_ATTENTION: dict[str, Any] = {
+    "layer_types": ["conv", "full_attention"] * 2,
+    "num_hidden_layers": 4,
+}
+_SHORT_CHUNKS = {"mamba_chunk_size": 16}
+OWN: dict[str, dict[str, Any]] = {
+    **dict.fromkeys(("bamba", "falcon_h1", "granitemoehybrid"), _SHORT_CHUNKS),
+    "axk1": {"head_dim": 16},
+    "cohere_compass_text": {
+        "rope_parameters": {
+            "full_attention": {
+                "rope_type": "default",
+                "rope_theta": 10_000.0,
+                "mrope_section": [6, 5, 5],
+            }
+        }
+    },
+    "dbrx": {
+        "d_model": 128,
+        "attn_config": {"kv_n_heads": 2, "rope_theta": 10_000.0, "clip_qkv": 8},
+        "ffn_config": {
+            "hidden_size": 128,
+            "ffn_hidden_size": 64,
+            "moe_num_experts": 4,
+            "moe_top_k": 2,
+        },
+    },
+    "dots1": {
+        "head_dim": 32,
+        "n_routed_experts": 4,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 2,
+    },
+    "gemma3n_text": {
+        "intermediate_size": [256] * 4,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "num_kv_shared_layers": 2,
+        "activation_sparsity_pattern": [0.95, 0.0, 0.0, 0.0],
+    },
+    "gemma4_unified_text": {"global_head_dim": 32},
+    "hrm_text": {"num_hidden_layers": 1},
+    "hunyuan_v1_dense": {"head_dim": 32},
+    "hunyuan_v1_moe": {"head_dim": 32},
+    "lfm2": _CONV_AND_ATTENTION,
+    "lfm2_moe": {**_CONV_AND_ATTENTION, "num_dense_layers": 1},
+    "longcat_flash": {"num_layers": 2, "num_hidden_layers": 4, "head_dim": 16},
+    "nemotron_h": {
+        "num_hidden_layers": 4,
+        "layers_block_type": ["linear_attention", "full_attention", "moe", "mlp"],
+        "n_groups": 1,
+    },
+    "phi4_multimodal": {
+        "vision_config": {
+            "hidden_size": 64,
+            "intermediate_size": 64,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+        },
+        "audio_config": {
+            "hidden_size": 64,
+            "intermediate_size": 64,
+            "num_blocks": 1,
+            "num_attention_heads": 2,
+            "ext_pw_out_channel": 64,
+            "nemo_conv_channels": 64,
+        },
+    },
+    "qwen4_exp_text": {
+        "indexer_n_heads": 2,
+        "indexer_kv_heads": 1,
+        "indexer_head_dim": 32,
+        "indexer_budget": 64,
+        "indexer_compress_ratio": 4,
+        "hc_lowrank": 16,
+    },
+    "youtu": {"head_dim": 16},
+    "zamba": {
+        "layers_block_type": ["linear_attention", "hybrid"] * 2,
+        "use_mamba_kernels": False,
+    },
+    "zaya": {"num_experts_per_tok": 1},
+}
+"""What a config needs besides, as a rule as its class's default is none that can be built."""
+LAYERS = SIZES["num_hidden_layers"]
+
+
+def tiny_config_of(kind: str) -> dict[str, Any]:
+    """Return a tiny config of a type, from its class's own.
+
+    Sizes that the class has are shrunk; of lists with a value for each layer the first layer of
+    every kind is kept.
+
+    Raises:
+        Exception: whatever transformers says of a class that has no default.
+    """
+    if kind in FAMILIES:
+        return {"model_type": kind, **SIZES, **FAMILIES[kind], **OWN.get(kind, {})}
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    default = CONFIG_MAPPING[kind]()
+    values = default.to_dict()
+    named = values.keys() | type(default).attribute_map.keys()
+    tiny: dict[str, Any] = {"model_type": kind}
+    for key, size in SHRUNK.items():
+        value = values.get(key)
+        is_size = isinstance(value, int) and not isinstance(value, bool)
+        is_renamed = key in SIZES and key in named and key not in values
+        is_token = key.endswith("_token_id") and key in named
+        if is_size or is_renamed or is_token:
+            tiny[key] = size
+    tiny |= _of_layers(values, getattr(default, "num_hidden_layers", 0))
+    for key in ("is_encoder_decoder", "text_config"):
+        if values.get(key):
+            # What refuses such a model is asked as of a published one.
+            tiny[key] = values[key]
+    return tiny | OWN.get(kind, {})
+
+
+def _of_layers(values: dict[str, Any], count: int) -> dict[str, Any]:
+    """Return a config's lists of a value for each layer, for as few layers as have every kind."""
+    lists = {k: v for k, v in values.items() if isinstance(v, list) and len(v) == count}
+    if not lists or count <= LAYERS:
+        return {}
+    kinds = [repr([column[layer] for column in lists.values()]) for layer in range(count)]
+    first = {kinds.index(kind) for kind in kinds}
+    others = [layer for layer in range(count) if layer not in first]
+    chosen = sorted([*first, *others[: max(0, LAYERS - len(first))]])
+    cut = {key: [column[layer] for layer in chosen] for key, column in lists.items()}
+    return {**cut, "num_hidden_layers": len(chosen)}
+
 
 def spec_of(family: str) -> ModelSpec:
     """Return the family's tiny model."""
-    return ModelSpec(family, "directory", {"model_type": family, **SIZES, **FAMILIES[family]})
+    return ModelSpec(family, "directory", tiny_config_of(family))
 
 
 def config_of(family: str, targets: str, quantization: str = "nf4") -> TrialConfig:

@@ -43,7 +43,8 @@ def check_is_causal(model: torch.nn.Module) -> None:
     embeddings: Any = model.get_input_embeddings()  # type: ignore[operator]
     device = embeddings.weight.device
     size = int(embeddings.num_embeddings)
-    tokens = torch.arange(_TEXT) * 3
+    # Not those at the ends of the vocabulary, where pads are: RoBERTa counts positions without.
+    tokens = size // 2 + torch.arange(_TEXT) * 3
     one = tokens % size
     another = (tokens + 1) % size
     text = (tokens + 2) % size

@@ -19,6 +19,7 @@ from qlora_sweep.search_spaces.config import LOGITS_AT_ONCE, allocator_settings
 from qlora_sweep.search_spaces.errors import InputError, did_you_mean, quote
 from qlora_sweep.search_spaces.frozen import replaced
 from qlora_sweep.search_spaces.kinds import COMPUTE_DTYPES
+from qlora_sweep.search_spaces.linears import EXPERT_WEIGHTS, FUSED_EXPERTS, READ_BY_CODE
 from qlora_sweep.search_spaces.quantized import stored_quantization
 from qlora_sweep.storage.definition import StudySnapshot
 from qlora_sweep.storage.files import WRITTEN_BY
@@ -194,6 +195,12 @@ def lora_options(record: Record) -> dict[str, Any]:
     targets: Any = config.target_modules
     if not isinstance(targets, str):
         targets = list(targets)
+    more: dict[str, Any] = {}
+    if record.has_named_experts:
+        of_experts = [name for name in targets if name in EXPERT_WEIGHTS]
+        more["target_parameters"] = [f"experts.{name}" for name in of_experts]
+        # No linear layer of a model with experts has that name; one may have the others.
+        targets = [name for name in targets if name != FUSED_EXPERTS]
     return {
         "task_type": "CAUSAL_LM",
         "r": config.lora_rank,
@@ -203,6 +210,7 @@ def lora_options(record: Record) -> dict[str, Any]:
         "bias": "none",
         "use_rslora": False,
         "use_dora": False,
+        **more,
     }
 
 
@@ -233,6 +241,7 @@ def _script(record: Record) -> Export:
     if sharding is not None:
         lost = (sharding.replace("the file", "the script"),)
     is_whole = config.quantized_count(record.layers) == record.layers
+    read_by_code = READ_BY_CODE.get(str(record.model.config.get("model_type")))
     needs = ""
     if config.kernels_kind.fuses_loss:
         needs += ", liger-kernel"
@@ -246,13 +255,15 @@ def _script(record: Record) -> Export:
         collator_settings={key: getattr(config, key) for key in collator_keys},
         grouped_pairs=config.is_on_pairs and config.packing == "grouped",
         beside=list(files_beside),
+        has_packed_experts=has_packed_experts,
         gpus=config.data_parallel,
         lora=lora_options(record),
         dtype=COMPUTE_DTYPES[record.dtype].torch_name,
         adapter_dtype=COMPUTE_DTYPES[config.adapter_dtype].torch_name,
         quantized_whole=is_whole,
         stored=stored_quantization(record.model.config) is not None,
-        partly_quantized=config.is_quantized and not is_whole,
+        partly_quantized=config.is_4bit and (not is_whole or read_by_code is not None),
+        read_by_code=read_by_code,
         environment=allocator_settings(config.expandable_segments),
         needs=needs,
         training=trainers.spelled(record, "script"),

@@ -36,7 +36,12 @@ from qlora_sweep.search_spaces.frozen import replaced
 from qlora_sweep.search_spaces.gpus import match_product
 from qlora_sweep.search_spaces.kinds import ComputeDtype
 from qlora_sweep.search_spaces.learning_rates import LearningRate, learning_rate_of
-from qlora_sweep.search_spaces.linears import has_experts, lora_parameters, resolve_targets
+from qlora_sweep.search_spaces.linears import (
+    has_adapted_experts,
+    has_experts,
+    lora_parameters,
+    resolve_targets,
+)
 from qlora_sweep.search_spaces.models import ModelSpec, load_model_spec, shipped_models
 from qlora_sweep.search_spaces.space import Weights
 from qlora_sweep.storage.confirmations import Ratio
@@ -87,9 +92,15 @@ class RecordedModel(_Part):
     @property
     def has_experts(self) -> bool:
         """Whether it has experts that are one tensor a layer; no where its config is not known."""
-        if not self.config:
-            return False
-        return has_experts(ModelSpec(self.name, "directory", dict(self.config)))
+        return bool(self.config) and has_experts(self._as_it_says)
+
+    @property
+    def _as_it_says(self) -> ModelSpec:
+        return ModelSpec(self.name, "directory", dict(self.config))
+
+    def has_adapted_experts(self, config: TrialConfig) -> bool:
+        """Whether a configuration puts adapters on experts; no where the config is not known."""
+        return bool(self.config) and has_adapted_experts(config, self._as_it_says)
 
 
 class RecordedGpu(_Part):
@@ -215,6 +226,12 @@ class Record(_Part):
     def learning_rate(self) -> LearningRate:
         """That of the configuration on this model, with its range and what it rests on."""
         return learning_rate_of(self.config, self.model.config)
+
+    @property
+    def has_named_experts(self) -> bool:
+        """Whether adapters are on experts whose weights are named."""
+        is_named = self.config.target_modules != "all-linear"
+        return is_named and self.model.has_adapted_experts(self.config)
 
     @property
     def output_dir(self) -> str:

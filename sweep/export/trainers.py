@@ -191,6 +191,8 @@ def cases_of(record: Record) -> dict[str, str]:
         cases["model"] = "part"
     elif config.is_4bit and record.model.has_experts:
         cases["model"] = "experts"
+    elif record.has_named_experts:
+        cases["model"] = "named experts"
     if canonical(config).loss_type != "sigmoid":
         cases["loss_type"] = "not sigmoid"
     if config.is_on_pairs:

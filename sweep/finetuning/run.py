@@ -50,6 +50,7 @@ from qlora_sweep.sweep.training.fitting import first_examples, fit, too_many
 from qlora_sweep.sweep.training.in_trl import trained
 from qlora_sweep.sweep.training.model import Unavailable, build_base, compute_type, name_quantizer
 from qlora_sweep.sweep.training.preference import REFERENCE, Preference
+from qlora_sweep.sweep.training.recurrent import called_kind, not_called, tune
 from qlora_sweep.sweep.training.step import (
     BUCKETS,
     evaluating,
@@ -336,6 +337,7 @@ class Training(TrainerCallback):
         self._setup = self._counted_setup()
         if job.config.is_8bit_compute and job.weights == "pretrained":
             self._setup["eight_bit"] = self._fit_8_bits(attachment, whole)
+        self._tune(model.get_base_model())
         if job.dataset is not None:
             with self._trainer.accelerator.autocast():
                 self._setup["documents_apart"] = is_keeping_apart(
@@ -352,6 +354,25 @@ class Training(TrainerCallback):
                 prepare = self._trainer.accelerator.prepare_model
                 self._trainer.model_wrapped = prepare(self._trainer.model, evaluation_mode=True)
         return self._end or self._finish()
+
+    def _tune(self, base: Any) -> None:
+        """Let Triton choose the kernels of a base's recurrent layers, as a trial does.
+
+        Raises:
+            Unavailable: they are installed, and transformers does not call them.
+        """
+        if called_kind(base) is None:
+            return
+        looping = not_called(base)
+        if looping is not None:
+            raise Unavailable("attention", looping)
+        config = self._job.config
+        widths = self._rows.training.widths or [config.seq_len]
+        with self._trainer.accelerator.autocast():
+            rows = config.micro_batch_size * config.rows_per_sample
+            tune(base, rows=rows, length=min(config.seq_len, max(widths)))
+        self._device.release()
+        self._device.reset_peak()
 
     def _take_up(self, attachment: Attached) -> None:
         """Take up the steps that a checkpoint holds, or begin with the first."""

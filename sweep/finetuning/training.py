@@ -27,6 +27,7 @@ from qlora_sweep.search_spaces.frozen import replaced
 from qlora_sweep.search_spaces.linears import lora_parameters
 from qlora_sweep.search_spaces.models import ModelSpec
 from qlora_sweep.search_spaces.presets import preset_texts
+from qlora_sweep.search_spaces.recurrent import plain_loop
 from qlora_sweep.search_spaces.rules import Violation
 from qlora_sweep.search_spaces.space import SearchSpace, Weights
 from qlora_sweep.storage import files, records
@@ -56,7 +57,7 @@ from qlora_sweep.sweep.finetuning.subject import (
 from qlora_sweep.sweep.paths import cache_directory
 from qlora_sweep.sweep.predict.building import build_forecaster, shapes_of_dataset
 from qlora_sweep.sweep.predict.forecast import Evidence, Forecaster
-from qlora_sweep.sweep.predict.memory.predictor import CpuMemory, MemoryPredictor, TracingPredictor
+from qlora_sweep.sweep.predict.memory.predictor import predictor_here
 from qlora_sweep.sweep.predict.on_dataset import ShapesOnDataset
 from qlora_sweep.sweep.running import child
 from qlora_sweep.sweep.running.device_info import ChosenGpu, GpuInfo
@@ -389,6 +390,9 @@ def _notes(
         notes.append(emulation)
     if is_without_gpu:
         notes.append("No GPU is here: this trains on the CPU.")
+    looping = plain_loop(subject.model, is_on_gpu=target.is_on_gpu and not is_without_gpu)
+    if looping is not None:
+        notes.insert(0, f"{looping[0].upper()}{looping[1:]}.")
     return tuple(notes)
 
 
@@ -405,12 +409,12 @@ def _forecaster(
     that is here, None on a CPU."""
     model = subject.model
     cache = cache_directory() / "memory"
-    predictor: MemoryPredictor
-    if product is None:
-        predictor = CpuMemory(model, cache_dir=cache)
-    else:
-        capability = resolved.host_capability
-        predictor = TracingPredictor(model, cache_dir=cache, compute_capability=capability)
+    predictor = predictor_here(
+        model,
+        is_on_gpu=product is not None,
+        cache_dir=cache,
+        compute_capability=resolved.host_capability,
+    )
     calibration = calibration_of(subject.record, product, dataset=dataset, shapes=shapes)
     return build_forecaster(
         model,

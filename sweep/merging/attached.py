@@ -23,6 +23,7 @@ from transformers.core_model_loading import WeightRenaming, rename_source_key
 
 from qlora_sweep.search_spaces.errors import InputError, did_you_mean, words_of
 from qlora_sweep.search_spaces.models import load_model_spec
+from qlora_sweep.sweep.training.experts import adapt_experts, show_shapes
 from qlora_sweep.sweep.training.model import DECODER_KEYS
 
 PREFIX = "base_model.model."
@@ -140,7 +141,9 @@ class Adapter:
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
+                show_shapes(model)
                 peft = get_peft_model(model, config, low_cpu_mem_usage=is_hollow)
+                adapt_experts(peft)
                 found = set_peft_model_state_dict(peft, tensors, low_cpu_mem_usage=is_hollow)
         except FAULTS as error:
             raise InputError(f"PEFT cannot put the adapter on this base: {_why(error)}") from error

@@ -29,6 +29,7 @@ from qlora_sweep.search_spaces.gpus import GpuSpec
 from qlora_sweep.search_spaces.linears import nearest_capacity
 from qlora_sweep.search_spaces.loading import with_fixed
 from qlora_sweep.search_spaces.prices import Offer
+from qlora_sweep.search_spaces.recurrent import needs_words
 from qlora_sweep.search_spaces.rules import Setting, fp16_caveat, torch_for
 from qlora_sweep.search_spaces.space import SearchSpace
 from qlora_sweep.search_spaces.trainers import trainer_of
@@ -186,7 +187,7 @@ class GpuPlan:
     @property
     def notes(self) -> tuple[str, ...]:
         """What is missing and why, and what may fail."""
-        notes = list(self.forecaster.evidence.notes)
+        notes = list(filter(None, [self.kernels_needed, *self.forecaster.evidence.notes]))
         if self.shown is None:
             notes += self.obstacles
         else:
@@ -204,6 +205,12 @@ class GpuPlan:
         if self.grpo_config is not None:
             notes.append(f"generation {GENERATION}")
         return tuple(notes)
+
+    @property
+    def kernels_needed(self) -> str | None:
+        """What the model's recurrent layers need to be as predicted; None where they need nothing,
+        or nothing is shown."""
+        return None if self.shown is None else needs_words(self.forecaster.model)
 
     @property
     def fp16_caveat(self) -> str | None:

@@ -25,7 +25,7 @@ from qlora_sweep.sweep.predict.forecast import (
     SpeedForecast,
     SpeedModel,
 )
-from qlora_sweep.sweep.predict.memory.predictor import MemoryPredictor
+from qlora_sweep.sweep.predict.memory.predictor import MemoryPredictor, Unmodelled
 from qlora_sweep.sweep.predict.on_dataset import ShapesOnDataset
 
 STUDIES_KEPT = 8
@@ -70,13 +70,19 @@ def build_forecaster(
             device=target.device,
             has_dataset=shapes is not None,
         )
+    # What runs layers whose memory is not modelled takes another time than what is modelled.
+    unknown = predictor.reason if isinstance(predictor, Unmodelled) else None
     if speed is None and host is not None:
         speed = SpeedForecast(
-            model=model, gpu=host, shapes=shapes, calibration=evidence.calibration
+            model=model,
+            gpu=host,
+            shapes=shapes,
+            calibration=evidence.calibration,
+            unknown=unknown,
         )
     target_speed = None
     if target.emulated_on is not None and target_gpu is not None:
-        target_speed = SpeedForecast(model=model, gpu=target_gpu, shapes=shapes)
+        target_speed = SpeedForecast(model=model, gpu=target_gpu, shapes=shapes, unknown=unknown)
     return Forecaster(
         model=model,
         budget_bytes=target.budget_bytes,

@@ -169,6 +169,8 @@ class SpeedForecast:
     gpu: GpuSpec
     shapes: ShapesOnDataset | None = None
     calibration: Calibration | None = None
+    unknown: str | None = None
+    """Why no step has a prediction; None where steps have one."""
     _measured: deque[TrialRecord] = field(
         init=False, default_factory=lambda: deque(maxlen=TRIALS_CALIBRATED)
     )
@@ -202,6 +204,7 @@ class SpeedForecast:
             shapes=self.shapes,
             calibration=calibration,
             evidence=contributed_speed(self.gpu.name),
+            unknown=self.unknown,
         )
 
     def physics(self, configs: Sequence[TrialConfig]) -> StepTimes | None:
@@ -213,6 +216,8 @@ class SpeedForecast:
 
     def learn(self, record: TrialRecord) -> None:
         """Take in a finished trial; only those measured to the end say something of the GPU."""
+        if self.unknown is not None:
+            return
         if record.verdict is Verdict.FITS and record.measurement is not None:
             self._measured.append(record)
             self._is_stale = len(self._measured) >= TRIALS_TO_CALIBRATE

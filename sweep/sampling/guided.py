@@ -606,13 +606,18 @@ class GuidedSampler(CandidateSampler):
         return own
 
     def _fitted(self, world: _World, trials: Trials) -> list[int]:
-        """Return the rows of the trials that count among the best: those that ran to their end, and
-        that the space holds."""
+        """Return the rows of the trials that count among the best: those that ran to their end,
+        that the space holds, and that did not run out of memory later, measured longer."""
+        lost = set()
+        for record in trials.records:
+            if record.purpose != "search":
+                lost.add(identity(record.config))
         rows = []
         for record in trials.learned:
             row = world.row(record.config)
             is_inside = row < len(world.candidates) or not self._candidates.is_whole
-            if is_inside and isinstance(record.outcome, Measured):
+            is_lost = identity(record.config) in lost
+            if is_inside and not is_lost and isinstance(record.outcome, Measured):
                 rows.append(row)
         return rows
 

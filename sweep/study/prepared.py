@@ -24,6 +24,7 @@ from qlora_sweep.search_spaces.loading import (
     with_own_settings,
 )
 from qlora_sweep.search_spaces.models import ModelSpec, load_model_spec
+from qlora_sweep.search_spaces.recurrent import plain_loop
 from qlora_sweep.search_spaces.rules import Setting, torch_for
 from qlora_sweep.search_spaces.sizes import with_offered_batches
 from qlora_sweep.search_spaces.space import SearchSpace
@@ -296,6 +297,9 @@ def _checked(
     needed = torch_for(resolved.host_capability)
     if needed is not None:
         notes += (f"{needed[0].upper()}{needed[1:]}.",)
+    looping = plain_loop(model, is_on_gpu=resolved.target.is_on_gpu)
+    if looping is not None:
+        notes = (f"{looping[0].upper()}{looping[1:]}.", *notes)
     check_budget(space, model, resolved.target)
     refuse_impossible(
         space,

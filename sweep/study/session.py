@@ -17,10 +17,9 @@ from qlora_sweep.sweep.paths import cache_directory, runs_directory, worker_log_
 from qlora_sweep.sweep.predict.building import build_forecaster
 from qlora_sweep.sweep.predict.forecast import Forecaster, Rule
 from qlora_sweep.sweep.predict.memory.predictor import (
-    CpuMemory,
     MemoryPredictor,
-    TracingPredictor,
     one_of_each_kind,
+    predictor_here,
 )
 from qlora_sweep.sweep.predict.memory.profile_store import TracingChildren
 from qlora_sweep.sweep.predict.on_dataset import ShapesOnDataset
@@ -287,16 +286,15 @@ def _forecaster(prepared: Prepared, *, warn: Callable[[str], None]) -> Forecaste
     if prepared.surface is not None:
         memory = RecordedPeaks(recorded_peaks(prepared.surface))
         rule = only_recorded(prepared.surface)
-    elif target.is_on_gpu:
-        memory = TracingPredictor(
+    else:
+        memory = predictor_here(
             model,
+            is_on_gpu=target.is_on_gpu,
             cache_dir=cache,
             compute_capability=resolved.host_capability,
             # What a search asks first comes in several parts.
             tracer=TracingChildren(outlive=True),
         )
-    else:
-        memory = CpuMemory(model, cache_dir=cache)
     return build_forecaster(
         model,
         target,

@@ -10,10 +10,11 @@ from typing import Any
 
 from qlora_sweep.search_spaces.config import TrialConfig
 from qlora_sweep.storage.records import Outcome, TrialRecord, Verdict
+from qlora_sweep.storage.study import OpenStudy
 from qlora_sweep.sweep.running.runner import Lane
 from qlora_sweep.sweep.sampling.encoding import Frontier, identity
 from qlora_sweep.sweep.study.confirmation import Confirmation, ranking_of
-from qlora_sweep.sweep.study.confirmation_plan import ConfirmationPlan
+from qlora_sweep.sweep.study.confirmation_plan import SOAKS_MAX, ConfirmationPlan
 from qlora_sweep.sweep.study.driver import Driver, TrialSource, Wanted, quality_command, tokens_of
 from qlora_sweep.sweep.study.events import StopReason, StudyFinished
 from qlora_sweep.sweep.study.stopping import (
@@ -27,7 +28,8 @@ from qlora_sweep.sweep.study.stopping import (
 def tune(driver: Driver, *, is_anew: bool = False) -> StopReason:
     """Run a study until its trials, time or money are spent, nothing is left, or somebody asks.
 
-    Then its winner is confirmed, unless somebody asked to stop. That is a part of the time budget,
+    Then its winner is confirmed, unless somebody asked to stop; where it does not hold and nothing
+    else that was tried fits, the search goes on. That is a part of the time budget,
     and of the money, of which the search leaves as much as it may take, up to a third. `trials` of
     the study's space is the total over all runs; its time budget is for this run alone. What an
     earlier driver left open is closed first.
@@ -42,23 +44,44 @@ def tune(driver: Driver, *, is_anew: bool = False) -> StopReason:
         EnvironmentFault: the device or the database is not to be had, trial after trial fails in
             the same way, or no trial that ran came to anything else. What was measured is stored.
     """
-    study = driver.study
-    interruption = driver.interruption
     with driver.within_time():
-        with interruption.interruptible():
+        with driver.interruption.interruptible():
             driver.recover()
-            search = Search(driver)
-        reason = StopReason.CONFIRMED if is_anew else driver.run(search)
-        if reason is not StopReason.INTERRUPTED:
-            if not is_anew:
-                with interruption.interruptible():
-                    study.note(ended=_outlook(driver, reason))
-            reason = driver.run(Confirmation(driver, then=reason, is_anew=is_anew))
+        if is_anew:
+            confirmation = Confirmation(driver, then=StopReason.CONFIRMED, is_anew=True)
+            reason = driver.run(confirmation)
+        else:
+            reason = _searched(driver)
+            while reason is StopReason.GAIN_SPENT and _has_lost_all(driver.study):
+                tried = len(driver.study.records())
+                reason = _searched(driver)
+                if len(driver.study.records()) == tried:
+                    break
     driver.on_event(StudyFinished(reason))
-    fault = None if is_anew else nothing_concluded(study.records())
+    fault = None if is_anew else nothing_concluded(driver.study.records())
     if fault is not None and reason is not StopReason.INTERRUPTED:
         raise fault
     return reason
+
+
+def _searched(driver: Driver) -> StopReason:
+    """Search until nothing is to be gained, and confirm the winner."""
+    with driver.interruption.interruptible():
+        search = Search(driver)
+    reason = driver.run(search)
+    if reason is StopReason.INTERRUPTED:
+        return reason
+    with driver.interruption.interruptible():
+        driver.study.note(ended=_outlook(driver, reason))
+    return driver.run(Confirmation(driver, then=reason, is_anew=False))
+
+
+def _has_lost_all(study: OpenStudy) -> bool:
+    """Whether what was the winner did not hold where it was measured longer, and nothing else that
+    was tried fits."""
+    ranking = ranking_of(study)
+    fallen = ranking.confirmations.fallen
+    return ranking.winner is None and 0 < len(fallen) < SOAKS_MAX
 
 
 def _outlook(driver: Driver, reason: StopReason) -> dict[str, Any]:

@@ -20,6 +20,13 @@ from typing import Any, Literal
 from qlora_sweep.reports import format as units
 from qlora_sweep.search_spaces.errors import install_extra
 from qlora_sweep.search_spaces.gpus import GIB
+from qlora_sweep.search_spaces.recurrent import (
+    EXTRA,
+    FLASH_LINEAR_ATTENTION,
+    LEAST_TRITON_ON_HOPPER,
+    SLOWER,
+    refused_triton,
+)
 from qlora_sweep.search_spaces.rules import torch_for
 from qlora_sweep.storage.environment import PACKAGES, fingerprint
 from qlora_sweep.sweep import installation
@@ -153,6 +160,21 @@ def _libraries(machine: InspectedMachine) -> Iterator[Finding]:
     if machine.gpu is not None and versions.get("liger-kernel") is None:
         detail = "not installed, so kernels fused-loss and liger cannot run"
         yield Finding("note", "liger-kernel", detail, install_extra("gpu"))
+    if machine.gpu is not None:
+        yield _linear_attention(machine, machine.gpu)
+
+
+def _linear_attention(machine: InspectedMachine, gpu: GpuInfo) -> Finding:
+    """Return whether hybrid models (Qwen3.5, Qwen3-Next, OLMo Hybrid) find their kernels."""
+    has = machine.versions.get(FLASH_LINEAR_ATTENTION)
+    if has is None:
+        detail = f"not installed: linear attention (Qwen3.5, Qwen3-Next) is then {SLOWER}"
+        return Finding("note", FLASH_LINEAR_ATTENTION, detail, install_extra(EXTRA))
+    refused = refused_triton(machine.versions.get("triton"), gpu.compute_capability)
+    if refused is not None:
+        advice = f"pip install --upgrade 'triton>={LEAST_TRITON_ON_HOPPER}'"
+        return Finding("note", FLASH_LINEAR_ATTENTION, f"{has}: {refused}", advice)
+    return Finding("ok", FLASH_LINEAR_ATTENTION, has)
 
 
 def _other_torch(machine: InspectedMachine) -> str | None:

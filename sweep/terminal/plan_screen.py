@@ -86,6 +86,13 @@ def _unknown_speeds(shown: Iterable[Forecast | None]) -> list[RenderableType]:
     return [Text(reason, style="bold") for reason in reasons]
 
 
+def _needed(plan: GpuPlan) -> list[RenderableType]:
+    """Return, as the first line, what has to be installed for what is shown to hold."""
+    if plan.kernels_needed is None:
+        return []
+    return [Text(plan.kernels_needed[0].upper() + plan.kernels_needed[1:])]
+
+
 def one_gpu(plan: GpuPlan, *, is_detailed: bool) -> RenderableType:
     """Return the plan of one GPU: the recommendation, what decides, and what to do next."""
     shown = plan.shown
@@ -111,7 +118,8 @@ def one_gpu(plan: GpuPlan, *, is_detailed: bool) -> RenderableType:
     said += _searched([plan])
     said += _next(plan)
     said.append(_DETAILS)
-    parts: list[RenderableType] = [_answer(sentence, said, shown=[shown])]
+    parts = _needed(plan)
+    parts.append(_answer(sentence, said, shown=[shown]))
     if is_detailed:
         parts += plan_details.details(plan)
     return Group(*parts)
@@ -153,7 +161,8 @@ def several_gpus(answer: GpuPlans, *, is_detailed: bool) -> RenderableType:
         said += _settings_facts(chosen)
     cheapest_of = {bill.offer.gpu: bill for bill in reversed(bills)}
     rows = [_row(name, chosen[name], cheapest_of.get(name)) for name in able]
-    parts = [_several(sentence, said, best, answer.plans, rows, chosen)]
+    parts = _needed(best)
+    parts.append(_several(sentence, said, best, answer.plans, rows, chosen))
     if is_detailed:
         if comparison is not None and comparison.bills is not None:
             lines = plan_details.break_even_lines(comparison.bills)

@@ -145,9 +145,18 @@ def with_adapters(
         target_parameters=target_parameters(base, config),
         **options,
     )
+    asked = lora.target_modules
     show_shapes(base.model)
     model = get_peft_model(base.model, lora, low_cpu_mem_usage=is_on_meta)
     adapt_experts(model)
+    put: Any = model.peft_config["default"].target_modules
+    if isinstance(asked, set) and asked != set(put):
+        model.unload()
+        others = ", ".join(sorted(asked - set(put)))
+        raise InputError(
+            f"target_modules: of this model type PEFT puts adapters on experts in the place of "
+            f"{others}: leave those out, or name gate_up_proj for the experts"
+        )
     # PEFT makes them fp32 whatever the base is, and has no word for another type on a 4-bit base.
     dtype = DTYPES[config.adapter_dtype]
     for parameter in model.parameters():
@@ -166,12 +175,13 @@ def target_modules(base: BaseModel, config: TrialConfig) -> str | list[str]:
     if wanted == ("all-linear",):
         return "all-linear"
     names = [name for name, module in base.model.named_modules() if isinstance(module, LINEAR)]
-    suffixes = sorted({name.rpartition(".")[2] for name in names})
+    of_experts = _expert_weights(base.model)
+    suffixes = sorted({name.rpartition(".")[2] for name in names} | of_experts)
     found = []
     for target in wanted:
         if any(name == target or name.endswith("." + target) for name in names):
             found.append(target)
-        elif target not in _expert_weights(base.model):
+        elif target not in of_experts:
             nearest = did_you_mean(target, suffixes)
             raise InputError(
                 f"target_modules: the model has no linear layer '{target}'{nearest} "
@@ -224,11 +234,25 @@ def recomputed(
 def recompute(
     model: PreTrainedModel, layers: Sequence[torch.nn.Module], chosen: Collection[int]
 ) -> None:
-    """Recompute the activations of the chosen layers in the backward pass, and of no other."""
+    """Recompute the activations of the chosen layers in the backward pass, and of no other.
+
+    Layers before the first adapter have no backward pass then either: what is not reentrant needs
+    no gradient of the embedding's output, which transformers asks for.
+    """
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    if first_trained(layers):
+        model.disable_input_require_grads()
     layer: Any
     for index, layer in enumerate(layers):
         layer.gradient_checkpointing = index in chosen
+
+
+def first_trained(layers: Sequence[torch.nn.Module]) -> int:
+    """Return the number of the first decoder layer with an adapter; 0 where none has one."""
+    for index, layer in enumerate(layers):
+        if any(parameter.requires_grad for parameter in layer.parameters()):
+            return index
+    return 0
 
 
 def held_share(attachment: Attached) -> float:

@@ -9,6 +9,7 @@ PEFT, `eight_bit` and `grouped` alone.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Collection, Iterator
 from types import MethodType
 from typing import Any
@@ -25,6 +26,9 @@ from transformers.quantizers.quantizers_utils import should_convert_module
 from qlora_sweep.sweep.training import grouped
 from qlora_sweep.sweep.training.eight_bit import Parts, widened
 
+_MARKS = ("_apply_gate", "is_transposed")
+"""What `use_experts_implementation` of transformers gives a class of experts that multiply as its
+own functions do (``integrations/moe.py``)."""
 _RANK_MULTIPLE = 8
 """torch's `grouped_mm` wants rows of 16 bytes or multiples of that: so many 16-bit values."""
 
@@ -35,7 +39,7 @@ def expert_modules(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
     Others that do are of a class of their own (Llama 4's, DBRX's) and multiply in their own way.
     """
     for name, module in model.named_modules():
-        if hasattr(module, "_apply_gate") and hasattr(module, "is_transposed"):
+        if all(hasattr(module, mark) for mark in _MARKS):
             yield name, module
 
 
@@ -128,10 +132,16 @@ class _Quantize(Bnb4bitQuantize):
         return {name: quantized(weight, before, weight.device)}
 
 
-def pack_when_loading() -> None:
+@contextlib.contextmanager
+def packed_when_loaded() -> Iterator[None]:
     """Have `from_pretrained` quantize experts as well, where it is told to load in 4 bits: each
     layer's as they are read."""
+    before = AUTO_QUANTIZER_MAPPING["bitsandbytes_4bit"]
     AUTO_QUANTIZER_MAPPING["bitsandbytes_4bit"] = _Quantizer
+    try:
+        yield
+    finally:
+        AUTO_QUANTIZER_MAPPING["bitsandbytes_4bit"] = before
 
 
 def dequantized(experts: Any, name: str) -> torch.Tensor:
@@ -278,8 +288,8 @@ class ExpertsAdapter(ParamWrapper):
     """PEFT's adapter on a parameter of experts, multiplied for the tokens of each expert.
 
     PEFT adds the adapter to the weight, which takes another weight in 16 bits in each pass. Here
-    rows go through its two factors. It is saved, loaded and merged as PEFT's, of whose class
-    adapters are made before they become one.
+    rows go through its two factors. It is saved and loaded as PEFT's, of whose class adapters are
+    made before they become one.
     """
 
     lora_A: Any  # noqa: N815 - PEFT's name
@@ -310,6 +320,17 @@ class ExpertsAdapter(ParamWrapper):
             outer = grouped.trained_product(inner, up.contiguous(), ends)
             total = total + outer * self.scaling[adapter]
         return total
+
+    def merge(self, *args: Any, **kwargs: Any) -> None:
+        """Refuse, as weights in 4 bits take no adapter.
+
+        Raises:
+            ValueError: always.
+        """
+        raise ValueError(
+            "experts in 4 bits take no adapter into their weights: `sweep merge` adds it to the "
+            "16-bit base"
+        )
 
     def unload_and_optionally_merge_module(self, *args: Any, **kwargs: Any) -> Any:
         """Return the experts' module without adapters, as PEFT does."""

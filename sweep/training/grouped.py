@@ -2,8 +2,8 @@
 
 On a GPU of compute capability 9 and up torch has a kernel for them in bf16. Elsewhere torch and
 transformers multiply by one group's matrix after another, and the host waits to learn how many rows
-each has; here a kernel of Triton takes all groups at once. An exported script carries this file
-beside it: it needs torch and transformers alone.
+each has; where groups are many and small, a kernel of Triton takes all at once here. An exported
+script carries this file beside it: it needs torch and transformers alone.
 """
 
 from __future__ import annotations
@@ -20,6 +20,10 @@ except ImportError:  # as where torch was built for CPUs alone
 
 _HOPPER = (9, 0)
 _AMPERE = (8, 0)
+_ROWS_OF_A_LOOP = 9
+"""Times the groups, rows a group from which a loop is faster. Of 45 sizes of products on an H200
+(`tests/bench/results/grouped_products_h200.jsonl`) a loop took 0.4 to 0.8 times as long as the
+kernel where rows were more, and 0.7 to 7.8 times, 2.4 in the middle, where they were fewer."""
 _FEW_ROWS = 64
 """Rows a group on average, up to which a kernel works on so many at once, and not on twice as
 many."""
@@ -37,7 +41,7 @@ def product(rows: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> tor
         ends: how many rows are of a group or one before it (groups,), int32.
     """
     if rows.is_cuda and not _has_torchs_kernel(rows):
-        if triton is not None and _has_ours(rows):
+        if triton is not None and _is_for_ours(rows, groups=len(weight)):
             return _product_at_once(rows, weight, ends)
         return _one_by_one(rows, weight, ends)
     return grouped_mm(rows, weight, offs=ends)
@@ -55,9 +59,10 @@ def _has_torchs_kernel(rows: torch.Tensor) -> bool:
     return is_hopper and rows.dtype == torch.bfloat16
 
 
-def _has_ours(rows: torch.Tensor) -> bool:
+def _is_for_ours(rows: torch.Tensor, groups: int) -> bool:
     is_ampere = torch.cuda.get_device_capability(rows.device) >= _AMPERE
-    return is_ampere and rows.dtype in (torch.bfloat16, torch.float16)
+    is_half = rows.dtype in (torch.bfloat16, torch.float16)
+    return is_ampere and is_half and len(rows) < _ROWS_OF_A_LOOP * groups**2
 
 
 def _one_by_one(rows: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:

@@ -38,6 +38,7 @@ from transformers.quantizers.quantizers_utils import should_convert_module
 from qlora_sweep.search_spaces.config import TrialConfig
 from qlora_sweep.search_spaces.errors import InputError, install_extra
 from qlora_sweep.search_spaces.kinds import COMPUTE_DTYPES
+from qlora_sweep.search_spaces.linears import READ_BY_CODE
 from qlora_sweep.search_spaces.models import ModelSpec
 from qlora_sweep.search_spaces.quantized import KEY as STORED_KEY
 from qlora_sweep.search_spaces.space import Weights
@@ -52,13 +53,17 @@ from qlora_sweep.sweep.training.eight_bit import (
 from qlora_sweep.sweep.training.experts import (
     is_packed,
     pack_experts,
-    pack_when_loading,
+    packed_when_loaded,
     quantized,
     shape_of,
 )
 from qlora_sweep.sweep.training.in_trl import add_head
+from qlora_sweep.sweep.training.recurrent import refused
 
 LINEAR = (torch.nn.Linear, Conv1D)
+_ZERO_AT_FIRST = frozenset({"correct_output_scale"})
+"""Parameters that a constructor leaves at zero, by which layers before them get no gradient: of
+Gemma 3n's embeddings for each layer. A trained model's are others."""
 _NEVER = (torch.nn.Embedding, torch.nn.modules.conv._ConvNd)
 DTYPES: Mapping[str, torch.dtype] = {
     name: getattr(torch, kind.torch_name) for name, kind in COMPUTE_DTYPES.items()
@@ -144,6 +149,10 @@ def build_base(
             compute_in_8_bits(model, config.compute_dtype)
     except UnfitWeightError as error:
         raise InputError(f"model '{spec.name}': {error}") from error
+    if device.type == "cuda":
+        why = refused(model, torch.cuda.get_device_capability(device))
+        if why is not None:
+            raise Unavailable("attention", why)
     model.config.use_cache = False
     if config.upcast_fp32:
         upcast(model, config)
@@ -275,7 +284,7 @@ def _matrices(model: PreTrainedModel) -> Iterator[_Matrix]:
     the state of a recurrent layer is no matrix here: it is smaller than a square of the hidden
     size, or belongs to a convolution.
     """
-    kept = tuple(f"{name}." for name in get_keys_to_not_convert(model))
+    kept = tuple(f"{name}." for name in never_quantized(model))
     square = int(model.config.get_text_config().hidden_size) ** 2
     for path, module in model.named_modules():
         if isinstance(module, _NEVER) or f"{path}.".startswith(kept):
@@ -300,6 +309,14 @@ def weights_of(linear: Any) -> int:
     return int(linear.in_features * linear.out_features)
 
 
+def never_quantized(model: PreTrainedModel) -> list[str]:
+    """Return the names of what every quantized base has in 16 bits: its head, and what the model's
+    own code reads."""
+    read = READ_BY_CODE.get(model.config.model_type, ())
+    names = [name for name, _ in model.named_modules() if name.rpartition(".")[2] in read]
+    return [*get_keys_to_not_convert(model), *names]
+
+
 def _kept_modules(model: PreTrainedModel, config: TrialConfig, spec: ModelSpec) -> list[str]:
     """Return the patterns of what is not quantized, as transformers matches names."""
     if spec.stored is not None and spec.stored.left is not None:
@@ -309,7 +326,7 @@ def _kept_modules(model: PreTrainedModel, config: TrialConfig, spec: ModelSpec) 
         return kept
     # It takes a pattern for the start of a name, so that layer 1 would match layer 10 too.
     left = [f"{re.escape(name)}\\." for name in unquantized_layers(model, config)]
-    return list(get_keys_to_not_convert(model)) + left
+    return never_quantized(model) + left
 
 
 def _bnb_config(config: TrialConfig, kept: list[str] | None) -> BitsAndBytesConfig:
@@ -340,13 +357,14 @@ DECODER_KEYS = {
 
 def _load_part(name: str, spec: ModelSpec, arguments: dict[str, Any]) -> PreTrainedModel:
     """Return the text decoder of a checkpoint that holds more."""
-    model, found = AutoModelForCausalLM.from_pretrained(
-        name,
-        key_mapping=DECODER_KEYS,
-        output_loading_info=True,
-        trust_remote_code=False,
-        **arguments,
-    )
+    with packed_when_loaded():
+        model, found = AutoModelForCausalLM.from_pretrained(
+            name,
+            key_mapping=DECODER_KEYS,
+            output_loading_info=True,
+            trust_remote_code=False,
+            **arguments,
+        )
     for missing in sorted(found["missing_keys"]):
         raise InputError(f"model '{spec.name}': its text decoder's '{missing}' is not in it")
     return model
@@ -356,7 +374,6 @@ def load_pretrained(
     config: TrialConfig, *, spec: ModelSpec, device: torch.device
 ) -> PreTrainedModel:
     """Return a model loaded as a configuration quantizes it, and computes in."""
-    pack_when_loading()
     arguments = loading_arguments(config, spec=spec, device=device)
     if config.weight_bits == 8:
         # What is rounded to 8 bits goes to the device layer by layer.
@@ -365,9 +382,10 @@ def load_pretrained(
     if spec.is_part:
         model = _load_part(name, spec, {"config": architecture_of(spec), **arguments})
     else:
-        model = AutoModelForCausalLM.from_pretrained(name, **arguments, trust_remote_code=False)
+        with packed_when_loaded():
+            model = AutoModelForCausalLM.from_pretrained(name, **arguments, trust_remote_code=False)
     if config.weight_bits == 8:
-        to_8_bits(model, config.quantization, left=get_keys_to_not_convert(model), device=device)
+        to_8_bits(model, config.quantization, left=never_quantized(model), device=device)
     return model
 
 
@@ -389,7 +407,8 @@ def loading_arguments(
         setattr(architecture, STORED_KEY, stored)
         return {"config": architecture, **common}
     kept = None
-    if config.is_quantized and config.quantized_count(spec.hidden_layers) < spec.hidden_layers:
+    is_partly = config.quantized_count(spec.hidden_layers) < spec.hidden_layers
+    if config.is_quantized and (is_partly or spec.model_type in READ_BY_CODE):
         kept = _kept_modules(_plain_skeleton(config, spec=spec), config, spec)
     return {
         "quantization_config": _bnb_config(config, kept) if config.is_4bit else None,
@@ -470,7 +489,13 @@ def fill_module(model: PreTrainedModel, module: torch.nn.Module) -> None:
             torch.nn.init.normal_(tensor, std=0.02)
         else:
             torch.nn.init.ones_(tensor)
+    # A model within the model has a way of its own for its own tensors, as in transformers.
+    if isinstance(module, PreTrainedModel):
+        model = module
     model._init_weights(module)
+    for name, parameter in module.named_parameters(recurse=False):
+        if name in _ZERO_AT_FIRST:
+            torch.nn.init.ones_(parameter)
 
 
 def skeleton(config: TrialConfig, *, spec: ModelSpec) -> PreTrainedModel:
@@ -491,7 +516,7 @@ def skeleton(config: TrialConfig, *, spec: ModelSpec) -> PreTrainedModel:
         model.quantization_method = quantization.quantization_method()
         model.config.quantization_config = quantization
     if config.weight_bits == 8:
-        to_8_bits(model, config.quantization, left=get_keys_to_not_convert(model))
+        to_8_bits(model, config.quantization, left=never_quantized(model))
     return model
 
 

@@ -36,6 +36,7 @@ from qlora_sweep.sweep.training.in_trl import InTrl
 from qlora_sweep.sweep.training.model import DTYPES, compute_type
 from qlora_sweep.sweep.training.preference import Preference
 from qlora_sweep.sweep.training.process_group import Look
+from qlora_sweep.sweep.training.recurrent import not_called
 from qlora_sweep.sweep.training.step import TrainingLoop, rate_of
 
 _BEYOND_A_CPUS_KERNEL = (
@@ -43,6 +44,7 @@ _BEYOND_A_CPUS_KERNEL = (
     "attn_pdrop",
     "attn_dropout",
     "attention_dropout_prob",
+    "attention_probs_dropout_prob",
     "v_head_dim",
 )
 """What architectures call the share of attention scores that training drops, and the width of
@@ -52,15 +54,14 @@ _FLASH_ATTN = "flash_attn"
 """What flash-attn's own operators are called, and no operator of torch is."""
 _PRODUCTS = {
     "mm": 0,
-    "bmm": 0,
     "_grouped_mm": 0,
     "addmm": 1,
-    "baddbmm": 1,
     "gemm_4bit": 0,
     "_scaled_mm": 0,
     "_int_mm": 0,
 }
-"""Operators that multiply matrices, and which argument is the left one."""
+"""Operators that multiply by matrices of weights, and which argument is the left one. Those that
+multiply batches are of attention, which without a fused kernel is in fp32, and of rotary angles."""
 _PROFILED_TYPES = {"c10::Float8_e4m3fn": torch.float8_e4m3fn, "signed char": torch.int8}
 """What torch's profiler calls 8-bit types."""
 _LEAST_8_BIT_SHARE = 0.6
@@ -83,6 +84,8 @@ class KernelWatch(TorchDispatchMode):
         self.product_work: Counter[torch.dtype] = Counter()
         """Multiplications by the type of what was multiplied."""
         self.dropouts = 0
+        self.has_solved = False
+        """Whether triangular systems were solved, as by linear attention in plain PyTorch."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
         """Run the operator and note it."""
@@ -96,6 +99,8 @@ class KernelWatch(TorchDispatchMode):
             self.product_work[left.dtype] += result.numel() * left.shape[-1]
         elif operator in _DROPOUTS:
             self.dropouts += 1
+        elif operator == "linalg_solve_triangular":
+            self.has_solved = True
         elif operator in ("_softmax", "_safe_softmax"):
             # The router of a mixture of experts and the loss are softmaxes of two dimensions.
             self.has_scores = self.has_scores or args[0].dim() > 2
@@ -470,7 +475,8 @@ def _targets(config: TrialConfig, seen: StepEvidence) -> str | None:
     """For every target some adapter has moved: its second matrix was zero.
 
     Said of nothing that need not move: fp16 skips its first updates while the loss scale settles,
-    and a dropout of 1 leaves nothing to learn from.
+    and a dropout of 1 leaves nothing to learn from. Where all linear layers are asked for, PEFT
+    asks for a router's weight that a type may not have.
     """
     is_still = compute_type(config) == torch.float16 or config.lora_dropout == 1
     if is_still or not seen.loop.optimizer.state:
@@ -489,7 +495,8 @@ def _targets(config: TrialConfig, seen: StepEvidence) -> str | None:
         for name, adapter in adapters.items():
             if name == target or name.endswith((f".{target}", f" {target}")):
                 weights.append(local(adapter.lora_B[_ADAPTER].weight).detach())
-        if not weights:
+        is_pefts_choice = config.target_modules == "all-linear"
+        if not weights and not is_pefts_choice:
             return f"{target} has no adapter"
         highest = [weight.abs().amax() for weight in weights if weight.numel()]
         if highest and not bool(torch.stack(highest).any()):
@@ -529,9 +536,13 @@ def _attention(config: TrialConfig, seen: StepEvidence) -> str | None:
     `sdpa` must reach a fused kernel: its fallback materializes the scores as `eager` does. In fp32
     with grouped-query heads torch has no fused kernel at all, nor on a CPU for a model that drops
     scores or whose values have a width of their own, so there the fallback is what people get.
-    `flash_attention_2` is flash-attn's own operator, which no kernel of torch stands in for.
+    `flash_attention_2` is flash-attn's own operator, which no kernel of torch stands in for. Linear
+    attention calls its kernels where they are installed.
     """
     watch = seen.kernels
+    looping = not_called(seen.base, has_solved=watch is not None and watch.has_solved)
+    if looping is not None:
+        return looping
     if watch is None:
         return None
     operators = sorted(watch.attention)

@@ -62,6 +62,7 @@ from qlora_sweep.sweep.training.process_group import (
     world_size,
 )
 from qlora_sweep.sweep.training.proof import KernelWatch, ProductWatch, StepEvidence, ineffective
+from qlora_sweep.sweep.training.recurrent import called_kind, tune
 from qlora_sweep.sweep.training.step import TrainingLoop, out_of_memory
 from qlora_sweep.sweep.training.step_queue import QUIET_SECONDS, StepQueue
 
@@ -350,6 +351,7 @@ class Trial:
             try:
                 self._fit_8_bits(loop)
                 self._enter("warmup")
+                self._tune(loop)
                 self._prove(loop, steps)
                 loop.leave_largest()
                 while not agreed(self._meter.is_warm()):
@@ -382,6 +384,18 @@ class Trial:
         fault = too_many(base.eight_bit, config.compute_dtype)
         if fault is not None:
             raise TrialEnded(Ineffective(setting="compute_dtype", detail=fault))
+
+    def _tune(self, loop: TrainingLoop) -> None:
+        """Let Triton choose the kernels of recurrent layers before memory is full of what layers
+        keep; what that needs is not what a step needs."""
+        base: Any = loop.attached.model.get_base_model()
+        if self._config.is_sharded or called_kind(base) is None:
+            return
+        rows, length = loop.largest_batch()["input_ids"].shape
+        with loop.as_trained():
+            tune(base, rows=rows, length=length, on_pass=self._tell)
+        self._device.release()
+        self._device.reset_peak()
 
     def _prove(self, loop: TrainingLoop, steps: StepQueue) -> None:
         """Do the steps that have the peak.

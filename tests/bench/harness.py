@@ -24,7 +24,7 @@ from qlora_sweep.sweep.running.device_info import read_gpu
 ROOT = Path(__file__).parents[2]
 LIBRARIES = (
     *("torch", "triton", "transformers", "peft", "bitsandbytes", "accelerate", "liger-kernel"),
-    *("trl", "flash-attn"),
+    *("trl", "flash-attn", "flash-linear-attention"),
 )
 _SWEEP = "import sys; from qlora_sweep.sweep.cli import main; sys.exit(main())"
 Row = dict[str, Any]

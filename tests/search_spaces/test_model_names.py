@@ -122,6 +122,7 @@ LIES = """
 # Sizes at the top level of such a config are read by nobody.
 {model_type: qwen3_5} | write its text_config (model_type 'qwen3_5_text')
 {hidden_size: "64"} | hidden_size must be a whole number from 1 to 16,777,216
+{intermediate_size: [64, 0]} | intermediate_size must be a whole number from 1 to 16,777,216, got 0
 {hidden_size: true} | got true
 {vocab_size: 100000000} | got 100000000
 {hidden_size: 66} | hidden_size 66 is not a multiple of num_attention_heads 4

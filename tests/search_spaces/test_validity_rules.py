@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from qlora_sweep.search_spaces.config import parse_config
+from qlora_sweep.search_spaces.config import TrialConfig, parse_config
 from qlora_sweep.search_spaces.linears import (
     known_linear_modules,
     linear_shapes,
@@ -16,6 +16,7 @@ from qlora_sweep.search_spaces.linears import (
     resolve_targets,
 )
 from qlora_sweep.search_spaces.models import ModelSpec, load_model_spec
+from qlora_sweep.search_spaces.rules import Setting, broken_rules
 from tests.search_spaces.small import broken, small_model
 from tests.tables import cases
 
@@ -65,11 +66,14 @@ eight-bit | 16 t | {compute_dtype: int8, micro_batch_size: 1, seq_len: 16}
 fp16-needs-cuda | bf16 or fp32 | {compute_dtype: fp16} | | cpu
 kernels-need-triton | use kernels hf | {kernels: liger} | | cpu
 kernels-need-triton | 7.0, this GPU has | {compute_dtype: fp16, kernels: liger} | | pascal
+eight-bit | in place | {compute_dtype: int8, quantization: int8} | gemma3n_text
 kernels-need-liger-model | brand_new | {kernels: liger} | brand_new
 kernels-need-liger-model | fused-loss | {kernels: liger, quantization: none} | qwen3-30b
 compile-needs-triton | not supported on a CPU | {compile: true} | | cpu
 compile-needs-triton | has 6 | {compile: true, compute_dtype: fp16} | | pascal
+kernels-need-liger-model | fused-loss | {kernels: liger} | qwen3_5_text
 compile-breaks-on-liger | use kernels fused-loss | {compile: true, kernels: liger}
+compile-breaks-on-linear-attention | flash-linear-attention | {compile: true} | qwen3_5_text
 bf16-adapters | gradients in bf16 | {adapter_dtype: bf16, compute_dtype: fp16}
 bf16-adapters | 8.0 (Ampere) | {adapter_dtype: bf16, compute_dtype: fp32} | | turing
 bf16-adapters | quantization | {method: grpo, adapter_dtype: bf16, compute_dtype: fp16} | | turing
@@ -90,6 +94,7 @@ quantization-leaves-weights | 54 GiB. Use quantization nf4 or | {quantization: i
 quantization-leaves-weights | of a class of their own | {} | falcon
 quantization-leaves-weights | "one tensor a layer. Use quantization none" | {} | dbrx
 quantization-leaves-weights | reads the weights of its linear layers | {} | jamba
+experts | use lora_dropout 0 | {target_modules: all-linear, lora_dropout: 0.1} | qwen3-30b
 experts | use compile | {target_modules: all-linear, compile: true} | qwen3-30b
 experts | use sharding none | {sharding: fsdp} | qwen3-30b
 experts | use compute_dtype bf16 or fp16 | {compute_dtype: int8} | qwen3-30b
@@ -144,6 +149,8 @@ LET_THROUGH = """
 {} | {model_type: granitemoehybrid, num_local_experts: 0}
 {} | {model_type: gemma4_text, num_experts: null}
 {attention: eager} | bloom
+{kernels: fused-loss} | qwen3_5_text
+{compile: true} | lfm2
 {checkpoint_fraction: 0.0} | ctrl
 {target_modules: [attn.c_proj]} | gpt2
 # On a GPU of its own, or none.
@@ -157,6 +164,18 @@ def test_what_can_run_is_let_through(values: dict[str, Any], model: Any, gpu: st
     assert broken(values, model_of(model), GPUS[gpu]) is None
     shared = {**FSDP, "kernels": "fused-loss", "compile": True}
     assert broken(shared, MISTRAL) is None
+
+
+@pytest.mark.parametrize("kind", ["qwen3_5_text", "lfm2", "granitemoehybrid", "minimax"])
+def test_examples_are_not_packed_where_layers_carry_a_state(kind: str) -> None:
+    found = {}
+    for packing in ("none", "grouped", "packed"):
+        config = TrialConfig(packing=packing, quantization="none", double_quant=False)
+        setting = Setting(small_model(kind), "cuda", (8, 0), has_dataset=True)
+        found[packing] = dict(broken_rules(config, setting))
+    assert not found["none"]
+    assert not found["grouped"]
+    assert "use packing grouped" in found["packed"]["packing-leaks-state"]
 
 
 def test_a_dataset_may_be_packed_in_any_way_on_any_number_of_gpus() -> None:
@@ -188,6 +207,8 @@ attention | [q_proj, k_proj, v_proj, dense] | phi
 # The name alone would be the feed-forward block's output as well.
 attention | [c_attn, attn.c_proj] | gpt2
 attention | [Wqkv, out_proj] | mpt
+# A convolution has one of that name, too.
+attention | [q_proj, k_proj, v_proj, self_attn.out_proj] | lfm2
 attention | [q_a_proj, q_b_proj, kv_a_proj_with_mqa, kv_b_proj, o_proj] | deepseek_v3
 attention | [q_proj, kv_a_proj_with_mqa, kv_b_proj, o_proj]
     | {model_type: deepseek_v2, q_lora_rank: null}

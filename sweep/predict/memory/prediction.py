@@ -64,8 +64,9 @@ IN_TRL = Uncertainty(allocated=0.025, reserved=0.185)
 """Of the steps of TRL's trainers on one GPU: of ten rows of its GRPOTrainer, of two models, and one
 of its SFTTrainer 1.8 % and 14 % at worst."""
 UNSEEN = Uncertainty(allocated=0.15, reserved=0.3)
-"""Of a model that more GPUs share, or in other types, and of steps of axolotl and LLaMA-Factory:
-derived, and measured nowhere. Of Unsloth's too: its factors are of one model alone."""
+"""Of a model that more GPUs share, or in other types, of steps of axolotl and LLaMA-Factory, and of
+linear attention and short convolutions: derived, and measured nowhere. Of Unsloth's too: its
+factors are of one model alone."""
 CAPPED = 0.015
 """How far the least cap that a step runs under may be from the replay's, where its peak is known.
 
@@ -91,8 +92,15 @@ _NEED_GRAIN = 0.01
 """How closely the least cap is looked for."""
 
 
-def stated_uncertainty(config: TrialConfig) -> Uncertainty:
-    """Return how far predictions of configurations like this one may be off."""
+def stated_uncertainty(config: TrialConfig, *, is_unseen: bool = False) -> Uncertainty:
+    """Return how far predictions of configurations like this one may be off.
+
+    Args:
+        config: a configuration.
+        is_unseen: whether the model has layers of a kind of which no peak was measured.
+    """
+    if is_unseen:
+        return UNSEEN
     if config.is_sharded:
         is_measured = config.base_kind.sharded == "measured"
         if is_measured and config.data_parallel == 2:
@@ -111,6 +119,10 @@ def stated_uncertainty(config: TrialConfig) -> Uncertainty:
     if config.is_8bit_compute:
         return COMPILED_8_BIT
     return COMPILED
+
+
+def _stated(step: Step) -> Uncertainty:
+    return stated_uncertainty(step.config, is_unseen=step.is_unseen)
 
 
 class Fit(StrEnum):
@@ -317,7 +329,9 @@ class WholeMemory:
     @cached_property
     def uncertainty(self) -> NDArray[np.float64]:
         """How far each peak may be off, relative to it, as predictions state it."""
-        stated = np.array([stated_uncertainty(config).allocated for config in self._configs], float)
+        stated = np.zeros(len(self._configs))
+        for row, step in self.steps.items():
+            stated[row] = _stated(step).allocated
         least = self.least_allocated_bytes.astype(float)  # (configurations,), as is stated
         for group, rows in enumerate(self._alike):
             known_bytes = self._peaks_of(group).known_bytes.astype(float)
@@ -345,7 +359,7 @@ class WholeMemory:
             uncapped = self._uncapped(row)
             wasted_bytes = uncapped.wasted_bytes
         parts, moment = self._peaks_of(group).of(place, wasted_bytes=wasted_bytes)
-        stated = stated_uncertainty(step.config)
+        stated = _stated(step)
         peak = sum(parts.values())
         known_bytes = sum(parts[part] for part in KNOWN_PARTS)
         return MemoryPrediction(

@@ -29,6 +29,7 @@ from qlora_sweep.search_spaces.dimensions import Dimension, FloatRange
 from qlora_sweep.search_spaces.errors import InputError
 from qlora_sweep.search_spaces.kinds import AMPERE
 from qlora_sweep.search_spaces.models import ModelSpec
+from qlora_sweep.search_spaces.recurrent import plain_loop, recurrent_kind
 from qlora_sweep.search_spaces.space import SearchSpace
 from qlora_sweep.storage.records import TrialRecord
 from qlora_sweep.sweep.predict.memory.allocator import MIB
@@ -44,6 +45,7 @@ from qlora_sweep.sweep.predict.memory.profiles import (
     TRACED_KEYS,
     Profile,
     Structure,
+    Untraceable,
     Values,
     sharded,
 )
@@ -73,6 +75,8 @@ earlier training are not tried out again."""
 _OLDER_BENCHMARK_BYTES = 6 * MIB
 _PADDED_LENGTH = 128
 """Rows that an attention kernel's backward pass works on at once."""
+_CHUNK_LENGTH = 64
+"""Tokens that the kernels of linear attention take together (flash-linear-attention 0.6.0)."""
 CPU_UNCERTAINTY = 0.2
 """Relative, of the allocated peak. Of 46 configurations of the demo model predictions were 2 % too
 low to 1 % too high, and up to 18 % too high where fp32 activations are kept: a GPU has no fused
@@ -157,6 +161,8 @@ class TracingPredictor(MemoryPredictor):
         self._workspace_bytes = workspace_bytes
         self._benchmark_bytes = _BENCHMARK_BYTES.get(capability, _OLDER_BENCHMARK_BYTES)
         self._has_flash = capability >= AMPERE
+        kind = recurrent_kind(model)
+        self._is_unseen = kind is not None and not kind.has_measured_peaks
         self._tracer = tracer or TracingChildren()
         self._profiles = ProfileStore(
             model, cache_dir=cache_dir, tracer=self._tracer, shipped=shipped
@@ -235,6 +241,7 @@ class TracingPredictor(MemoryPredictor):
             values=_values(config, self._model),
             workspace_bytes=self._workspace_bytes,
             benchmark_bytes=self._benchmark_bytes,
+            is_unseen=self._is_unseen,
         )
 
     def _profile(self, config: TrialConfig, is_checkpointed: bool, shape: _Shape) -> Profile:
@@ -271,6 +278,50 @@ class CpuMemory(TracingPredictor):
             else:
                 known.append(_on_cpu(traced.prediction(row), config))
         return WholeMemory(configs, known)
+
+
+class Unmodelled(MemoryPredictor):
+    """Predicts nothing, as what runs the model's layers is not modelled.
+
+    Args:
+        reason: what that is.
+    """
+
+    def __init__(self, reason: str) -> None:
+        self.reason = reason
+
+    def predict_all(
+        self, configs: Sequence[TrialConfig], *, on_progress: OnProgress = ignore_progress
+    ) -> WholeMemory:
+        """See `MemoryPredictor.predict_all`."""
+        return WholeMemory(configs, [Untraceable(self.reason) for _ in configs])
+
+
+def predictor_here(
+    model: ModelSpec,
+    *,
+    is_on_gpu: bool,
+    cache_dir: Path,
+    compute_capability: tuple[int, int] | None = None,
+    tracer: Tracer | None = None,
+) -> MemoryPredictor:
+    """Return what predicts the memory of a model on this machine, with what is installed here.
+
+    Args:
+        model: the model.
+        is_on_gpu: whether it is trained on a GPU.
+        cache_dir: see `TracingPredictor`, as for the rest.
+        compute_capability: of the GPU.
+        tracer: traces structures.
+    """
+    looping = plain_loop(model, is_on_gpu=is_on_gpu)
+    if looping is not None:
+        return Unmodelled(f"{looping}, which is not modelled: a trial measures it")
+    if not is_on_gpu:
+        return CpuMemory(model, cache_dir=cache_dir, tracer=tracer)
+    return TracingPredictor(
+        model, cache_dir=cache_dir, compute_capability=compute_capability, tracer=tracer
+    )
 
 
 def _on_cpu(traced: MemoryPrediction, config: TrialConfig) -> MemoryPrediction:
@@ -347,6 +398,7 @@ def _values(config: TrialConfig, model: ModelSpec) -> Values:
         "s": config.seq_len,
         "r": config.lora_rank,
         "c": min(chunk, tokens),
+        "n": -(-config.seq_len // _CHUNK_LENGTH),
         "p": -(-config.seq_len // _PADDED_LENGTH) * _PADDED_LENGTH,
     }
 

@@ -9,6 +9,7 @@ x length, the empty one is a constant). The symbols:
     s   tokens in a sequence
     r   rank of the adapters
     c   tokens in a chunk of the fused loss, or of a tile of logits
+    n   chunks of a sequence, as kernels of linear attention take it
     p   tokens in a sequence, padded to the blocks of an attention kernel
 
 One trace holds for every batch, length and rank because it is made with a prime for each of them
@@ -59,7 +60,7 @@ _SMALLEST_PRIME = 101
 _LARGEST_PRIME = 20011
 _LENGTH_CHOICES = 100
 """Primes next to the length's limit, of which the one that is told apart best is taken."""
-_NEIGHBOURS = (1, -1)
+NEIGHBOURS = (1, -1)
 """A shifted or padded sequence has one token more or less."""
 _ROW_BYTES = 16
 """Bytes a token, from which a tensor of a row is taken to be as long as the sequence."""
@@ -418,11 +419,18 @@ class Symbols:
         dimensions: the model's own sizes, which must not hide a symbol's prime.
         longest: length that the traced sequence must not exceed; None where any will do.
         longer_than: length that the traced sequence must exceed.
+        steps: by how many tokens a tensor may be longer or shorter than the sequence.
     """
 
     def __init__(
-        self, dimensions: Iterable[int], *, longest: int | None = None, longer_than: int = 0
+        self,
+        dimensions: Iterable[int],
+        *,
+        longest: int | None = None,
+        longer_than: int = 0,
+        steps: Sequence[int] = NEIGHBOURS,
     ) -> None:
+        self._steps = steps
         sizes = set(map(abs, dimensions)) - {0}
         usable = [p for p in _primes() if all(size % p for size in sizes)]
         top = min(longest or _LARGEST_PRIME, _LARGEST_PRIME)
@@ -435,11 +443,18 @@ class Symbols:
         if longer_than:
             near = lengths[:_LENGTH_CHOICES]
         # Large prime factors tell a sequence with one token more or less.
-        self.s = max(near, key=lambda p: min(_largest_factor(p + step) for step in _NEIGHBOURS))
+        self.s = max(near, key=lambda p: min(_largest_factor(p + step) for step in steps))
         # The largest ones: a product of dimensions is the less likely to have one as its factor.
         usable.remove(self.s)
-        self.p, self.c, self.r, self.b = usable[-4:]
-        self._primes = {"b": self.b, "c": self.c, "p": self.p, "r": self.r, "s": self.s}
+        self.n, self.p, self.c, self.r, self.b = usable[-5:]
+        self._primes = {
+            "b": self.b,
+            "c": self.c,
+            "n": self.n,
+            "p": self.p,
+            "r": self.r,
+            "s": self.s,
+        }
         self._known: dict[int, Polynomial] = {}
 
     def polynomial(self, size: int) -> Polynomial:
@@ -457,7 +472,8 @@ class Symbols:
         """
         if size % self.b or size // self.b < _ROW_BYTES * self.s:
             return False
-        lengths = (self.s, self.s + 1, self.s - 1, self.c, self.p)
+        lengths = [self.s, self.c, self.n, self.p]
+        lengths += map(self.s.__add__, self._steps)
         return all(size % length for length in lengths)
 
     def _factor(self, size: int) -> Polynomial:
@@ -471,7 +487,7 @@ class Symbols:
         # (s + 1) times so many bytes is a sum of two monomials. The neighbour is not a prime, so a
         # length was chosen whose neighbours have a large prime factor: that a product of dimensions
         # has it as well is as unlikely as with a prime of that size.
-        for step in _NEIGHBOURS:
+        for step in self._steps:
             if size % (self.s + step) == 0:
                 per_token = size // (self.s + step)
                 longer = "".join(sorted(monomial + "s"))

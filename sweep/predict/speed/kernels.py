@@ -8,6 +8,7 @@ kernels read and write.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ from qlora_sweep.search_spaces.config import TrialConfig
 from qlora_sweep.search_spaces.errors import InputError
 from qlora_sweep.search_spaces.linears import resolve_targets
 from qlora_sweep.search_spaces.models import ModelSpec
-from qlora_sweep.sweep.predict.speed.layers import Layers, Product, layers_of
+from qlora_sweep.sweep.predict.speed.layers import DeltaRule, Layers, Product, layers_of
 
 FP32_BYTES = 4.0
 HALF_BYTES = 2.0
@@ -57,6 +58,13 @@ reading the mask: at 4,096 tokens 0.8 to 1.5 in three models on an H200, by the 
 MASKED_DOUBT = 0.3
 """How far attention under the mask may be off, relative: 27 % at worst in those models, which the
 slowness was taken from."""
+
+CHUNK = 64
+"""Tokens that the kernels of linear attention take together."""
+DELTA_RULE_DOUBT = 3.0
+"""How much longer they may take than what is counted of them at the GPU's rates, relative: nine in
+ten within four times, as no step with them was measured here, and within a chunk one product waits
+for another."""
 
 _AFTER_ATTENTION = frozenset({"o_proj", "out_proj", "dense"})
 """Linear layers that take what attention returns."""
@@ -184,6 +192,18 @@ class KernelShapes:
             self.adapter_parameters += kind.count * self.rank * sum(of_each, np.zeros(1))
             self.adapters += kind.count * sum(adapted.values(), np.zeros(1))
 
+    @cached_property
+    def before(self) -> Sizes:
+        """How many of the layers that are looked at come before the first adapter, so that they
+        have no backward pass."""
+        first = np.full(len(self.configs), np.inf)
+        for kind in self.kinds:
+            for adapted in self._adapted(kind).values():
+                start = min(kind.places, default=0)
+                first = np.where(adapted, np.minimum(first, start), first)
+        places = np.array(self.kind.places)
+        return np.asarray((places[:, None] < first).sum(axis=0).astype(np.float64))
+
     def _adapted(self, kind: Layers) -> Mapping[str, Mask]:
         said = {config.target_modules: config for config in self.configs}
         targets = {key: resolve_targets(one, self.model) for key, one in said.items()}
@@ -263,7 +283,7 @@ def shared_product(layout: KernelShapes, of: Product) -> Work:
     """A product with frozen matrices that share the rows, forward or for the rows' gradient.
 
     Where each row is sent to one of the matrices, as a token is to experts, there is a kernel for
-    all of them: 55 sizes of such products took an H200 0.96 times this on average, 13 % apart
+    all of them: 45 sizes of such products took an H200 0.99 times this on average, 16 % apart
     (`tests/bench/results/grouped_products_h200.jsonl`). Where there is none, torch multiplies by
     one matrix after another, and the host waits to learn how many rows each has
     (`_grouped_mm_fallback` of torch 2.13).
@@ -477,6 +497,28 @@ def attention(layout: KernelShapes) -> Work:
         + np.stack(masked) * is_masked
         + np.stack(flash) * ~(is_eager | is_masked)
     )
+
+
+def delta_rule(layout: KernelShapes, of: DeltaRule) -> Work:
+    """Linear attention by flash-linear-attention's kernels, which take a chunk of tokens at once.
+
+    Counted of each kernel of version 0.6.0 are its products, the whole of each chunk's, and the
+    tensors that it reads and writes; what normalizes queries and keys is one of them. None of them
+    was timed here.
+    """
+    keys = of.keys
+    values = of.values
+    state = keys * values
+    rows = layout.tokens * of.heads
+    # Of a token and head: products with the state, with the keys of a chunk, and with its values.
+    forward_flops = 6 * state + 2 * CHUNK * (3 * keys + 2 * values)
+    backward_flops = 16 * state + 2 * CHUNK * (10 * keys + 5 * values) + 4 * CHUNK**2
+    forward_elements = 11 * keys + 6 * values + 2 * CHUNK + 2 * state / CHUNK
+    backward_elements = 26 * keys + 15 * values + 2 * CHUNK + 4 * state / CHUNK
+    width = rows * layout.projected
+    forward = asked(layout, rows * forward_flops, moved=width * forward_elements, launches=8)
+    backward = asked(layout, rows * backward_flops, moved=width * backward_elements, launches=13)
+    return np.stack([forward, backward])
 
 
 def attention_casts(layout: KernelShapes) -> Work:

@@ -12,6 +12,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import starmap
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,18 @@ class Product:
 
 
 @dataclass(frozen=True)
+class DeltaRule:
+    """Linear attention by the gated delta rule, of one layer."""
+
+    heads: int
+    """Of the values."""
+    keys: int
+    """Width of a key."""
+    values: int
+    """Width of a value."""
+
+
+@dataclass(frozen=True)
 class Walked:
     """What operators beside products and fused attention were seen to do, in bf16."""
 
@@ -82,6 +95,11 @@ class Layers:
     norms: tuple[int, ...]
     """Elements of a token that each of its norms takes."""
     products: tuple[Product, ...] = ()
+    recurrent: tuple[DeltaRule, ...] = ()
+    """Its linear attention; none where it attends."""
+    places: tuple[int, ...] = ()
+    """Their numbers among the model's layers, where some layers may be without adapters; else
+    none."""
     last: str | None = None
     """The linear layer whose output is only added to the stream, so that recomputation stops before
     it; None where there is none."""
@@ -222,6 +240,8 @@ def _kind(values: Mapping[str, Any]) -> Layers:
         inner=inner,
         norms=tuple(values["norms"]),
         products=products,
+        recurrent=tuple(starmap(DeltaRule, values.get("recurrent", ()))),
+        places=tuple(values.get("places", ())),
         last=values["last"],
         has_all_linear=values["has_all_linear"],
         walked=Walked(

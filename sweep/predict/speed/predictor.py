@@ -26,7 +26,7 @@ from qlora_sweep.search_spaces.gpus import GpuSpec
 from qlora_sweep.search_spaces.models import ModelSpec
 from qlora_sweep.sweep.predict.on_dataset import ShapesOnDataset, full_rows, tokens_per_step
 from qlora_sweep.sweep.predict.speed.contributed import Contributed
-from qlora_sweep.sweep.predict.speed.kernels import MASKED_DOUBT
+from qlora_sweep.sweep.predict.speed.kernels import DELTA_RULE_DOUBT, MASKED_DOUBT
 from qlora_sweep.sweep.predict.speed.layers import layers_of
 from qlora_sweep.sweep.predict.speed.steps import (
     TERMS,
@@ -68,9 +68,10 @@ such estimates are below (`pytest tests/sweep/predict/speed/test_other_types.py`
 EXPERTS_SPREAD = 0.36
 """The same of a type with experts, where one kernel multiplies by all of them.
 
-The root mean square of the logarithms of 38 steps of three types on an H200, measured over
-predicted (`tests/bench/results/experts_h200.jsonl`): where the GPU was busy 0.92 to 1.12 times,
-where it waited for its host 1.03 to 2.4 times, on two hosts.
+The root mean square of the logarithms of 38 steps of three types on H200s of two hosts, measured
+over predicted (`tests/bench/results/experts_h200.jsonl`): micro-batches of 8,192 tokens and more
+0.94 to 1.12 times, smaller ones 0.92 to 2.4 times, as the host's work on compiled layers with
+experts is not counted enough.
 """
 LOOPED_SPREAD = 0.56
 """The same where torch multiplies by one after another: nine in ten within 2.5 times, by which a
@@ -206,6 +207,12 @@ def _of_all_terms(variance: float) -> Array:
     return np.asarray(variance * np.outer(on_gpu, on_gpu))
 
 
+def has_linear_attention(model: ModelSpec) -> bool:
+    """Whether some of a model's layers run by kernels of linear attention."""
+    kinds = layers_of(model)
+    return not isinstance(kinds, InputError) and any(kind.recurrent for kind in kinds)
+
+
 def type_spreads(configs: Sequence[TrialConfig], *, model: ModelSpec, gpu: GpuSpec) -> Array:
     """Return the standard deviation of what log seconds of steps may be off by, because no step of
     the model's type was measured; 0 where some were."""
@@ -286,6 +293,7 @@ class StepTimes:
         shapes: of the texts that are trained on; None where rows are full.
         calibration: factors fitted to trials on that GPU; None takes the catalogue's rates.
         evidence: what contributions say of the GPU, beside the catalogue's rates.
+        unknown: why no step has a prediction, although the layers are known; None where they have.
 
     Seconds and what follows from them are not a number where the architecture is not known or the
     GPU has no rate for the compute type. By the logarithms of factors (`log_seconds`, `slopes`) all
@@ -301,7 +309,9 @@ class StepTimes:
         shapes: ShapesOnDataset | None = None,
         calibration: Calibration | None = None,
         evidence: Contributed | None = None,
+        unknown: str | None = None,
     ) -> None:
+        self._unknown = unknown
         self._model = model
         self._gpu = gpu
         self._calibration = calibration
@@ -309,6 +319,8 @@ class StepTimes:
         # What is predicted is full rows; a step on texts takes some part of their seconds.
         self._full = full_rows(configs, shapes)
         self.phases = StepPhases.of(self._full, model=model, gpu=gpu)
+        if unknown is not None:
+            self.phases = self.phases.unknown()
         self._means = np.zeros(len(FACTORS))
         if self.evidence is not None:
             self._means = self.evidence.mean
@@ -360,10 +372,12 @@ class StepTimes:
 
     @cached_property
     def _attention_spread(self) -> Array:
-        """How far each step may be off because rows are packed, one standard deviation.
-        (configurations,)"""
+        """How far each step may be off because rows are packed, or because its linear attention was
+        never timed, one standard deviation. (configurations,)"""
         slopes = self.phases.log_slopes(self._factors)
         doubts = np.array(list(map(_attention_doubt, self._full)), float)
+        if has_linear_attention(self._model):
+            doubts = np.maximum(doubts, DELTA_RULE_DOUBT)
         return np.asarray(slopes[:, FACTORS.index("attention")] * doubts / NINE_IN_TEN)
 
     @cached_property
@@ -431,6 +445,8 @@ class StepTimes:
 
     def prediction(self, row: int) -> SpeedPrediction | InputError:
         """Return all that is predicted of one step, or why nothing is."""
+        if self._unknown is not None:
+            return InputError(self._unknown)
         if not self.is_known[row]:
             return InputError(str(refusal(self._full[row], model=self._model, gpu=self._gpu)))
         *of_gpu, launch, _ = self._factors

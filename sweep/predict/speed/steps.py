@@ -21,7 +21,11 @@ from numpy.typing import NDArray
 from qlora_sweep.search_spaces.config import LOGITS_AT_ONCE, TRL_TILE, TrialConfig
 from qlora_sweep.search_spaces.errors import InputError
 from qlora_sweep.search_spaces.gpus import GpuSpec, Interconnect
-from qlora_sweep.search_spaces.linears import resolve_targets, training_flops_per_token
+from qlora_sweep.search_spaces.linears import (
+    EXPERT_WEIGHTS,
+    resolve_targets,
+    training_flops_per_token,
+)
 from qlora_sweep.search_spaces.models import ModelSpec
 from qlora_sweep.sweep.predict.speed import kernels
 from qlora_sweep.sweep.predict.speed.kernels import (
@@ -88,8 +92,6 @@ BUCKET_BYTES = 25 * 2**20
 """Of gradients that are sent together (DistributedDataParallel's ``bucket_cap_mb``)."""
 COLLECTIVE_SECONDS = 50e-6
 """For which a collective takes its time however little it sends."""
-EXPERT_WEIGHTS = frozenset({"gate_up_proj", "up_proj", "down_proj"})
-"""What models call the weights of experts, which adapters may go on."""
 GROUPED_KERNEL = (9, 10)
 """Major compute capabilities that have a kernel for grouped products (`_grouped_mm_cuda` of torch
 2.13); others multiply by one expert's matrix after another."""
@@ -153,6 +155,11 @@ class StepPhases:
         alone = phases.seconds(np.ones(_OVERHEAD + 1)) - OVERHEAD_SECONDS
         backward = BACKWARD_SHARE * alone / np.maximum(1.0, layout.micro_batches)
         return replace(phases, between=_waiting_seconds(layout, gpu, backward=backward))
+
+    def unknown(self) -> StepPhases:
+        """Return as many steps that have no prediction."""
+        parts = {field.name: getattr(self, field.name) * np.nan for field in fields(self)}
+        return replace(self, **parts)
 
     def of_rows(self, rows: Rows) -> StepPhases:
         """Return the steps of some of the configurations."""
@@ -356,9 +363,10 @@ def _layers(layout: KernelShapes) -> Work:
         is_skipped = ~(layout.is_compiled | layout.adapted[last])
         again = forward - _by_term(layout, _frozen(layout, last))[0] * is_skipped
     # What is recomputed is spread over the layers, whatever their kinds.
-    recomputed = layout.recomputed * (count / layout.layers)
+    trained = count - layout.before
+    recomputed = layout.recomputed * (trained / layout.layers)
     return np.asarray(
-        (forward + backward + reference * layout.references) * count + again * recomputed
+        (forward + reference * layout.references) * count + backward * trained + again * recomputed
     )
 
 
@@ -381,6 +389,8 @@ def _layer(layout: KernelShapes) -> tuple[Work, Work]:
         ("elementwise", kernels.activation(layout) * times),
         ("elementwise", kernels.residual(layout) * times),
     ]
+    for each in layout.kind.recurrent:
+        parts.append(("attention", kernels.delta_rule(layout, each)))
     for name in layout.linears:
         parts += _frozen(layout, name)
     for product in layout.kind.products:

@@ -185,9 +185,12 @@ def test_a_model_that_looks_ahead_is_refused(dtype: str, scale: float) -> None:
 
     sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
     # With transformers' own the attention of so small a model hardly moves anything.
-    config = AutoConfig.for_model("bert", **sizes, vocab_size=512, initializer_range=0.2)
-    encoder = AutoModelForCausalLM.from_config(config).eval()
-    for model in (encoder, tiny("gemma3_text", use_bidirectional_attention=True)):
+    encoders = []
+    # RoBERTa numbers positions by the pads before them.
+    for kind in ("bert", "roberta"):
+        config = AutoConfig.for_model(kind, **sizes, vocab_size=512, initializer_range=0.2)
+        encoders.append(AutoModelForCausalLM.from_config(config).eval())
+    for model in (*encoders, tiny("gemma3_text", use_bidirectional_attention=True)):
         with pytest.raises(InputError, match=f"type '{model.config.model_type}' looks ahead"):
             probing.check_is_causal(rounding(model, dtype, scale))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -14,6 +15,7 @@ from qlora_sweep.search_spaces.models import ModelSpec
 from qlora_sweep.storage.definition import StudySnapshot
 from tests import families
 from tests.sweep.export.studies import a_study, export, some_dataset
+from tests.sweep.export.test_export_script import described
 from tests.sweep.export.weights import prepared_by_sweep, with_tokenizer, written_dataset
 from tests.sweep.finetuning.trainings import job, run
 
@@ -74,9 +76,40 @@ def test_a_script_trains_what_sweep_train_trains_and_its_adapter_loads_elsewhere
     assert any(bool(loaded[key].any()) for key in wide)
 
 
+@pytest.mark.parametrize("quantization", ["nf4", "none"])
+def test_adapters_on_named_experts_are_in_the_script_as_in_the_trial(
+    quantization: str, mixture: ModelSpec, script_of: Callable[[StudySnapshot], ModuleType]
+) -> None:
+    import torch
+
+    from qlora_sweep.sweep.training.adapters import attached
+    from qlora_sweep.sweep.training.model import build_base
+
+    config = CONFIG.changed(
+        target_modules=("q_proj", "gate_up_proj", "down_proj"), quantization=quantization
+    )
+    built = script_of(a_study(config, model=mixture)).load_model(str(mixture.path))
+    device = torch.device("cpu")
+    base = build_base(config, spec=mixture, weights="pretrained", device=device, seed=0)
+    with attached(base, config) as attachment:
+        measured = described(attachment.model.get_base_model())
+    assert described(built.get_base_model()) == measured
+    base.close()
+
+
+def test_an_adapter_file_names_the_weights_of_experts(mixture: ModelSpec) -> None:
+    config = CONFIG.changed(target_modules=("q_proj", "gate_up_proj"))
+    values = json.loads(export(a_study(config, model=mixture), format="peft"))
+    assert values["target_modules"] == ["q_proj"]
+    assert values["target_parameters"] == ["experts.gate_up_proj"]
+
+
 @pytest.mark.parametrize("trainer", ["trl", "axolotl", "llama-factory", "unsloth"])
 def test_a_trainer_that_would_keep_experts_in_16_bits_gets_no_file(
     trainer: str, mixture: ModelSpec
 ) -> None:
     with pytest.raises(InputError, match="experts in 4 bits"):
         export(a_study(CONFIG, model=mixture), format=trainer)
+    named = CONFIG.changed(quantization="none", target_modules=("q_proj", "gate_up_proj"))
+    with pytest.raises(InputError, match="use format script"):
+        export(a_study(named, model=mixture), format=trainer)

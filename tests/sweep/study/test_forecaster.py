@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,10 +21,13 @@ from qlora_sweep.sweep.predict.memory.predictor import (
     Fit,
     MemoryPrediction,
     MemoryPredictor,
+    predictor_here,
 )
 from qlora_sweep.sweep.predict.memory.profiles import Untraceable
+from tests.families import spec_of
 from tests.sweep.imagined_memory import imagined, one_by_one
 from tests.sweep.planning.imagined import Picky
+from tests.sweep.predict.forecasters import forecaster_on
 from tests.sweep.simulated_device import a_measurement, a_record
 from tests.sweep.study import driven
 
@@ -109,3 +113,19 @@ def test_what_cannot_be_predicted_is_told_once(kind: type[SweepError]) -> None:
         assert forecaster.expect(batch(size)).refusal is not None
     (warning,) = warnings
     assert "module 'mamba'" in warning
+
+
+def test_where_kernels_are_missing_neither_memory_nor_speed_is_predicted(tmp_path: Path) -> None:
+    """A study's machine without the kernels of linear attention loops instead."""
+    model = spec_of("qwen3_5_text")
+    warnings: list[str] = []
+    forecaster = forecaster_on(
+        "h200",
+        model,
+        predictor=predictor_here(model, is_on_gpu=False, cache_dir=tmp_path),
+        warn=warnings.append,
+    )
+    forecast = forecaster.expect(TrialConfig(seq_len=64))
+    assert forecast.memory is None
+    assert forecast.tokens_per_second is None
+    assert "loop in plain PyTorch" in " ".join(warnings)

@@ -346,7 +346,7 @@ def test_where_the_money_is_spent_nothing_is_measured_again(tmp_path: Path, is_a
 
 def test_money_is_of_the_gpu_that_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SWEEP_HOME", str(tmp_path))
-    monkeypatch.setattr(session, "TracingPredictor", lambda *_, **__: ImaginedPredictor())
+    monkeypatch.setattr(session, "predictor_here", lambda *_, **__: ImaginedPredictor())
     cheapest = {gpu: offers[0].usd_per_hour for gpu, offers in load_prices().items()}
     assert cheapest["h200"] > 2 * cheapest["a10"]
 

@@ -31,9 +31,11 @@ from qlora_sweep.storage.records import (
 from qlora_sweep.storage.study import OpenStudy, open_study
 from qlora_sweep.sweep.planning.evidence import with_target_speeds
 from qlora_sweep.sweep.predict.forecast import SpeedForecast
+from qlora_sweep.sweep.running.replay import ReplayRunner
 from qlora_sweep.sweep.running.wire import Progress
 from qlora_sweep.sweep.sampling.guided import GuidedSampler, Outlook
 from qlora_sweep.sweep.sampling.samplers import make_sampler
+from qlora_sweep.sweep.study.confirmation import ranking_of
 from qlora_sweep.sweep.study.events import StopReason
 from qlora_sweep.sweep.study.stopping import (
     ConsecutiveFailures,
@@ -63,6 +65,7 @@ from tests.sweep.simulated_device import (
     train,
 )
 from tests.sweep.study.driven import a_forecaster, drive
+from tests.sweep.study.test_confirmation import soaking
 
 RECORDS = [
     a_record(TrialConfig(), number=0, is_baseline=True),
@@ -494,3 +497,27 @@ def test_a_class_that_may_be_faster_on_the_target_is_tried_twice_at_most() -> No
         return found.still_owed(rank([a_record(wide), *failed], definition))
 
     assert (owed(1), owed(2)) == (fp8, int8)
+
+
+def test_a_search_goes_on_where_its_winner_is_lost_in_its_soak(tmp_path: Path) -> None:
+    """A longer run of what takes more than three fifths of the budget takes all of it."""
+
+    def soak(config: TrialConfig) -> Outcome:
+        if peak_bytes(config) > 0.6 * BUDGET:
+            return OutOfMemory(stage="forward")
+        return soaking(config)
+
+    reason, study = run(
+        tmp_path,
+        ReplayRunner(otherwise=train, soaking=soak),
+        dimensions={"micro_batch_size": [2, 4, 8, 10, 12, 16, 20, 24, 32, 40, 48]},
+        fixed={"kernels": "liger", "target_modules": "attention", "upcast_fp32": False},
+        confirm={"seconds": 60.0, "repeats": 4, "soak_seconds": 15.0},
+    )
+    ranking = ranking_of(study)
+    lost = [config.micro_batch_size for config in ranking.confirmations.fallen]
+    assert reason is StopReason.GAIN_SPENT
+    assert lost == [48]
+    assert ranking.winner is not None
+    assert ranking.winner.config.micro_batch_size in (32, 40)
+    assert ranking.is_confirmed

@@ -30,10 +30,19 @@ WORKING = {"torch": "2.13.0", "cuda": "12.8", "has_cuda": True, "errors": {}}
 ON_CPU = {"torch": "2.13.0+cpu", "cuda": None, "has_cuda": False, "errors": {}}
 BROKEN_BNB = WORKING | {"errors": {"bitsandbytes": "RuntimeError: no kernel image"}}
 BROKEN_TORCH = WORKING | {"torch": None, "errors": {"torch": "ImportError: libcudart.so"}}
+VERSIONS = {
+    "bitsandbytes": "0.50.2",
+    "optuna": "5.0.0",
+    "liger-kernel": "0.8.5",
+    "flash-linear-attention": "0.6.0",
+    "triton": "3.6.0",
+}
+HOPPER = replace(GPU, compute_capability=(9, 0))
+LINEAR = "flash-linear-attention"
 MACHINE = InspectedMachine(
     gpu=GPU,
     libraries=WORKING,
-    versions={"bitsandbytes": "0.50.2", "optuna": "5.0.0", "liger-kernel": "0.8.5"},
+    versions=VERSIONS,
     python="3.11.7",
     runs=Path("runs"),
     is_writable=True,
@@ -70,6 +79,9 @@ CHANGED = tuple(f"storage/{name}.py" for name in ("study", "records", "lease", "
         ({"gpu": replace(GPU, memory_bytes=48 * GIB)}, "note", "catalogue", "with 48.0"),
         ({"gpu": replace(GPU, compute_capability=(7, 0))}, "note", "old GPU", "CUDA 12.6"),
         ({"versions": {"bitsandbytes": "0.50.2"}}, "note", "liger-kernel", "not installed"),
+        ({"versions": {"bitsandbytes": "0.50.2"}}, "note", LINEAR, "not installed"),
+        ({"gpu": HOPPER}, "note", LINEAR, "refused with Triton 3.6.0 on Hopper"),
+        ({"gpu": HOPPER, "versions": {**VERSIONS, "triton": "3.7.1"}}, "ok", LINEAR, "0.6.0"),
     ],
 )
 def test_what_is_not_right_says_what_to_do(

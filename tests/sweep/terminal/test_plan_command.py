@@ -619,6 +619,21 @@ def test_a_space_that_names_sdpa_is_kept_as_written(ask: Asked) -> None:
     assert found["recommended"]["config"]["attention"] == "eager"
 
 
+@pytest.mark.parametrize(
+    ("family", "is_first"), [("qwen3_5_text", True), ("lfm2", False), ("llama", False)]
+)
+def test_a_plan_says_first_whose_kernels_it_goes_by(
+    ask: Asked, tmp_path: Path, *, family: str, is_first: bool
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(spec_of(family).config))
+    typed: dict[str, Any] = {"gpus": ("a10",), "model": str(tmp_path), "is_exact": True}
+    said = ask.words(**typed, configuration={"seq_len": 64})
+    assert said.startswith("Linear attention of ") == is_first
+    assert ("pip install 'qlora-sweep[hybrid]'" in said) == is_first
+    noted = ask.document(**typed, configuration={"seq_len": 64})["notes"]
+    assert any("flash-linear-attention" in note for note in noted) == is_first
+
+
 def test_a_model_that_cannot_be_walked_says_first_that_its_speed_is_unknown(
     ask: Asked, tmp_path: Path
 ) -> None:

@@ -11,13 +11,14 @@ import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 
-from qlora_sweep.storage.records import Measured
+from qlora_sweep.storage.records import Invalid, Measured
 from qlora_sweep.sweep.training.experts import (
     ExpertsAdapter,
     adapt_experts,
     dequantized,
     expert_modules,
     is_packed,
+    quantized,
     shape_of,
     show_shapes,
     weight_names,
@@ -26,7 +27,7 @@ from tests import families
 from tests.sweep.training.tiny import BRIEF, outcome_of, tiny_base, tiny_loop
 
 pytestmark = pytest.mark.filterwarnings("default")
-FAMILIES = ("qwen3_moe", "gpt_oss", "deepseek_v3")
+FAMILIES = ("qwen3_moe", "gpt_oss", "deepseek_v3", "nemotron_h")
 TARGETS: Any = {
     "target_modules": ["o_proj"],
     "target_parameters": ["experts.gate_up_proj", "experts.down_proj"],
@@ -50,6 +51,11 @@ def base(request: pytest.FixtureRequest) -> Iterator[Any]:
         for parameter in found.model.parameters():
             if parameter.is_floating_point():
                 torch.nn.init.normal_(parameter, std=0.2)
+        for _, experts in expert_modules(found.model):
+            for name in weight_names(experts):
+                packed = getattr(experts, name)
+                wide = torch.randn(shape_of(packed)) * 0.3
+                setattr(experts, name, quantized(wide, packed, wide.device))
         yield found.model
 
 
@@ -161,3 +167,19 @@ def test_a_trial_proves_adapters_on_experts() -> None:
     config = config.changed(target_modules=("o_proj", "gate_up_proj"))
     outcome = outcome_of(config, spec=families.spec_of("gpt_oss"), steps=BRIEF)
     assert isinstance(outcome, Measured), outcome
+
+
+def test_a_target_that_peft_would_put_on_experts_is_refused() -> None:
+    config = families.config_of("deepseek_v3", "attention", "nf4")
+    config = config.changed(target_modules=("o_proj", "gate_proj", "up_proj", "down_proj"))
+    outcome = outcome_of(config, spec=families.spec_of("deepseek_v3"), steps=BRIEF)
+    assert isinstance(outcome, Invalid)
+    assert "in the place of" in str(outcome)
+
+
+def test_weights_in_4_bits_take_no_adapter(base: Any) -> None:
+    show_shapes(base)
+    model = adapted(base)
+    adapt_experts(model)
+    with pytest.raises(ValueError, match="sweep merge"):
+        model.merge_adapter()

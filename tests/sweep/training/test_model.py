@@ -22,6 +22,7 @@ from tests.sweep.training.tiny import (
     outcome_of,
     tiny_base,
     tiny_config,
+    trial_on,
 )
 from tests.sweep.vision_language import CONFIGS, make_checkpoint
 
@@ -149,6 +150,18 @@ def test_what_stays_in_16_bits_follows_from_the_config(
     spec, model = skeleton_of(family, **changes)
     assert (unquantized(spec) is None) is is_whole
     assert (models.quantized_share(model, TrialConfig()) >= 0.95) is is_whole
+
+
+@pytest.mark.parametrize("quantization", ["nf4", "int8"])
+def test_a_weight_that_the_models_own_code_reads_is_not_packed(quantization: str) -> None:
+    """Gemma 3n's coefficients, which transformers clamps in training."""
+    config = families.config_of("gemma3n_text", "all-linear", quantization)
+    with tiny_base(config, spec=families.spec_of("gemma3n_text")) as base:
+        altup: Any = base.model.model.layers[0].altup
+        kept = {type(altup.prediction_coefs), type(altup.correction_coefs)}
+        assert kept == {torch.nn.Linear}
+        assert type(altup.modality_router) is not torch.nn.Linear
+        assert isinstance(trial_on(base, config, steps=BRIEF).run(), Measured)
 
 
 def test_a_base_that_stays_in_16_bits_is_not_a_4_bit_one() -> None:

@@ -22,9 +22,12 @@ from transformers.pytorch_utils import Conv1D
 from qlora_sweep.search_spaces.config import Attention, TrialConfig
 from qlora_sweep.search_spaces.errors import InputError
 from qlora_sweep.search_spaces.models import ModelSpec
+from qlora_sweep.search_spaces.recurrent import recurrent_kind
 from qlora_sweep.sweep.predict.memory.profiles import Polynomial, Symbols, Untraceable
+from qlora_sweep.sweep.predict.memory.tracing import recurrent
 from qlora_sweep.sweep.predict.memory.tracing.profile import (
     build_base,
+    check_recurrent,
     excerpt,
     line_of,
     module_at_fault,
@@ -82,6 +85,8 @@ class _Pass:
     attention: list[tuple[int, int, int]] = field(default_factory=list)
     """Heads, width of all of them, and width of the keys' heads, each a mean of what is scored and
     what is summed."""
+    recurrent: list[tuple[int, int, int]] = field(default_factory=list)
+    """Heads of linear attention, and the widths of a key and of a value."""
     score_flops: float = 0.0
     """Of products that are not of a frozen matrix, for each pair of tokens."""
     score_bytes: float = 0.0
@@ -163,6 +168,13 @@ class Recorder(StorageCounter):
         finally:
             self._is_inside_attention = False
 
+    @contextlib.contextmanager
+    def recurring(self, k: torch.Tensor, v: torch.Tensor) -> Iterator[None]:
+        """Note one call of linear attention's kernels; what they take is not."""
+        self._begin_scores()
+        self._now.recurrent.append((v.shape[2], k.shape[3], v.shape[3]))
+        yield
+
     def has_run(self, func: Any, args: tuple[Any, ...], result: Any) -> None:
         """Note what an operator does."""
         if self._is_inside_attention:
@@ -213,7 +225,8 @@ class Recorder(StorageCounter):
                 self._now.products.append((per_token, inner, columns, groups, is_routed))
 
     def _begin_scores(self) -> None:
-        if not self._now.score_launches and not self._now.attention:
+        has_begun = self._now.attention or self._now.recurrent
+        if not self._now.score_launches and not has_begun:
             self._now.linears_before_scores = len(self._now.linears)
 
     def _per_token(self, count: int) -> float:
@@ -268,6 +281,7 @@ def trace_layers(spec: ModelSpec, *, attention: Attention) -> list[dict[str, Any
         checkpoint_fraction=0.0,
         attention=attention,
     )
+    check_recurrent(spec)
     try:
         part = excerpt(spec)
         symbols = symbols_of(part)
@@ -278,16 +292,21 @@ def trace_layers(spec: ModelSpec, *, attention: Attention) -> list[dict[str, Any
         raise InputError(f"it cannot be built: {line_of(error)}") from error
     layers = decoder_layers(base)
     recorder = Recorder(symbols, base, layers=len(layers))
+    kind_of_recurrent = recurrent_kind(spec)
+    linear_attention = recurrent.kernels(
+        base, kind_of_recurrent, chunks=symbols.n, on_call=recorder.recurring
+    )
     try:
-        _walk(base, layers, recorder, symbols)
+        with linear_attention:
+            _walk(base, layers, recorder, symbols)
     except PlainLoop as error:
         raise Untraceable(f"{module_at_fault(error, base)} {error}") from error
     except Exception as error:
         raise Untraceable(f"{module_at_fault(error, base)}: {line_of(error)}") from error
     has_all_linear = _has_all_linear(base, spec)
     kinds: list[dict[str, Any]] = []
-    counts: list[int] = []
-    for position in part.positions:
+    places: list[list[int]] = []
+    for layer, position in enumerate(part.positions):
         forward = recorder.passes[f"forward {position}"]
         backward = recorder.passes[f"backward {position}"]
         kind = _kind(forward, backward)
@@ -295,10 +314,14 @@ def trace_layers(spec: ModelSpec, *, attention: Attention) -> list[dict[str, Any
         kind["has_all_linear"] = has_all_linear
         if kind not in kinds:
             kinds.append(kind)
-            counts.append(0)
-        counts[kinds.index(kind)] += 1
-    for kind, count in zip(kinds, counts, strict=True):
-        kind["layers"] = count
+            places.append([])
+        places[kinds.index(kind)].append(layer)
+    for kind, layers_of_kind in zip(kinds, places, strict=True):
+        kind["layers"] = len(layers_of_kind)
+        if kind_of_recurrent is None:
+            del kind["recurrent"]
+        else:
+            kind["places"] = layers_of_kind
     return kinds
 
 
@@ -343,7 +366,7 @@ def _kind(forward: _Pass, backward: _Pass) -> dict[str, Any]:
         keys += call_keys
     score_bytes = None
     score_launches = None
-    if not forward.attention:
+    if not forward.attention and not forward.recurrent:
         # Attention is written out.
         queries = forward.score_flops / 4.0
         score_bytes = [forward.score_bytes, backward.score_bytes]
@@ -360,6 +383,7 @@ def _kind(forward: _Pass, backward: _Pass) -> dict[str, Any]:
         "attention": sorted(attending),
         "norms": forward.norms,
         "products": forward.products,
+        "recurrent": forward.recurrent,
         "heads": heads,
         "queries": queries,
         "keys": keys,

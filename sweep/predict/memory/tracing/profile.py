@@ -41,15 +41,17 @@ from qlora_sweep.search_spaces.frozen import replaced
 from qlora_sweep.search_spaces.linears import LEAST_QUANTIZED_SHARE
 from qlora_sweep.search_spaces.models import ModelSpec
 from qlora_sweep.search_spaces.quantized import of_chosen_layers, unquantized_of_layer
+from qlora_sweep.search_spaces.recurrent import recurrent_kind
 from qlora_sweep.sweep.predict.memory.allocator import CachingAllocator
 from qlora_sweep.sweep.predict.memory.profiles import (
+    NEIGHBOURS,
     Structure,
     Symbols,
     Untraceable,
     alive,
     coefficients,
 )
-from qlora_sweep.sweep.predict.memory.tracing import fused
+from qlora_sweep.sweep.predict.memory.tracing import fused, recurrent
 from qlora_sweep.sweep.predict.memory.tracing.stand_ins import Linear4bit, Params4bit
 from qlora_sweep.sweep.predict.memory.tracing.walk import (
     PlainLoop,
@@ -59,7 +61,7 @@ from qlora_sweep.sweep.predict.memory.tracing.walk import (
     tapes,
     walk,
 )
-from qlora_sweep.sweep.training.adapters import with_adapters
+from qlora_sweep.sweep.training.adapters import target_modules, with_adapters
 from qlora_sweep.sweep.training.eight_bit import EightBitLinear, compute_in_8_bits
 from qlora_sweep.sweep.training.model import (
     BaseModel,
@@ -91,8 +93,10 @@ def trace(spec: ModelSpec, structure: Structure) -> dict[str, Any]:
 
 
 def _traced(spec: ModelSpec, structure: Structure) -> dict[str, Any]:
+    check_recurrent(spec)
     try:
-        config, part = structure.config, excerpt(spec)
+        config = structure.config
+        part = _excerpt_of(spec, config)
         is_whole = len(set(part.positions)) == len(part.positions)
         assert is_whole or not structure.is_mixed, "an excerpt's layers are of one kind"
         symbols = symbols_of(part, is_long=structure.is_long)
@@ -102,7 +106,7 @@ def _traced(spec: ModelSpec, structure: Structure) -> dict[str, Any]:
         if share is not None and share < LEAST_QUANTIZED_SHARE:
             raise Untraceable(
                 f"only {in_percent(share)} of its matrices' weights would be in "
-                f"{base.config.weight_bits} bits, as linear layers alone are: use quantization none"
+                f"{base.config.weight_bits} bits, the others in 16: use quantization none"
             )
         # Neither kernels nor adapters have a part in what the base takes.
         plain = base.config.changed(kernels="hf")
@@ -123,12 +127,15 @@ def _traced(spec: ModelSpec, structure: Structure) -> dict[str, Any]:
         # Casts are recomputed, as under ``torch.compile``.
         for module in filter(lambda m: isinstance(m, Linear4bit), base.model.modules()):
             module.is_compiled = True
-    with fused.patched(
-        base.model,
-        loss=fuses_loss,
-        layers=fuses_layers,
-        is_compiled=config.compile,
-        chunk_tokens=symbols.c,
+    with (
+        fused.patched(
+            base.model,
+            loss=fuses_loss,
+            layers=fuses_layers,
+            is_compiled=config.compile,
+            chunk_tokens=symbols.c,
+        ),
+        recurrent.kernels(base.model, recurrent_kind(spec), chunks=symbols.n),
     ):
         target = _attach(base, config, symbols)
         if config.compile:
@@ -140,7 +147,9 @@ def _traced(spec: ModelSpec, structure: Structure) -> dict[str, Any]:
     for name, tape in tape_of.items():
         segments[name] = {"tape": tape, "highest": highest(tape, alive(tape, matrix))}
     adapters: list[list[int]] = []
-    for layer in target.layers:
+    for index, layer in enumerate(target.layers):
+        # Before the first adapter there is no backward pass.
+        segments.setdefault(f"backward {index}", {"tape": [], "highest": []})
         trained = filter(attrgetter("requires_grad"), layer.parameters())
         adapters.append([parameter.numel() // symbols.r for parameter in trained])
     return {
@@ -156,15 +165,51 @@ def _traced(spec: ModelSpec, structure: Structure) -> dict[str, Any]:
     }
 
 
+def check_recurrent(spec: ModelSpec) -> None:
+    """See that what runs a model's recurrent layers is modelled.
+
+    Raises:
+        Untraceable: it is not.
+    """
+    kind = recurrent_kind(spec)
+    if kind is not None and not kind.is_predicted:
+        raise Untraceable(kind.unpredicted)
+
+
 def symbols_of(part: Excerpt, *, is_long: bool = False) -> Symbols:
     """Return what stands for sizes in a walk of an excerpt, longer than its window or not."""
     if is_long and part.window is not None:
-        return _known_symbols(part.dimensions, longer_than=part.window)
+        return _known_symbols(part.dimensions, longer_than=part.window, steps=part.steps)
     limits = filter(None, (part.longest, part.window and part.window - 1))
-    return _known_symbols(part.dimensions, longest=min(limits, default=None))
+    longest = min(limits, default=None)
+    return _known_symbols(part.dimensions, longest=longest, steps=part.steps)
 
 
 _known_symbols = cache(Symbols)
+
+
+def _excerpt_of(spec: ModelSpec, config: TrialConfig) -> Excerpt:
+    """Return the layers that tell all of a model with a configuration's adapters."""
+    part = excerpt(spec)
+    if recurrent_kind(spec) is None:
+        # Each layer attends, and has adapters.
+        return part
+    base = build_base(config, part.spec)
+    targets = target_modules(base, config)
+    if isinstance(targets, str):
+        # Every linear layer has one.
+        return part
+    trained = set()
+    for index, layer in enumerate(decoder_layers(base.model)):
+        names = [name for name, _ in layer.named_modules()]
+        for target in targets:
+            if any(f".{name}".endswith(f".{target}") for name in names):
+                trained.add(index)
+    before = itertools.takewhile(lambda position: position not in trained, part.positions)
+    first = len(list(before))
+    if first in (0, len(part.positions)):
+        return part
+    return excerpt(spec, first_trained=first)
 
 
 def _attach(base: BaseModel, config: TrialConfig, symbols: Symbols) -> Traceable:
@@ -228,16 +273,22 @@ _BY_INDEX = {
     "decoder_sparse_step": 1,
     "expert_layer_period": 1,
     "first_k_dense_replace": 1,
+    # Of an embedding that holds a share for each layer, so that it is as wide as there are layers.
+    "hidden_size_per_layer_input": 0,
     "interleave_moe_layer_step": 1,
     "mlp_only_layers": 0,
     "moe_layer_interval": 1,
     "moe_layer_start_index": 1,
     "num_dense_layers": 1,
+    # The last layers take keys and values of earlier ones.
+    "num_kv_shared_layers": 0,
 }
 """Keys that tell layers apart by their index, and the value up to which the ends alone differ.
 
 Layers taken out would change what the others are, so all of them are traced.
 """
+_CONVOLUTIONS = ("linear_conv_kernel_dim", "conv_L_cache")
+"""Keys of the width of causal convolutions over the sequence."""
 
 
 @dataclass(frozen=True)
@@ -254,14 +305,21 @@ class Excerpt:
     """Positions that the model knows; None where the config does not say."""
     window: int | None
     """Shortest window of its attention; None where it sees everything."""
+    steps: tuple[int, ...]
+    """By how many tokens a tensor may be longer or shorter than the sequence."""
 
 
-def excerpt(spec: ModelSpec) -> Excerpt:
-    """Choose the first layer, the last, and between them one of each kind.
+def excerpt(spec: ModelSpec, *, first_trained: int = 0) -> Excerpt:
+    """Choose the first layer that is trained, the last, and between them one of each kind.
 
     The first differs because nothing before it is trained, so that no gradient goes past it; the
     last because what reads its output is the head, and not a layer like itself. Kinds are told
-    apart by the per-layer lists of the config.
+    apart by the per-layer lists of the config. Of layers before the first that is trained, which
+    keep nothing, one of each kind is chosen, and the last, whose output is kept by the next.
+
+    Args:
+        spec: the model.
+        first_trained: number of the first layer with an adapter.
 
     Raises:
         InputError: transformers has no such decoder.
@@ -277,7 +335,7 @@ def excerpt(spec: ModelSpec) -> Excerpt:
     is_each_its_own = False
     for key, least in _BY_INDEX.items():
         is_each_its_own = is_each_its_own or _means_a_layer(values.get(key), least)
-    # The first layer and the last one are walked, and of those between the first of each kind.
+    # The first trained layer and the last one are walked, and of the others the first of each kind.
     first_of: dict[str, int] = {}
     stands_for = [0] * count
     for layer in range(count):
@@ -286,7 +344,9 @@ def excerpt(spec: ModelSpec) -> Excerpt:
             own = [column[layer] for column in lists.values()]
             kind = repr([own, unquantized_of_layer(left, layer)])
         stands_for[layer] = layer
-        if 0 < layer < count - 1:
+        if layer < first_trained - 1:
+            stands_for[layer] = first_of.setdefault(f"before {kind}", layer)
+        elif first_trained < layer < count - 1:
             stands_for[layer] = first_of.setdefault(kind, layer)
     chosen = sorted(set(stands_for))
     name = type(config).attribute_map.get("num_hidden_layers", "num_hidden_layers")
@@ -307,7 +367,18 @@ def excerpt(spec: ModelSpec) -> Excerpt:
         dimensions=tuple(_whole_numbers(values)),
         longest=getattr(config, "max_position_embeddings", None),
         window=min((w for w in windows if isinstance(w, int) and w > 0), default=None),
+        steps=tuple(_steps(values)),
     )
+
+
+def _steps(values: dict[str, Any]) -> Iterator[int]:
+    """Yield by how many tokens tensors of a config's model may differ from the sequence."""
+    yield from NEIGHBOURS
+    # A causal convolution is padded at both ends, and what is too long is cut off.
+    for key in _CONVOLUTIONS:
+        width = values.get(key)
+        if isinstance(width, int) and width > 2:
+            yield width - 1
 
 
 def _static(rope: dict[str, Any]) -> dict[str, Any]:

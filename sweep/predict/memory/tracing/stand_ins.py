@@ -1,6 +1,7 @@
 """Stand-ins of what a GPU decides and of bitsandbytes.
 
-By device are decided: autocast's policy, the kernels of dropout, softmax and attention.
+By device are decided: autocast's policy, the kernels of dropout, softmax, attention and
+convolution.
 The tensors are on torch's meta device, whose operators follow the same derivative formulas as
 CUDA's, so that autograd keeps the same tensors for the backward pass. What would differ is decided
 as on a GPU here, on the way from Python into torch. The meta device has no autocast, and a cast is
@@ -154,6 +155,8 @@ class Cuda(TorchFunctionMode):
                 return self._attention(*args, **kwargs)
         if func is functional.dropout:
             return _dropout(*args, **kwargs)
+        if func is functional.conv1d:
+            return conv1d(*args, **kwargs)
         if func in _SOFTMAXES:
             self.tells_halves_apart |= args[0].dtype in _HALF
             # CUDA widens fp16 (and only that) inside the kernel, without a copy of its input.
@@ -215,6 +218,60 @@ def _dropout(
     if not training or not p:
         return tensor
     return torch.native_dropout(tensor, p, True)[0]
+
+
+class _Depthwise(torch.autograd.Function):
+    """A convolution of each channel with a frozen kernel.
+
+    In both directions CUDA first makes the input contiguous (torch's ``Convolution.cpp``), and what
+    is kept for the backward pass is what was given.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, padding: int
+    ) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        _copy = x.contiguous()
+        batch, channels, length = x.shape
+        # Zeros are written: what is counted of a step's traffic is what operators write.
+        return x.new_zeros(batch, channels, length + 2 * padding - weight.shape[-1] + 1)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        x = ctx.saved_tensors[0]
+        _copy = x.contiguous()
+        _grad = grads[0].contiguous()
+        return x.new_zeros(x.shape), None, None, None
+
+
+def conv1d(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    stride: int | tuple[int] = 1,
+    padding: int | tuple[int] | str = 0,
+    dilation: int | tuple[int] = 1,
+    groups: int = 1,
+) -> torch.Tensor:
+    """Return the result of a convolution: as CUDA allocates it, where each channel has a frozen
+    kernel of its own.
+
+    Args:
+        x: the input. (batch, channels, length)
+        weight: a kernel for each channel. (channels, 1, width)
+        bias: of each channel; None for none.
+        stride: as torch has it, like the rest.
+        padding: at each end.
+        dilation: of the kernels.
+        groups: of channels.
+    """
+    is_plain = {stride, dilation} <= {1, (1,)} and not weight.requires_grad
+    if not is_plain or groups != x.shape[1] or isinstance(padding, str):
+        return functional.conv1d(x, weight, bias, stride, padding, dilation, groups)
+    if isinstance(padding, tuple):
+        padding = padding[0]
+    return _Depthwise.apply(x, weight, bias, padding)
 
 
 _FLASH_HEAD_MAX = 256

@@ -56,6 +56,7 @@ from qlora_sweep.sweep.predict.memory.profiles import (
 )
 from qlora_sweep.sweep.predict.memory.tracing.stand_ins import Cuda
 from qlora_sweep.sweep.training import preference
+from qlora_sweep.sweep.training.adapters import first_trained
 from qlora_sweep.sweep.training.eight_bit import changed
 from qlora_sweep.sweep.training.model import compute_type
 
@@ -80,11 +81,10 @@ A decoder layer makes some hundreds, forward, recomputed and backward.
 """
 
 LOOPS = (
-    " in plain PyTorch, which stands in for the kernels of flash-linear-attention, causal-conv1d "
-    "and mamba-ssm; what those take is not modelled (a trial measures it; install those kernels, "
-    "or it is slow)"
+    " in plain PyTorch, and what kernels would take in its place is not modelled: a trial measures "
+    "it"
 )
-"""Why linear attention and state-space layers are not predicted, and what to do."""
+"""Why layers are not predicted that transformers runs by a loop, and what to do."""
 
 
 class PlainLoop(Exception):  # noqa: N818 - the name says what was met
@@ -399,6 +399,8 @@ def _checkpoint(target: Traceable, cuda: Cuda) -> None:
             "context_fn": lambda: (contextlib.nullcontext(), cuda.region()),
         }
     )
+    if first_trained(target.layers):
+        target.base.disable_input_require_grads()
     for layer in target.layers:
         layer.gradient_checkpointing = True
 
@@ -428,8 +430,10 @@ def boundaries(layers: list[torch.nn.Module], ledger: StorageCounter) -> Iterato
             return
         done.add(index)
         tensor = output[0] if isinstance(output, tuple) else output
-        # The gradient of a layer's output arrives when its backward pass is about to begin.
-        tensor.register_hook(lambda _grad: ledger.mark(f"backward {index}"))
+        # The gradient of a layer's output arrives when its backward pass is about to begin; before
+        # the first adapter there is none.
+        if tensor.requires_grad:
+            tensor.register_hook(lambda _grad: ledger.mark(f"backward {index}"))
         if index == last:
             # What the layer's frame still holds dies after this hook, and is the layer's.
             ledger.mark_next("head")

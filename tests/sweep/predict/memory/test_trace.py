@@ -14,9 +14,14 @@ import pytest
 
 from qlora_sweep.search_spaces.config import TRL_TILE, TrialConfig, parse_config
 from qlora_sweep.search_spaces.errors import InputError
-from qlora_sweep.search_spaces.linears import parameters, unquantized
+from qlora_sweep.search_spaces.linears import has_experts, parameters, unquantized
 from qlora_sweep.search_spaces.models import ModelSpec, load_model_spec
-from qlora_sweep.search_spaces.rules import attention_of, own_settings, violation
+from qlora_sweep.search_spaces.rules import (
+    LIGER_MODEL_TYPES,
+    attention_of,
+    own_settings,
+    violation,
+)
 from qlora_sweep.sweep.predict.memory.prediction import MemoryPrediction, WholeMemory
 from qlora_sweep.sweep.predict.memory.predictor import TracingPredictor
 from qlora_sweep.sweep.predict.memory.profile_store import TRACED_BY, TracingChildren, source_files
@@ -112,13 +117,18 @@ def test_bad_configs(
 @pytest.mark.parametrize(
     ("spec", "keys", "names"),
     [
-        (model("mixtral", **MOE), {}, r"only \d+(\.\d)? % .* in 4 bits.*use quantization none"),
+        (model("llama4_text", **MOE), {}, r"only \d+(\.\d)? % .* in 4 bits.*use quantization none"),
         (model("falcon"), {}, r"only 0 % of its matrices' weights"),
         (model("rwkv"), {"attention": "eager"}, "loops over the tokens in plain PyTorch"),
         (
             model("bamba", mamba_n_heads=8, mamba_d_head=64, attn_layer_indices=[1, 3, 5]),
             {},
-            "memory is not predicted: module .* works in chunks of the sequence",
+            "memory is not predicted: .* state-space layers .* have to be built from source",
+        ),
+        (
+            model("minimax", **MOE),
+            {"quantization": "none", "target_modules": "qv"},
+            "works in chunks of the sequence",
         ),
     ],
 )
@@ -370,7 +380,12 @@ def test_the_memory_of_every_shipped_type_is_predicted(predictor: Any, spec: Mod
     assert least * size < prediction.breakdown["weights"] < most * size
     assert prediction.breakdown["adapters"] > 0
     assert prediction.quantized_share == (None if is_mixture else 1.0)
-    # Without written logits it takes less.
     fused = config.changed(kernels="fused-loss")
+    if spec.model_type not in LIGER_MODEL_TYPES:
+        assert str(refused(spec, fused)).startswith("kernels-need-liger-model")
+        return
+    # Without written logits it takes less, but where the decoded experts of a layer decide.
     assert refused(spec, fused) is None
-    assert predictor(spec).predict(fused).peak_allocated_bytes < prediction.peak_allocated_bytes
+    peak = predictor(spec).predict(fused).peak_allocated_bytes
+    assert peak < prediction.peak_allocated_bytes or has_experts(spec)
+    assert peak <= prediction.peak_allocated_bytes

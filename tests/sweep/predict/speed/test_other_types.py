@@ -16,25 +16,21 @@ from qlora_sweep.search_spaces.config import TrialConfig
 from qlora_sweep.search_spaces.errors import InputError
 from qlora_sweep.search_spaces.gpus import find_gpu
 from qlora_sweep.search_spaces.linears import linear_shapes, types
-from qlora_sweep.search_spaces.models import ModelSpec, load_model_spec
+from qlora_sweep.search_spaces.models import ModelSpec, load_model_spec, shipped_models
 from qlora_sweep.search_spaces.rules import attention_of
 from qlora_sweep.sweep.predict.memory.profile_store import trace_layers
 from qlora_sweep.sweep.predict.speed import layers as known_layers
 from qlora_sweep.sweep.predict.speed.kernels import BYTES, FLOPS, LAUNCHES, KernelShapes
-from qlora_sweep.sweep.predict.speed.layers import Layers, from_json, layers_of
+from qlora_sweep.sweep.predict.speed.layers import DeltaRule, Layers, from_json, layers_of
 from qlora_sweep.sweep.predict.speed.predictor import TYPE_SPREAD, StepTimes, calibrate
-from qlora_sweep.sweep.predict.speed.steps import layers_refusal, micro_batches
+from qlora_sweep.sweep.predict.speed.steps import TERMS, layers_refusal, micro_batches
 from tests.families import FAMILIES, spec_of
 from tests.sweep.predict.rows import NEW_MODELS, config_of, model_of
 from tests.sweep.predict.speed.stated_speeds import steps
 
 H200, A100 = find_gpu("h200"), find_gpu("a100-80gb")
-IN_CHUNKS = types(
-    """
-    qwen3_next qwen3_5_text qwen3_5_moe_text granitemoehybrid falcon_h1 jamba bamba recurrent_gemma
-    """
-)
-"""Families with linear attention or a state space, whose kernels are not modelled."""
+UNMODELLED = types("granitemoehybrid falcon_h1 jamba bamba recurrent_gemma")
+"""Families with a state space, whose kernels are not modelled."""
 QWEN, GPT_OSS = load_model_spec("qwen3-30b-a3b"), load_model_spec("gpt-oss-20b")
 PLAIN: dict[str, Any] = {"quantization": "none", "double_quant": False, "upcast_fp32": False}
 KNOWN = {
@@ -65,9 +61,10 @@ def test_every_family_has_a_speed_or_a_reason_in_words(family: str) -> None:
     config = TrialConfig(attention=attention_of(model), seq_len=64, **PLAIN)
     times = StepTimes([config], model=model, gpu=H200, evidence=None)
     prediction = times.prediction(0)
-    if family in IN_CHUNKS:
+    if family in UNMODELLED:
         assert isinstance(prediction, InputError)
-        assert f"'{family}' are not known: module" in str(prediction)
+        assert f"'{family}' are not known: " in str(prediction)
+        assert "not modelled" in str(prediction)
         return
     assert not isinstance(prediction, InputError)
     assert prediction.step_seconds > 0
@@ -108,10 +105,12 @@ def test_a_walk_of_a_known_type_finds_what_is_known_of_it(name: str) -> None:
 
 def test_shipped_layers_are_what_is_walked() -> None:
     shipped = json.loads(known_layers.SHIPPED.read_text(encoding="utf-8"))
-    models = {model.fingerprint: model for model in (QWEN, GPT_OSS)}
-    assert shipped.keys() == models.keys()
-    for fingerprint, model in models.items():
-        assert trace_layers(model) == shipped[fingerprint]
+    models = {model.fingerprint: model for model in shipped_models()}
+    assert shipped.keys() == {
+        fingerprint for fingerprint, model in models.items() if linear_shapes(model) is None
+    }
+    for fingerprint, layers in shipped.items():
+        assert trace_layers(models[fingerprint]) == layers
 
 
 def test_of_experts_those_that_run_are_multiplied_by() -> None:
@@ -186,3 +185,23 @@ def test_trials_of_a_model_narrow_what_its_type_leaves_open() -> None:
     fresh = StepTimes(other, model=QWEN, gpu=H200, evidence=None)
     assert after.seconds[0] / fresh.seconds[0] == pytest.approx(1.4, rel=0.1)
     assert after.log_spread[0] < 0.5 * fresh.log_spread[0]
+
+
+def test_layers_before_the_first_adapter_take_no_backward_pass() -> None:
+    """Of a hybrid, whose first layers do not attend."""
+    model = spec_of("qwen3_5_text")
+    (linear, _) = layers_of(model)  # type: ignore[misc]
+    assert linear.places == (0, 1, 2)
+    assert linear.recurrent == (DeltaRule(heads=4, keys=32, values=32),)
+    configs = [
+        TrialConfig(target_modules=targets, seq_len=1024, **PLAIN)
+        for targets in ("qv", ("q_proj", "in_proj_z"))
+    ]
+    kinds = layers_of(model)
+    assert not isinstance(kinds, InputError)
+    before = [KernelShapes(configs, model, kinds=kinds, at=at).before.tolist() for at in (0, 1)]
+    assert before == [[3.0, 0.0], [0.0, 0.0]]
+    few, all_of_them = micro_batches(
+        [KernelShapes(configs, model, kinds=kinds, at=at) for at in (0, 1)]
+    )[TERMS.index("attention"), FLOPS]
+    assert few < 0.6 * all_of_them
