@@ -169,6 +169,11 @@ def out_of(done: int, total: int) -> str:
     return f"{done:,} ({total:,} asked for)"
 
 
+def capitalized(text: str) -> str:
+    """Return words with the first letter in upper case and all else as it is."""
+    return text[:1].upper() + text[1:]
+
+
 def plural(number: int, noun: str) -> str:
     """Return a count with its noun: ``1 trial``, ``1,000 trials``."""
     if number == 1:

@@ -392,7 +392,7 @@ def _notes(
         notes.append("No GPU is here: this trains on the CPU.")
     looping = plain_loop(subject.model, is_on_gpu=target.is_on_gpu and not is_without_gpu)
     if looping is not None:
-        notes.insert(0, f"{looping[0].upper()}{looping[1:]}.")
+        notes.insert(0, f"{units.capitalized(looping)}.")
     return tuple(notes)
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from qlora_sweep.reports.format import capitalized
 from qlora_sweep.search_spaces.checkpoints import check_weights
 from qlora_sweep.search_spaces.documents import Document, validate
 from qlora_sweep.search_spaces.errors import InputError
@@ -296,10 +297,10 @@ def _checked(
     resolved = resolve_target(space, here)
     needed = torch_for(resolved.host_capability)
     if needed is not None:
-        notes += (f"{needed[0].upper()}{needed[1:]}.",)
+        notes += (f"{capitalized(needed)}.",)
     looping = plain_loop(model, is_on_gpu=resolved.target.is_on_gpu)
     if looping is not None:
-        notes = (f"{looping[0].upper()}{looping[1:]}.", *notes)
+        notes = (f"{capitalized(looping)}.", *notes)
     check_budget(space, model, resolved.target)
     refuse_impossible(
         space,

@@ -90,7 +90,7 @@ def _needed(plan: GpuPlan) -> list[RenderableType]:
     """Return, as the first line, what has to be installed for what is shown to hold."""
     if plan.kernels_needed is None:
         return []
-    return [Text(plan.kernels_needed[0].upper() + plan.kernels_needed[1:])]
+    return [Text(units.capitalized(plan.kernels_needed))]
 
 
 def one_gpu(plan: GpuPlan, *, is_detailed: bool) -> RenderableType:

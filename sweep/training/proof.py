@@ -488,6 +488,7 @@ def _targets(config: TrialConfig, seen: StepEvidence) -> str | None:
         if isinstance(module, LoraLayer):
             # One on a parameter is named as its module, or as another one on that.
             adapters[f"{name} {getattr(module, 'parameter_name', '')}".strip()] = module
+    is_pefts_choice = config.target_modules == "all-linear"
     targets = list(peft_config.target_modules)
     targets += (name.rpartition(".")[2] for name in peft_config.target_parameters or ())
     for target in targets:
@@ -495,7 +496,6 @@ def _targets(config: TrialConfig, seen: StepEvidence) -> str | None:
         for name, adapter in adapters.items():
             if name == target or name.endswith((f".{target}", f" {target}")):
                 weights.append(local(adapter.lora_B[_ADAPTER].weight).detach())
-        is_pefts_choice = config.target_modules == "all-linear"
         if not weights and not is_pefts_choice:
             return f"{target} has no adapter"
         highest = [weight.abs().amax() for weight in weights if weight.numel()]
