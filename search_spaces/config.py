@@ -91,6 +91,7 @@ OPTION_KEYS = {
     "target_modules": "--target-modules",
     "micro_batch_size": "--micro-batch-size",
     "seq_len": "--seq-len",
+    "image_size": "--image-size",
     "compute_dtype": "--compute-dtype",
     "quantization": "--quantization",
     "trainer": "--for",
@@ -105,6 +106,7 @@ TRL_TILE = (4096, 32_768)
 """Tokens and vocabulary, at most, of the logits that TRL 1.16's own head has at once."""
 MICRO_BATCH_MAX = 65_536
 SEQ_LEN_MAX = 10_000_000
+IMAGE_SIZE_MAX = 16_384
 GPUS_MAX = 64
 CONFIGS_KEPT = 2**15
 """Configurations whose canonical form is kept: a page of thousands of trials asks dozens of times
@@ -322,6 +324,20 @@ class TrialConfig(BaseModel):
         Declaration("sequence length", "length {}", memory="grows", survives_compiler=True),
     ] = Field(default=512, ge=1, le=SEQ_LEN_MAX)
     """Tokens in every sequence."""
+
+    image_size: Annotated[
+        Annotated[StrictInt, Field(ge=1, le=IMAGE_SIZE_MAX)] | None,
+        Declaration(
+            "image size",
+            {None: "no images", ...: "images of {} px"},
+            applies=lambda config: config.image_size is not None,
+            # The tower is a part of the base.
+            shapes_base=True,
+            traced=_same,
+        ),
+    ] = None
+    """Pixels on each side of the square image in every sequence, which a frozen vision tower sees;
+    null means that sequences are text alone."""
 
     effective_batch_size: Annotated[
         Annotated[StrictInt, Field(ge=1, le=1_000_000)] | None,

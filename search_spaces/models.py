@@ -52,6 +52,8 @@ SCORE_CAP = "attn_logit_softcapping"
 """Key of a config that says beyond which number no attention score goes."""
 PART_OF = "part_of"
 """Key of a decoder's config that names the type of the model that it is stored with."""
+WHOLE = "whole"
+"""Key of a decoder's config that holds the config of the model that it sees with."""
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _NUMBER = re.compile(r"(\d+(?:\.\d+)?)")
@@ -277,7 +279,7 @@ class ModelSpec:
     def fingerprint(self) -> str:
         """Hex digest of the config, blind to key order and to what does not shape the model."""
         ignored = {"_name_or_path", "transformers_version", "architectures", "torch_dtype", "dtype"}
-        ignored.add(PART_OF)
+        ignored |= {PART_OF, WHOLE}
         shaped = {key: value for key, value in self.config.items() if key not in ignored}
         return hashlib.sha256(json.dumps(shaped, sort_keys=True).encode()).hexdigest()[:16]
 
@@ -540,6 +542,8 @@ def _decoder(config: dict[str, Any]) -> dict[str, Any]:
     if text and own and (kind in _MULTIMODAL or "num_hidden_layers" not in config):
         shared = {key: config[key] for key in ("tie_word_embeddings",) if key in config}
         shared |= of_decoder(config)
+        if isinstance(config.get("vision_config"), dict):
+            shared[WHOLE] = config
         config = {**_LEFT_OUT.get(str(own), {}), **text, **shared, "model_type": own, PART_OF: kind}
     if (own := _TEXT_ONLY.get(str(config.get("model_type")))) is None:
         return config

@@ -33,6 +33,7 @@ from qlora_sweep.search_spaces.linears import (
 from qlora_sweep.search_spaces.models import SCORE_CAP, ModelSpec
 from qlora_sweep.search_spaces.recurrent import STATEFUL, needed_package
 from qlora_sweep.search_spaces.trainers import GRPO, trainer_of
+from qlora_sweep.search_spaces.vision import not_of_images
 
 LIGER_MODEL_TYPES = types(
     """
@@ -391,6 +392,8 @@ def _of_model(config: TrialConfig, setting: Setting) -> Asked:
         yield "quantization-leaves-weights", f"{most}: {left}. {cure}"
     if has_experts(model):
         yield "experts", _not_of_experts(config, model)
+    if config.image_size is not None:
+        yield "images", not_of_images(config, model, has_dataset=setting.has_dataset)
     if config.is_quantized and not config.quantized_count(layers):
         held = f"holds none of {layers} layers in {config.weight_bits} bits: use quantization none"
         share = f"quantized_fraction {config.quantized_fraction:g}"

@@ -21,8 +21,9 @@ from qlora_sweep.search_spaces.config import TrialConfig
 from qlora_sweep.search_spaces.errors import InputError
 from qlora_sweep.sweep.data.collation import INPUT, MASK, split
 from qlora_sweep.sweep.finetuning.protocol import TrainingJob
+from qlora_sweep.sweep.training.images import stacked
 from qlora_sweep.sweep.training.preference import Collate, Paired, of_pairs
-from qlora_sweep.sweep.training.step import full_rows_in_turn, random_rows, stacked
+from qlora_sweep.sweep.training.step import full_rows_in_turn, random_rows
 
 
 @dataclass(eq=False)
@@ -112,7 +113,7 @@ def rows_of(job: TrainingJob, model: PeftModel) -> TrainingRows:
             return TrainingRows(Ordered(pairs, config.samples_per_step, job.seed), stacked_pairs)
         repeated: Any = Subset(random, [index % len(random) for index in range(count)])  # type: ignore[arg-type]
         ordered = Ordered(repeated, config.samples_per_step, job.seed)
-        return TrainingRows(ordered, full_rows_in_turn(config))
+        return TrainingRows(ordered, full_rows_in_turn(config, model.config))
     # Only texts need `datasets`, which takes a second to import.
     from qlora_sweep.sweep.data.batches import loss_left, training_rows
     from qlora_sweep.sweep.data.collation import LENGTH, Collator

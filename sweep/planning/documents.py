@@ -27,6 +27,7 @@ from qlora_sweep.sweep.planning.backwards import (
 )
 from qlora_sweep.sweep.planning.calibrating import Lessons
 from qlora_sweep.sweep.planning.candidates import speed_ratio
+from qlora_sweep.sweep.planning.images import ImagePlan
 from qlora_sweep.sweep.planning.plan import GpuPlan, PlanComparison, WhatIf
 from qlora_sweep.sweep.planning.survey import ShapeTable, Survey
 from qlora_sweep.sweep.predict.forecast import Evidence, Forecast
@@ -208,6 +209,8 @@ def gpu_document(plan: GpuPlan) -> dict[str, Any]:
     if plan.survey is not None:
         document |= _survey(plan, plan.survey)
     document["what_ifs"] = list(map(_what_if, plan.what_ifs))
+    if plan.images is not None:
+        document["images"] = _images(plan.images)
     document["bills"] = _bills(plan.bills)
     if plan.shown is not None:
         document |= epoch_document(plan.shown, plan.bills)
@@ -251,6 +254,28 @@ def _what_if(change: WhatIf) -> dict[str, Any]:
         "peak_change_bytes": change.memory_change_bytes,
         **_of(change.forecast, "tokens_per_second", "peak_allocated_bytes"),
     }
+
+
+def _images(images: ImagePlan) -> dict[str, Any]:
+    """Return what images of several sizes take, rows keeping their text."""
+    document: dict[str, Any] = {
+        **_of(images.seen, "side", "patches", "tokens"),
+        "is_fixed": images.is_fixed,
+        "by_size": [
+            {
+                "image_size": side,
+                "seq_len": forecast.config.seq_len,
+                **_fit(forecast),
+                **_of(forecast, "peak_allocated_bytes", "tokens_per_second"),
+            }
+            for side, forecast in images.by_side.items()
+        ],
+        "largest": None,
+    }
+    if images.largest is not None:
+        sure, possible = images.largest
+        document["largest"] = {"sure": sure, "possible": possible}
+    return document
 
 
 def _table(table: ShapeTable) -> dict[str, Any]:

@@ -43,6 +43,7 @@ from qlora_sweep.sweep.planning.candidates import (
     speed_order,
     speed_ratio,
 )
+from qlora_sweep.sweep.planning.images import ImagePlan, plan_images
 from qlora_sweep.sweep.planning.survey import (
     LargestBatch,
     ShapeTable,
@@ -157,6 +158,8 @@ class GpuPlan:
     """Of the space; None where one configuration is asked about."""
     what_ifs: tuple[WhatIf, ...] = ()
     """Single changes of the shown configuration, the most useful first."""
+    images: ImagePlan | None = None
+    """Other sizes of its images; None where it has none."""
     asked: PlanOptions = NOT_ASKED
     way: str = ""
     """How many of the GPU train together, and how, where that is asked."""
@@ -277,7 +280,9 @@ def plan_gpu(
     if shown is None:
         return plan
     bills = bill_offers(shown, work=work, offers=offers)
-    return replace(plan, bills=bills, what_ifs=what_ifs(shown, progress=progress))
+    changes = what_ifs(shown, progress=progress)
+    images = plan_images(shown, is_exact=survey is None, progress=progress)
+    return replace(plan, bills=bills, what_ifs=changes, images=images)
 
 
 def what_ifs(shown: Forecast, *, progress: Progress = silent) -> tuple[WhatIf, ...]:

@@ -143,6 +143,10 @@ Rank = Annotated[int | None, Option("--rank", "--lora-rank", help="Rank of the a
 TargetModules = Annotated[str | None, Option(help="qv, attention, all-linear, or names.")]
 MicroBatch = Annotated[int | None, Option(help="Sequences in one pass of one GPU.")]
 SeqLen = Annotated[int | None, Option(help="Tokens in a sequence.")]
+ImageSize = Annotated[
+    int | None,
+    Option(metavar="PIXELS", help="Side of the image in each sequence, of a model that sees."),
+]
 ComputeDtype = Annotated[str | None, Option(help=f"{listed(COMPUTE_DTYPES)}.")]
 Quantization = Annotated[str | None, Option(help=f"{listed(QUANTIZATIONS)}.")]
 Trainer = Annotated[

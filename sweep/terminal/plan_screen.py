@@ -34,6 +34,7 @@ from qlora_sweep.sweep.planning.backwards import (
 )
 from qlora_sweep.sweep.planning.calibrating import CalibrationTrial, Lessons
 from qlora_sweep.sweep.planning.documents import pairs_per_second
+from qlora_sweep.sweep.planning.images import ImagePlan
 from qlora_sweep.sweep.planning.plan import (
     GENERATION,
     GpuPlan,
@@ -376,7 +377,9 @@ def _facts(plan: GpuPlan, shown: Forecast, bill: Bill | None) -> Iterator[Fact]:
     speed = shown.tokens_per_second
     yield "settings", _but(plan_details.settings(shown.config))
     whole = plan.forecaster.model.part_of
-    if whole is not None:
+    if plan.images is not None:
+        yield from _images(plan.images)
+    elif whole is not None:
         beside = "its other parts, as a vision tower, are not loaded and not counted"
         yield "model", f"the text decoder of a {whole}: {beside}"
     by = "published advice"
@@ -409,6 +412,34 @@ def _facts(plan: GpuPlan, shown: Forecast, bill: Bill | None) -> Iterator[Fact]:
     quality = quality_in_words(forecast.config for forecast in answers)
     if quality:
         yield "quality", quality
+
+
+def _images(images: ImagePlan) -> Iterator[Fact]:
+    """Yield what a row's image is, and what others would take in its place."""
+    seen = images.seen
+    patches = f"{seen.patches:,} patches go through a frozen vision tower in 16 bits"
+    tokens = f"{seen.tokens:,} tokens of its row; its {patches}"
+    if images.is_fixed:
+        yield "images", f"each is resized to {seen.side:,} px, {tokens}"
+    else:
+        yield "images", f"one of {seen.side:,} px is {tokens}"
+    words: list[str] = []
+    too_large: list[int] = []
+    for side, forecast in images.by_side.items():
+        if forecast.fit is Fit.NO:
+            too_large.append(side)
+        else:
+            words.append(f"{side:,} px: {units.gib(forecast.peak_allocated_bytes)}")
+    if too_large:
+        words.append(f"from {min(too_large):,} px on nothing fits")
+    if words:
+        yield "by image", f"{', '.join(words)} (--image-size; as much text beside it)"
+    if images.largest is not None:
+        sure, possible = images.largest
+        fits = f"{sure:,} px fits" if sure else "none fits"
+        if possible > sure:
+            fits += f", {possible:,} px may"
+        yield "largest", f"image of this batch, on a row with as much text: {fits}"
 
 
 def _but(words: Sequence[str]) -> str:

@@ -24,6 +24,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from torch._dynamo.callback import callback_handler
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from qlora_sweep.search_spaces.config import TrialConfig
 from qlora_sweep.search_spaces.errors import InputError, did_you_mean
@@ -36,7 +37,14 @@ from qlora_sweep.sweep.training.experts import (
     show_shapes,
     weight_names,
 )
-from qlora_sweep.sweep.training.model import DTYPES, LINEAR, BaseModel, decoder_layers
+from qlora_sweep.sweep.training.model import (
+    DTYPES,
+    LINEAR,
+    BaseModel,
+    decoder_layers,
+    vision_modules,
+    vision_pattern,
+)
 from qlora_sweep.sweep.training.process_group import GatheredWeights, build_shares
 
 _SHAPES_MAX = 1_000_000
@@ -83,6 +91,12 @@ class Attached:
     """What was seen of a packed weight that is put together from shares."""
     compilation: Compilation | None = None
     """What the compiler did; None where nothing is compiled."""
+    seen_patches: int = 0
+    """That went through what sees."""
+
+    def note_seen(self, _module: Any, _inputs: Any, output: Any) -> None:
+        """Count the patches of a forward pass of the tower."""
+        self.seen_patches += output.last_hidden_state[..., 0].numel()
 
     def trainable_parameters(self) -> list[torch.nn.Parameter]:
         """Return the adapters' parameters."""
@@ -116,6 +130,9 @@ def attached(base: BaseModel, config: TrialConfig) -> Iterator[Attached]:
             undo.enter_context(recomputed(base.model, layers, chosen))
             for index, layer in enumerate(layers):
                 _note_recomputing(layer, result.recomputed, index)
+        if config.image_size is not None:
+            tower, *_ = vision_modules(base.model)
+            undo.callback(tower.register_forward_hook(result.note_seen).remove)
         if config.compile:
             compiling = compiled(layers, is_sharded=config.is_sharded)
             result.compilation = undo.enter_context(compiling)
@@ -143,6 +160,7 @@ def with_adapters(
         lora_dropout=config.lora_dropout,
         target_modules=target_modules(base, config),
         target_parameters=target_parameters(base, config),
+        exclude_modules=vision_pattern(base.model),
         **options,
     )
     asked = lora.target_modules
@@ -174,7 +192,12 @@ def target_modules(base: BaseModel, config: TrialConfig) -> str | list[str]:
     wanted = resolve_targets(config, base.spec)
     if wanted == ("all-linear",):
         return "all-linear"
-    names = [name for name, module in base.model.named_modules() if isinstance(module, LINEAR)]
+    sees = set(map(id, vision_modules(base.model)))
+    names = [
+        name
+        for name, module in base.model.named_modules()
+        if isinstance(module, LINEAR) and id(module) not in sees
+    ]
     of_experts = _expert_weights(base.model)
     suffixes = sorted({name.rpartition(".")[2] for name in names} | of_experts)
     found = []
@@ -240,11 +263,24 @@ def recompute(
     no gradient of the embedding's output, which transformers asks for.
     """
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    if first_trained(layers):
-        model.disable_input_require_grads()
+    keep_nothing_before(model, layers)
     layer: Any
     for index, layer in enumerate(layers):
         layer.gradient_checkpointing = index in chosen
+
+
+def keep_nothing_before(model: PreTrainedModel, layers: Sequence[torch.nn.Module]) -> None:
+    """Let nothing be kept for the backward pass of what is before the first adapter.
+
+    Of a model that sees, transformers asks for the gradient of the patches too, by which the frozen
+    tower would keep all that it computes, or compute it twice.
+    """
+    if first_trained(layers) or vision_pattern(model) is not None:
+        model.disable_input_require_grads()
+    module: Any
+    for module in vision_modules(model):
+        if isinstance(module, GradientCheckpointingLayer):
+            module.gradient_checkpointing = False
 
 
 def first_trained(layers: Sequence[torch.nn.Module]) -> int:

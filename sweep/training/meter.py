@@ -24,7 +24,7 @@ from qlora_sweep.sweep.nvml import NvmlDevice
 from qlora_sweep.sweep.training.adapters import Attached
 from qlora_sweep.sweep.training.device import Device
 from qlora_sweep.sweep.training.experts import shape_of
-from qlora_sweep.sweep.training.model import LINEAR, weights_of
+from qlora_sweep.sweep.training.model import LINEAR, vision_modules, weights_of
 
 NEIGHBOUR_BYTES = 2**30
 """So much taken by others since a trial began is a neighbour's: this process's own libraries load
@@ -429,7 +429,11 @@ def _multiplied(attachment: Attached, text: PreTrainedConfig) -> Iterator[tuple[
         share = routed / count
     modules = dict(attachment.model.named_modules())
     experts = tuple(f"{name}." for name in modules if name.rpartition(".")[2] == "experts")
+    # What sees multiplies patches, and not tokens.
+    sees = set(map(id, vision_modules(attachment.model.get_base_model())))
     for name, module in modules.items():
+        if id(module) in sees:
+            continue
         if isinstance(module, LINEAR):
             part = share if name.startswith(experts) else 1
             yield name, None if part is None else weights_of(module) * part

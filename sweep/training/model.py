@@ -21,6 +21,7 @@ from peft import PeftModel, prepare_model_for_kbit_training
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     BitsAndBytesConfig,
     PretrainedConfig,
     PreTrainedModel,
@@ -39,9 +40,10 @@ from qlora_sweep.search_spaces.config import TrialConfig
 from qlora_sweep.search_spaces.errors import InputError, install_extra
 from qlora_sweep.search_spaces.kinds import COMPUTE_DTYPES
 from qlora_sweep.search_spaces.linears import READ_BY_CODE
-from qlora_sweep.search_spaces.models import ModelSpec
+from qlora_sweep.search_spaces.models import WHOLE, ModelSpec
 from qlora_sweep.search_spaces.quantized import KEY as STORED_KEY
 from qlora_sweep.search_spaces.space import Weights
+from qlora_sweep.search_spaces.vision import VISION, whole_config
 from qlora_sweep.storage.records import EightBitProducts
 from qlora_sweep.sweep.training.eight_bit import (
     EightBitLinear,
@@ -153,7 +155,7 @@ def build_base(
         why = refused(model, torch.cuda.get_device_capability(device))
         if why is not None:
             raise Unavailable("attention", why)
-    model.config.use_cache = False
+    model.config.use_cache = model.config.get_text_config().use_cache = False
     if config.upcast_fp32:
         upcast(model, config)
     model.requires_grad_(False)
@@ -206,7 +208,11 @@ def decoder_layers(model: PreTrainedModel) -> list[torch.nn.Module]:
     """
     count = getattr(model.config.get_text_config(), "num_hidden_layers", None)
     longest: list[torch.nn.Module] = []
-    for module in model.modules():
+    root: Any = model
+    if model.config.get_text_config() is not model.config:
+        # A tower may have as many.
+        root = model.get_decoder()
+    for module in root.modules():
         if not isinstance(module, torch.nn.ModuleList):
             continue
         layers = list(module)
@@ -310,11 +316,31 @@ def weights_of(linear: Any) -> int:
 
 
 def never_quantized(model: PreTrainedModel) -> list[str]:
-    """Return the names of what every quantized base has in 16 bits: its head, and what the model's
-    own code reads."""
-    read = READ_BY_CODE.get(model.config.model_type, ())
-    names = [name for name, _ in model.named_modules() if name.rpartition(".")[2] in read]
+    """Return the names of what every quantized base has in 16 bits: its head, what the model's own
+    code reads, and what sees for it."""
+    left = READ_BY_CODE.get(model.config.get_text_config().model_type, ())
+    kind = VISION.get(model.config.model_type)
+    if kind is not None:
+        left += kind.parts
+    names = [name for name, _ in model.named_modules() if name.rpartition(".")[2] in left]
     return [*get_keys_to_not_convert(model), *names]
+
+
+def vision_pattern(model: PreTrainedModel) -> str | None:
+    """Return a pattern of the names of all modules that see for a model's decoder; None of a
+    decoder alone."""
+    kind = VISION.get(model.config.model_type)
+    if kind is None:
+        return None
+    return rf"(.*\.)?({'|'.join(kind.parts)})(\..*)?"
+
+
+def vision_modules(model: PreTrainedModel) -> list[torch.nn.Module]:
+    """Return the modules that see for a model's decoder, the whole tower first."""
+    pattern = vision_pattern(model)
+    if pattern is None:
+        return []
+    return [module for name, module in model.named_modules() if re.fullmatch(pattern, name)]
 
 
 def _kept_modules(model: PreTrainedModel, config: TrialConfig, spec: ModelSpec) -> list[str]:
@@ -379,7 +405,11 @@ def load_pretrained(
         # What is rounded to 8 bits goes to the device layer by layer.
         arguments["device_map"] = {"": "cpu"}
     name = str(spec.path) if spec.path is not None else spec.name
-    if spec.is_part:
+    if config.image_size is not None:
+        model = AutoModelForImageTextToText.from_pretrained(
+            name, **arguments, trust_remote_code=False
+        )
+    elif spec.is_part:
         model = _load_part(name, spec, {"config": architecture_of(spec), **arguments})
     else:
         with packed_when_loaded():
@@ -408,7 +438,8 @@ def loading_arguments(
         return {"config": architecture, **common}
     kept = None
     is_partly = config.quantized_count(spec.hidden_layers) < spec.hidden_layers
-    if config.is_quantized and (is_partly or spec.model_type in READ_BY_CODE):
+    is_whole = not is_partly and config.image_size is None
+    if config.is_quantized and not (is_whole and spec.model_type not in READ_BY_CODE):
         kept = _kept_modules(_plain_skeleton(config, spec=spec), config, spec)
     return {
         "quantization_config": _bnb_config(config, kept) if config.is_4bit else None,
@@ -520,13 +551,20 @@ def skeleton(config: TrialConfig, *, spec: ModelSpec) -> PreTrainedModel:
     return model
 
 
-def architecture_of(spec: ModelSpec) -> PretrainedConfig:
+def architecture_of(spec: ModelSpec, *, sees: bool = False) -> PretrainedConfig:
     """Return a model's config as transformers reads it.
+
+    Args:
+        spec: a decoder.
+        sees: whether what sees for it is there too.
 
     Raises:
         InputError: transformers has no decoder of its type, or it is one of several models.
     """
     values = dict(spec.config)
+    values.pop(WHOLE, None)
+    if sees:
+        values = whole_config(spec)
     kind = values.pop("model_type")
     code = "code that a model brings is never run (trust_remote_code is never on)"
     if kind not in CONFIG_MAPPING_NAMES:
@@ -534,6 +572,8 @@ def architecture_of(spec: ModelSpec) -> PretrainedConfig:
             f"model type '{kind}' is none that transformers {transformers_version} has, and {code}"
         )
     architecture = AutoConfig.for_model(kind, **values)
+    if sees:
+        return architecture
     text = architecture.get_text_config()
     if text is not architecture:
         # The sizes at the top level of a config of several models would not be the decoder's.
@@ -556,9 +596,11 @@ def _plain_skeleton(config: TrialConfig, *, spec: ModelSpec) -> PreTrainedModel:
     Raises:
         InputError: the model is no text decoder.
     """
-    architecture = architecture_of(spec)
+    sees = config.image_size is not None
+    architecture = architecture_of(spec, sees=sees)
+    auto = AutoModelForImageTextToText if sees else AutoModelForCausalLM
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(
+        return auto.from_config(
             architecture,
             dtype=compute_type(config),
             attn_implementation=config.attention,

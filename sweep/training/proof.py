@@ -32,6 +32,7 @@ from qlora_sweep.sweep.training.adapters import local
 from qlora_sweep.sweep.training.eight_bit import TYPES as EIGHT_BIT_TYPES
 from qlora_sweep.sweep.training.eight_bit import EightBitLinear
 from qlora_sweep.sweep.training.experts import is_packed
+from qlora_sweep.sweep.training.images import SeeingRows
 from qlora_sweep.sweep.training.in_trl import InTrl
 from qlora_sweep.sweep.training.model import DTYPES, compute_type
 from qlora_sweep.sweep.training.preference import Preference
@@ -296,6 +297,18 @@ def _length(config: TrialConfig, seen: StepEvidence) -> str | None:
         return _other(config.seq_len, [shape[1]])
     other = _other(config.seq_len, [epoch.config.seq_len])
     return other or _other((epoch.largest.rows, epoch.largest.width), [shape])
+
+
+def _images(config: TrialConfig, seen: StepEvidence) -> str | None:
+    """The patches of an image of each row went through the tower, in every micro-batch."""
+    done = seen.loop.attached.seen_patches
+    asked = 0
+    if config.image_size is not None:
+        rows = SeeingRows(config.image_size, seen.base.config)
+        asked = rows.image.patches * config.micro_batch_size * seen.loop.micro_step
+    if done == asked:
+        return None
+    return f"{done:,} of {asked:,} patches went through the vision tower"
 
 
 def _accumulation(config: TrialConfig, seen: StepEvidence) -> str | None:
@@ -613,6 +626,7 @@ PROOFS: dict[str, Callable[[TrialConfig, StepEvidence], str | None]] = {
         config.micro_batch_size, [seen.rows / config.rows_per_sample]
     ),
     "seq_len": _length,
+    "image_size": _images,
     "effective_batch_size": _accumulation,
     "checkpoint_fraction": lambda config, seen: _layers(
         config.checkpointed_layers(len(seen.layers)), seen.loop.attached.recomputed

@@ -32,7 +32,7 @@ from accelerate.utils import (
 from peft import PeftModel
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
-from transformers import get_linear_schedule_with_warmup
+from transformers import PretrainedConfig, get_linear_schedule_with_warmup
 
 from qlora_sweep.search_spaces.config import MAX_GRAD_NORM, TrialConfig
 from qlora_sweep.search_spaces.errors import words_of
@@ -44,6 +44,7 @@ from qlora_sweep.sweep.training.adapters import Attached, local
 from qlora_sweep.sweep.training.device import Device
 from qlora_sweep.sweep.training.exceptions import DETAIL_LENGTH, requested_bytes
 from qlora_sweep.sweep.training.fitting import Fitted, fit
+from qlora_sweep.sweep.training.images import SeeingRows, stacked
 from qlora_sweep.sweep.training.in_trl import trained
 from qlora_sweep.sweep.training.model import compute_type
 from qlora_sweep.sweep.training.preference import REFERENCE
@@ -135,7 +136,8 @@ class TrainingLoop:
         else:
             size = config.micro_batch_size * config.rows_per_sample
             rows = list(random_rows(config, attached.model, seed=seed + rank()))
-            self._loaders = [self._loader(rows, size, collate) for collate in full_rows(config)]
+            kinds = full_rows(config, attached.model.config)
+            self._loaders = [self._loader(rows, size, collate) for collate in kinds]
         if config.is_on_pairs and config.reference == "precomputed":
             with_references = [list(map(self._with_reference, loader)) for loader in self._loaders]
             self._loaders = self._loaders_of(with_references)
@@ -323,11 +325,15 @@ def random_rows(config: TrialConfig, model: PeftModel, *, seed: int) -> torch.Te
     return torch.from_numpy(tokens)
 
 
-def full_rows(config: TrialConfig) -> tuple[Callable[[list[torch.Tensor]], Batch], ...]:
+def full_rows(
+    config: TrialConfig, model_config: PretrainedConfig
+) -> tuple[Callable[[list[torch.Tensor]], Batch], ...]:
     """Return what makes micro-batches of full rows as the trainer has them, those that need most
     memory first."""
     if config.is_on_pairs:
         return (stacked,)
+    if config.image_size is not None:
+        return (SeeingRows(config.image_size, model_config),)
     match config.trainer:
         case "trl" if config.micro_batch_size > 1:
             return with_a_shorter_row, stacked
@@ -336,18 +342,14 @@ def full_rows(config: TrialConfig) -> tuple[Callable[[list[torch.Tensor]], Batch
     return (stacked,)
 
 
-def full_rows_in_turn(config: TrialConfig) -> Callable[[list[torch.Tensor]], Batch]:
+def full_rows_in_turn(
+    config: TrialConfig, model_config: PretrainedConfig
+) -> Callable[[list[torch.Tensor]], Batch]:
     """Return what makes micro-batches of full rows of a training: those that need most memory come
     in its first steps, as in a trial."""
-    kinds = full_rows(config)
+    kinds = full_rows(config, model_config)
     left = itertools.repeat(kinds[0], config.accumulation_steps)
     return lambda rows: next(left, kinds[-1])(rows)
-
-
-def stacked(rows: list[torch.Tensor]) -> Batch:
-    """Return full rows as a micro-batch: there is neither padding nor a mask."""
-    tokens = torch.stack(rows)
-    return {"input_ids": tokens, "labels": tokens.clone()}
 
 
 def with_a_shorter_row(rows: list[torch.Tensor]) -> Batch:

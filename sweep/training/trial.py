@@ -17,6 +17,7 @@ from qlora_sweep.search_spaces.errors import InputError, words_of
 from qlora_sweep.search_spaces.frozen import replaced
 from qlora_sweep.search_spaces.kinds import ComputeDtype
 from qlora_sweep.search_spaces.space import MICRO_STEPS_TIMED, StepBudget
+from qlora_sweep.search_spaces.vision import tower_flops
 from qlora_sweep.storage.records import (
     NEIGHBOUR,
     OUT_OF_TIME,
@@ -608,6 +609,6 @@ class Trial:
             )
             if of_token is None:
                 return None
-            work += rows * width * of_token
+            work += rows * (width * of_token + tower_flops(config, self._base.spec))
         per_step = config.accumulation_steps * work / len(shapes)
         return per_step / self._meter.median_seconds / peak_flops

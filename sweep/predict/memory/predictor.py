@@ -241,7 +241,7 @@ class TracingPredictor(MemoryPredictor):
             values=_values(config, self._model),
             workspace_bytes=self._workspace_bytes,
             benchmark_bytes=self._benchmark_bytes,
-            is_unseen=self._is_unseen,
+            is_unseen=self._is_unseen or config.image_size is not None,
         )
 
     def _profile(self, config: TrialConfig, is_checkpointed: bool, shape: _Shape) -> Profile:

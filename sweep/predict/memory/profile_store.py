@@ -46,6 +46,7 @@ TRACED_BY = (
     "search_spaces/kinds.py",
     "search_spaces/quantized.py",
     "search_spaces/recurrent.py",
+    "search_spaces/vision.py",
     "sweep/predict/memory/allocator.py",
     "sweep/predict/memory/profiles.py",
     "sweep/predict/memory/tracing",
@@ -53,6 +54,7 @@ TRACED_BY = (
     "sweep/training/eight_bit.py",
     "sweep/training/experts.py",
     "sweep/training/grouped.py",
+    "sweep/training/images.py",
     "sweep/training/model.py",
     "sweep/training/preference.py",
 )

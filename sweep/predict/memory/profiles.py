@@ -113,11 +113,12 @@ class Structure:
 
     @property
     def key(self) -> str:
-        """What tells it apart, as JSON: the settings that shape tensors, and no others; the trainer
-        where it is another one than sweep."""
+        """What tells it apart, as JSON: the settings that shape tensors, and no others; trainer and
+        images where they are others than sweep and none."""
         shaping = {key: getattr(self.config, key) for key in TRACED_KEYS}
-        if self.config.trainer == "sweep":
-            del shaping["trainer"]
+        for key, common in (("trainer", "sweep"), ("image_size", None)):
+            if shaping[key] == common:
+                del shaping[key]
         return json.dumps([shaping, self.is_checkpointed, self.has_flash, self.is_long])
 
     @property

@@ -90,7 +90,7 @@ class Step:
     benchmark_bytes: int = 0
     """What the compiler clears between the runs of a kernel that it tries out."""
     is_unseen: bool = False
-    """Whether the model has layers of a kind of which no peak was measured."""
+    """Whether layers of a kind, or images, are in it of which no peak was measured."""
 
     @property
     def first_step_bytes(self) -> int:

@@ -18,6 +18,7 @@ from qlora_sweep.search_spaces.config import TrialConfig
 from qlora_sweep.search_spaces.errors import InputError
 from qlora_sweep.search_spaces.linears import resolve_targets
 from qlora_sweep.search_spaces.models import ModelSpec
+from qlora_sweep.search_spaces.vision import tower_of
 from qlora_sweep.sweep.predict.speed.layers import DeltaRule, Layers, Product, layers_of
 
 FP32_BYTES = 4.0
@@ -526,6 +527,33 @@ def attention_casts(layout: KernelShapes) -> Work:
     cast = _cast(layout, layout.queries + 2 * layout.keys, layout.projected)
     cast[LAUNCHES] *= 3
     return cast * ~layout.is_compiled
+
+
+_PATCH_BYTES = 60
+_INNER_BYTES = 10
+"""Read and written for each feature of a patch by a block of a vision tower beside its products:
+two norms in fp32, queries and keys turned, two residuals; an activation of the wider features."""
+_BLOCK_LAUNCHES = 45
+_ATTENTION_LAUNCHES = 4
+"""Operations of such a block, and those of them that come once for each image."""
+
+
+def tower(layout: KernelShapes) -> tuple[Work, Work, Work]:
+    """The forward pass of a frozen vision tower: its products, its attention, and all else."""
+    work = np.zeros((3, 3, len(layout.configs)))
+    for column, config in enumerate(layout.configs):
+        found = tower_of(config, layout.model)
+        if found is None:
+            continue
+        sizes, image = found
+        images = config.micro_batch_size
+        features = _PATCH_BYTES * sizes.width + _INNER_BYTES * sizes.inner
+        work[0, FLOPS, column] = images * sizes.product_flops(image)
+        work[1, FLOPS, column] = images * sizes.attention_flops(image)
+        work[2, BYTES, column] = images * image.patches * sizes.blocks * features
+        launches = _BLOCK_LAUNCHES + images * _ATTENTION_LAUNCHES
+        work[2, LAUNCHES, column] = sizes.blocks * launches
+    return work[0], work[1], work[2]
 
 
 def activation(layout: KernelShapes) -> Work:

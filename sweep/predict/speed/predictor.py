@@ -77,6 +77,9 @@ LOOPED_SPREAD = 0.56
 """The same where torch multiplies by one after another: nine in ten within 2.5 times, by which a
 kernel of Unsloth's is said to be faster on an A100 (https://unsloth.ai/docs/new/faster-moe, read
 2026-11-28)."""
+TOWER_SPREAD = EXPERTS_SPREAD
+"""The same of a step in which a vision tower sees images, as no such step was measured: as much as
+of experts before any of those was."""
 FACTOR_SPREAD: dict[Factor, float] = {
     "matmul": 0.1,
     "eight_bit": EIGHT_BIT_SPREAD,
@@ -215,7 +218,13 @@ def has_linear_attention(model: ModelSpec) -> bool:
 
 def type_spreads(configs: Sequence[TrialConfig], *, model: ModelSpec, gpu: GpuSpec) -> Array:
     """Return the standard deviation of what log seconds of steps may be off by, because no step of
-    the model's type was measured; 0 where some were."""
+    the model's type was measured, or none with images; 0 where some were."""
+    sees = np.array([config.image_size is not None for config in configs])
+    of_type = _spreads_of_type(configs, model=model, gpu=gpu)
+    return np.where(sees, np.maximum(of_type, TOWER_SPREAD), of_type)
+
+
+def _spreads_of_type(configs: Sequence[TrialConfig], *, model: ModelSpec, gpu: GpuSpec) -> Array:
     kinds = layers_of(model)
     if isinstance(kinds, InputError) or kinds[0].walked is None:
         return np.zeros(len(configs))

@@ -27,6 +27,7 @@ from qlora_sweep.search_spaces.linears import (
     training_flops_per_token,
 )
 from qlora_sweep.search_spaces.models import ModelSpec
+from qlora_sweep.search_spaces.vision import tower_flops
 from qlora_sweep.sweep.predict.speed import kernels
 from qlora_sweep.sweep.predict.speed.kernels import (
     BYTES,
@@ -436,6 +437,9 @@ def _ends(layout: KernelShapes) -> Work:
     )
     loss = np.where(in_chunks, _loss_in_chunks(layout), loss)
     ends[TERMS.index("loss")] = np.where(in_tiles, _loss_in_tiles(layout), loss)
+    of_tower: tuple[Term, ...] = ("matmul", "attention", "elementwise")
+    for term, work in zip(of_tower, kernels.tower(layout), strict=True):
+        ends[TERMS.index(term)] += work
     return ends
 
 
@@ -513,4 +517,6 @@ def model_flops(layout: KernelShapes) -> Sizes:
         seq_len=layout.seq_len,
         references=layout.references,
     )
-    return layout.micro_batches * layout.tokens * per_token
+    of_row = layout.sizes(lambda config: tower_flops(config, layout.model))
+    rows = layout.tokens / layout.seq_len
+    return layout.micro_batches * (layout.tokens * per_token + rows * of_row)

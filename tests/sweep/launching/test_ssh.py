@@ -352,6 +352,8 @@ def test_a_study_is_installed_run_stopped_and_fetched(
         said = []
         for line in run.stderr:
             said.append(line)
+            # Shown where the test runs out of time.
+            print(line, end="")
             if "trial 0 (1 of 40): fits" in line:
                 run.send_signal(signal.SIGINT)
         document = json.loads(run.stdout.read())

@@ -10,9 +10,10 @@ import torch
 from qlora_sweep.search_spaces.config import TrialConfig
 from qlora_sweep.sweep.data.collation import Collator
 from qlora_sweep.sweep.training.adapters import attached
+from qlora_sweep.sweep.training.images import stacked
 from qlora_sweep.sweep.training.in_trl import InTrl
 from qlora_sweep.sweep.training.model import build_base
-from qlora_sweep.sweep.training.step import TrainingLoop, stacked, with_a_shorter_row
+from qlora_sweep.sweep.training.step import TrainingLoop, with_a_shorter_row
 
 CPU = torch.device("cpu")
 

@@ -39,9 +39,10 @@ from qlora_sweep.search_spaces.config import TrialConfig
 from qlora_sweep.search_spaces.errors import InputError, in_percent, words_of
 from qlora_sweep.search_spaces.frozen import replaced
 from qlora_sweep.search_spaces.linears import LEAST_QUANTIZED_SHARE
-from qlora_sweep.search_spaces.models import ModelSpec
+from qlora_sweep.search_spaces.models import WHOLE, ModelSpec
 from qlora_sweep.search_spaces.quantized import of_chosen_layers, unquantized_of_layer
 from qlora_sweep.search_spaces.recurrent import recurrent_kind
+from qlora_sweep.search_spaces.vision import vision_kind, whole_config
 from qlora_sweep.sweep.predict.memory.allocator import CachingAllocator
 from qlora_sweep.sweep.predict.memory.profiles import (
     NEIGHBOURS,
@@ -51,7 +52,7 @@ from qlora_sweep.sweep.predict.memory.profiles import (
     alive,
     coefficients,
 )
-from qlora_sweep.sweep.predict.memory.tracing import fused, recurrent
+from qlora_sweep.sweep.predict.memory.tracing import fused, recurrent, vision
 from qlora_sweep.sweep.predict.memory.tracing.stand_ins import Linear4bit, Params4bit
 from qlora_sweep.sweep.predict.memory.tracing.walk import (
     PlainLoop,
@@ -136,6 +137,7 @@ def _traced(spec: ModelSpec, structure: Structure) -> dict[str, Any]:
             chunk_tokens=symbols.c,
         ),
         recurrent.kernels(base.model, recurrent_kind(spec), chunks=symbols.n),
+        vision.known_images(base.model, config.image_size),
     ):
         target = _attach(base, config, symbols)
         if config.compile:
@@ -190,7 +192,7 @@ _known_symbols = cache(Symbols)
 
 def _excerpt_of(spec: ModelSpec, config: TrialConfig) -> Excerpt:
     """Return the layers that tell all of a model with a configuration's adapters."""
-    part = excerpt(spec)
+    part = excerpt(spec, sees=config.image_size is not None)
     if recurrent_kind(spec) is None:
         # Each layer attends, and has adapters.
         return part
@@ -309,7 +311,7 @@ class Excerpt:
     """By how many tokens a tensor may be longer or shorter than the sequence."""
 
 
-def excerpt(spec: ModelSpec, *, first_trained: int = 0) -> Excerpt:
+def excerpt(spec: ModelSpec, *, first_trained: int = 0, sees: bool = False) -> Excerpt:
     """Choose the first layer that is trained, the last, and between them one of each kind.
 
     The first differs because nothing before it is trained, so that no gradient goes past it; the
@@ -320,12 +322,15 @@ def excerpt(spec: ModelSpec, *, first_trained: int = 0) -> Excerpt:
     Args:
         spec: the model.
         first_trained: number of the first layer with an adapter.
+        sees: whether its tower is there too, to whose output some layers' is added.
 
     Raises:
         InputError: transformers has no such decoder.
         ValueError, KeyError, TypeError: it cannot read the config.
     """
     config = architecture_of(spec)
+    vision = vision_kind(spec) if sees else None
+    added = 0 if vision is None else vision.added_layers(whole_config(spec))
     values = config.to_dict()
     count = int(config.num_hidden_layers)
     lists = {k: v for k, v in values.items() if isinstance(v, list) and len(v) == count}
@@ -340,7 +345,7 @@ def excerpt(spec: ModelSpec, *, first_trained: int = 0) -> Excerpt:
     stands_for = [0] * count
     for layer in range(count):
         kind = str(layer)
-        if not is_each_its_own:
+        if not is_each_its_own and layer >= added:
             own = [column[layer] for column in lists.values()]
             kind = repr([own, unquantized_of_layer(left, layer)])
         stands_for[layer] = layer
@@ -361,6 +366,10 @@ def excerpt(spec: ModelSpec, *, first_trained: int = 0) -> Excerpt:
     if isinstance(rope, dict) and (static := _static(rope)) != rope:
         reduced |= {"rope_parameters": static, "rope_scaling": None}
     windows = [values.get("sliding_window"), values.get("attention_chunk_size")]
+    if vision is not None:
+        whole = whole_config(spec)
+        reduced[WHOLE] = {**whole, "text_config": {**whole["text_config"], **reduced}}
+        values = {**values, WHOLE: architecture_of(spec, sees=True).to_dict()}
     return Excerpt(
         spec=dataclasses.replace(spec, config={**spec.config, **reduced}),
         positions=tuple(map(chosen.index, stands_for)),
@@ -414,7 +423,7 @@ def build_base(config: TrialConfig, spec: ModelSpec) -> BaseModel:
     model = skeleton(traced, spec=spec)
     if traced.is_8bit_compute:
         compute_in_8_bits(model, traced.compute_dtype)
-    model.config.use_cache = False
+    model.config.use_cache = model.config.get_text_config().use_cache = False
     if traced.upcast_fp32:
         upcast(model, traced)
     model.requires_grad_(False)

@@ -55,8 +55,9 @@ from qlora_sweep.sweep.predict.memory.profiles import (
     TapeEntry,
 )
 from qlora_sweep.sweep.predict.memory.tracing.stand_ins import Cuda
+from qlora_sweep.sweep.predict.memory.tracing.vision import image_inputs
 from qlora_sweep.sweep.training import preference
-from qlora_sweep.sweep.training.adapters import first_trained
+from qlora_sweep.sweep.training.adapters import keep_nothing_before
 from qlora_sweep.sweep.training.eight_bit import changed
 from qlora_sweep.sweep.training.model import compute_type
 
@@ -64,7 +65,11 @@ Event = tuple[int, bool]
 """A storage's number, and whether it was born (or died)."""
 
 _READ = torch.ops.aten._local_scalar_dense.default
-_TRUTHS = {torch.ops.aten.all: True, torch.ops.aten.any: False}
+_TRUTHS = {
+    torch.ops.aten.all: True,
+    torch.ops.aten._is_all_true: True,
+    torch.ops.aten.any: False,
+}
 """What model code finds when it asks a full batch's mask: all of it counts, nothing is odd."""
 
 _SCRATCH = frozenset({torch.ops.aten._softmax_backward_data.default})
@@ -290,7 +295,7 @@ def walk(target: Traceable, symbols: Symbols, structure: Structure) -> Walk:
     ledger = StorageCounter(
         ignored=list(itertools.chain(target.model.parameters(), target.model.buffers())),
         layers=len(target.layers),
-        is_odd=symbols.is_unexplained,
+        is_odd=lambda size: config.image_size is None and symbols.is_unexplained(size),
     )
     # transformers is to find several texts in a packed row, whose positions have no values to say.
     found: list[tuple[Any, str, Any]] = []
@@ -306,6 +311,8 @@ def walk(target: Traceable, symbols: Symbols, structure: Structure) -> Walk:
         batch = {"input_ids": tokens, "labels": torch.empty_like(tokens)}
         if is_packed:
             batch["position_ids"] = torch.empty_like(tokens)
+        if config.image_size is not None:
+            batch |= image_inputs(target.base, config.image_size, tokens)
         if config.is_on_pairs:
             # A pass that keeps nothing comes first, which at no point needs more than this one.
             batch[preference.REFERENCE] = torch.empty(rows, device="meta")
@@ -399,8 +406,7 @@ def _checkpoint(target: Traceable, cuda: Cuda) -> None:
             "context_fn": lambda: (contextlib.nullcontext(), cuda.region()),
         }
     )
-    if first_trained(target.layers):
-        target.base.disable_input_require_grads()
+    keep_nothing_before(target.base, target.layers)
     for layer in target.layers:
         layer.gradient_checkpointing = True
 
