@@ -63,9 +63,9 @@ from qlora_sweep.sweep.training.in_trl import add_head
 from qlora_sweep.sweep.training.recurrent import refused
 
 LINEAR = (torch.nn.Linear, Conv1D)
-_ZERO_AT_FIRST = frozenset({"correct_output_scale"})
-"""Parameters that a constructor leaves at zero, by which layers before them get no gradient: of
-Gemma 3n's embeddings for each layer. A trained model's are others."""
+_ZERO_AT_FIRST = frozenset({"correct_output_scale", "mm_input_projection_weight"})
+"""Parameters that a constructor leaves at zero, by which what is before them is of no account: of
+Gemma 3n's embeddings for each layer, of what Gemma 3 sees. A trained model's are others."""
 _NEVER = (torch.nn.Embedding, torch.nn.modules.conv._ConvNd)
 DTYPES: Mapping[str, torch.dtype] = {
     name: getattr(torch, kind.torch_name) for name, kind in COMPUTE_DTYPES.items()

@@ -1,0 +1,94 @@
+"""What an image becomes in a model, and what does not go with images."""
+
+from __future__ import annotations
+
+import pytest
+
+from qlora_sweep.search_spaces.config import TrialConfig
+from qlora_sweep.search_spaces.models import ModelSpec, load_model_spec
+from qlora_sweep.search_spaces.rules import violation
+from qlora_sweep.search_spaces.vision import seen_image, tower_flops, whole_config
+
+
+def image_in(name: str, side: int) -> tuple[int, int, int]:
+    config = TrialConfig(image_size=side, seq_len=4096)
+    image = seen_image(config, load_model_spec(name))
+    assert image is not None
+    return image.side, image.patches, image.tokens
+
+
+@pytest.mark.parametrize(
+    ("side", "seen"),
+    [
+        (1024, (1024, 4096, 1024)),
+        (1200, (1216, 5776, 1444)),
+        # Smaller than its processor takes, and larger.
+        (64, (256, 256, 64)),
+        (9000, (4096, 65_536, 16_384)),
+    ],
+)
+def test_an_image_of_qwen_is_cut_into_patches(side: int, seen: tuple[int, int, int]) -> None:
+    assert image_in("qwen3-vl-8b", side) == seen
+
+
+@pytest.mark.parametrize("side", [224, 896, 1200])
+def test_an_image_of_gemma_3_is_resized(side: int) -> None:
+    assert image_in("gemma-3-4b", side) == (896, 4096, 256)
+
+
+def test_without_an_image_there_is_nothing_to_see() -> None:
+    model = load_model_spec("qwen3-vl-8b")
+    assert seen_image(TrialConfig(), model) is None
+    assert tower_flops(TrialConfig(), model) == 0
+    assert tower_flops(TrialConfig(image_size=1024), model) > 1e12
+
+
+def test_the_decoder_of_a_model_that_sees_is_what_it_was() -> None:
+    seeing, text = load_model_spec("qwen3-vl-8b"), load_model_spec("qwen3-8b")
+    sizes = ("hidden_size", "num_hidden_layers", "intermediate_size", "vocab_size")
+    assert [seeing.config[key] for key in sizes] == [text.config[key] for key in sizes]
+    assert seeing.model_type == text.model_type == "qwen3"
+    assert whole_config(seeing)["text_config"]["model_type"] == "qwen3_vl_text"
+    again = ModelSpec.from_json(seeing.to_json())
+    assert whole_config(again) == whole_config(seeing)
+
+
+def refused(model: str, **settings: object) -> str | None:
+    config = TrialConfig(**{"image_size": 1024, "seq_len": 2048, **settings})
+    found = violation(
+        config, model=load_model_spec(model), compute_capability=(8, 6), device="cuda"
+    )
+    return None if found is None else found.reason
+
+
+def test_what_goes_with_images_is_allowed() -> None:
+    assert refused("qwen3-vl-8b") is None
+    assert refused("gemma-3-4b", seq_len=1024, kernels="fused-loss", upcast_fp32=False) is None
+
+
+@pytest.mark.parametrize(
+    ("model", "settings", "said"),
+    [
+        ("mistral-7b-v0.3", {}, "is of no type whose images are known here"),
+        ("qwen3-vl-8b", {"seq_len": 1024}, "is 1,024 tokens of qwen3-vl-8b, which do not go into"),
+        ("qwen3-vl-8b", {"method": "dpo"}, "images are trained on with method sft alone"),
+        ("qwen3-vl-8b", {"trainer": "trl"}, "images are trained on with trainer sweep alone"),
+        ("qwen3-vl-8b", {"data_parallel": 2}, "with data_parallel 1 alone"),
+    ],
+)
+def test_what_does_not_is_refused_in_a_sentence(
+    model: str, settings: dict[str, object], said: str
+) -> None:
+    assert said in str(refused(model, **settings))
+
+
+def test_a_dataset_with_images_is_not_read_yet() -> None:
+    found = violation(
+        TrialConfig(image_size=1024, seq_len=2048),
+        model=load_model_spec("qwen3-vl-8b"),
+        compute_capability=(8, 6),
+        device="cuda",
+        has_dataset=True,
+    )
+    assert found is not None
+    assert "a dataset's images are not read yet" in found.reason

@@ -1,0 +1,93 @@
+"""Models that see, so small that a step takes milliseconds on a CPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from qlora_sweep.search_spaces.config import TrialConfig
+from qlora_sweep.search_spaces.models import ModelSpec, checked_config
+
+DECODER: dict[str, Any] = {
+    "num_hidden_layers": 6,
+    "hidden_size": 128,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "intermediate_size": 256,
+    "vocab_size": 512,
+    "max_position_embeddings": 4096,
+}
+QWEN: dict[str, Any] = {
+    "model_type": "qwen3_vl",
+    "image_token_id": 500,
+    "video_token_id": 501,
+    "vision_start_token_id": 502,
+    "vision_end_token_id": 503,
+    "tie_word_embeddings": False,
+    "text_config": {
+        **DECODER,
+        "model_type": "qwen3_vl_text",
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 5e6,
+            "mrope_section": [8, 4, 4],
+            "mrope_interleaved": True,
+        },
+    },
+    "vision_config": {
+        "model_type": "qwen3_vl",
+        "depth": 4,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_heads": 4,
+        "out_hidden_size": 128,
+        "deepstack_visual_indexes": [1, 2],
+        "num_position_embeddings": 256,
+        "patch_size": 16,
+        "spatial_merge_size": 2,
+        "temporal_patch_size": 2,
+    },
+}
+GEMMA: dict[str, Any] = {
+    "model_type": "gemma3",
+    "image_token_index": 500,
+    "boi_token_index": 501,
+    "eoi_token_index": 502,
+    "mm_tokens_per_image": 16,
+    "text_config": {
+        **DECODER,
+        "model_type": "gemma3_text",
+        "sliding_window": 1024,
+        "rope_theta": 1e6,
+    },
+    "vision_config": {
+        "model_type": "siglip_vision_model",
+        "num_hidden_layers": 6,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_attention_heads": 4,
+        "image_size": 224,
+        "patch_size": 14,
+        "vision_use_head": False,
+    },
+}
+"""With as many layers in its tower as in its decoder, which is not to be taken for it."""
+CONFIGS = {"qwen3_vl": QWEN, "gemma3": GEMMA}
+
+
+def seeing(kind: str) -> ModelSpec:
+    """Return a tiny model of a type that sees."""
+    return ModelSpec(f"tiny-{kind}", "directory", checked_config(CONFIGS[kind], label=kind))
+
+
+def seeing_config(**settings: Any) -> TrialConfig:
+    """Return a configuration whose rows have an image of 256 tiny pixels."""
+    usual = {
+        "image_size": 256,
+        "seq_len": 96,
+        "micro_batch_size": 2,
+        "quantization": "none",
+        "upcast_fp32": False,
+        "optimizer": "adamw_torch_fused",
+    }
+    return TrialConfig(**{**usual, **settings})
