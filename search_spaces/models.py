@@ -189,6 +189,8 @@ _PUBLISHED = dict.fromkeys(
     (
         *("gemma-3-4b", "gemma-3-12b", "gemma-3-27b"),
         *("gemma-4-e2b", "gemma-4-e4b", "gemma-4-26b-a4b", "gemma-4-31b"),
+        *("ministral-3-8b", "ministral-3-14b"),
+        *("qwen3.5-9b", "qwen3.5-27b", "qwen3.5-35b-a3b"),
     ),
     "with a vision tower: to train its text decoder download it and name the directory",
 )
