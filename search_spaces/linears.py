@@ -436,14 +436,18 @@ _WIDTHS = _by_type(
         flex_olmo gpt_oss granitemoe granitemoeshared minimax minimax_m2 mixtral olmoe phimoe
     """,
     moe_intermediate_size="""
-        deepseek_v2 deepseek_v3 glm4_moe qwen2_moe qwen3_5_moe_text qwen3_moe qwen3_next
+        deepseek_v2 deepseek_v3 glm4_moe glm4_moe_lite lfm2_moe qwen2_moe qwen3_5_moe_text qwen3_moe
+        qwen3_next
     """,
 )
 """The key of an expert's inner width, for types whose experts are gated and counted here."""
 _GATED_MATRICES = 3
-_DENSE_KEY = "first_k_dense_replace"
-_DENSE_FIRST = frozenset({"deepseek_v2", "deepseek_v3", "glm4_moe"})
-"""Types whose first layers have no experts, as many as a default says that is theirs alone."""
+_DENSE_FIRST = _by_type(
+    first_k_dense_replace="deepseek_v2 deepseek_v3 glm4_moe glm4_moe_lite",
+    num_dense_layers="lfm2_moe",
+)
+"""Types whose first layers have no experts, with the key that says how many; its default is theirs
+alone."""
 
 
 def has_experts(model: ModelSpec) -> bool:
@@ -487,9 +491,9 @@ def expert_weights(model: ModelSpec) -> int | None:
     config = model.config
     width = _size(config, _WIDTHS.get(kind))
     count = _size(config, _FUSED.get(kind))
-    if not width or not count or (kind in _DENSE_FIRST and _DENSE_KEY not in config):
+    layers = _expert_layers(model)
+    if not width or not count or layers is None:
         return None
-    layers = _expert_layers(config, model.hidden_layers)
     return layers * count * _GATED_MATRICES * model.hidden_size * width
 
 
@@ -505,12 +509,19 @@ def _routing(model: ModelSpec) -> int:
     return hidden * count + biases + int(config["num_attention_heads"])
 
 
-def _expert_layers(config: dict[str, Any], layers: int) -> int:
-    """Return how many layers have experts; the others have one feed-forward block."""
+def _expert_layers(model: ModelSpec) -> int | None:
+    """Return how many layers have experts, the others have one feed-forward block; None where the
+    config does not tell."""
+    config = model.config
     kinds = config.get("mlp_layer_types")
     if isinstance(kinds, list):
-        return sum(kind == "sparse" for kind in kinds)
-    first = config.get(_DENSE_KEY) or 0
-    step = config.get("decoder_sparse_step") or 1
+        return kinds.count("sparse")
+    first = 0
+    if model.model_type in _DENSE_FIRST:
+        key = _DENSE_FIRST[model.model_type]
+        if key not in config:
+            return None
+        first = _size(config, key)
+    step = _size(config, "decoder_sparse_step") or 1
     dense = config.get("mlp_only_layers") or ()
-    return sum((i + 1) % step == 0 and i not in dense for i in range(first, layers))
+    return sum((i + 1) % step == 0 and i not in dense for i in range(first, model.hidden_layers))

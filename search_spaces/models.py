@@ -191,6 +191,8 @@ _PUBLISHED = dict.fromkeys(
     (
         *("gemma-3-4b", "gemma-3-12b", "gemma-3-27b"),
         *("gemma-4-e2b", "gemma-4-e4b", "gemma-4-26b-a4b", "gemma-4-31b"),
+        *("ministral-3-8b", "ministral-3-14b"),
+        *("qwen3.5-9b", "qwen3.5-27b", "qwen3.5-35b-a3b"),
     ),
     "with a vision tower: to train its text decoder download it and name the directory",
 )
@@ -604,7 +606,9 @@ def _check_sizes(config: dict[str, Any], *, label: str) -> None:
         raise InputError(f"{label}: {SCORE_CAP} must be a number above 0 or null, got {quote(cap)}")
     hidden = config["hidden_size"]
     heads = config["num_attention_heads"]
-    if config.get("head_dim") is None and hidden % heads:
+    # Latent attention says the widths of its heads in keys of its own.
+    is_latent = config.get("kv_lora_rank") is not None
+    if config.get("head_dim") is None and not is_latent and hidden % heads:
         of = f"num_attention_heads {heads}, and there is no head_dim"
         raise InputError(f"{label}: hidden_size {hidden} is not a multiple of {of}")
     keys = config.get("num_key_value_heads") or heads

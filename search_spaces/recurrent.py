@@ -81,12 +81,20 @@ RECURRENT: Mapping[str, RecurrentKind] = {
     kind: layers for layers, kinds in _TYPES.items() for kind in kinds.split()
 }
 """By model type."""
+_ATTENDING = frozenset({"attention", "full_attention"})
+"""Kinds of layers that attend to all tokens, as configs name them."""
 STATEFUL = RECURRENT.keys() | {"inkling_text", "minimax", "recurrent_gemma", "rwkv", "xlstm"}
 """Types whose layers carry something from token to token that no attention mask stops."""
 
 
 def recurrent_kind(model: ModelSpec) -> RecurrentKind | None:
-    """Return the kind of a model's recurrent layers; None where its type has none that is known."""
+    """Return the kind of a model's recurrent layers; None where it has none that is known.
+
+    Of a type with such layers a model may be without: every layer of Granite 4.0 Micro attends.
+    """
+    layers = model.config.get("layer_types")
+    if isinstance(layers, list) and _ATTENDING.issuperset(layers):
+        return None
     return RECURRENT.get(model.model_type)
 
 

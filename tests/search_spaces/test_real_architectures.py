@@ -13,6 +13,7 @@ import pytest
 
 from qlora_sweep.search_spaces.config import TrialConfig, parse_config
 from qlora_sweep.search_spaces.linears import (
+    expert_weights,
     linear_shapes,
     lora_parameters,
     parameters,
@@ -40,6 +41,9 @@ def _built(spec: ModelSpec, targets: Sequence[str]) -> dict[str, Any]:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**deepcopy(spec.config)))
         total = sum(p.numel() for p in model.parameters())
+        # All experts of a layer are one tensor.
+        stacked = [p for name, p in model.named_parameters() if "experts." in name and p.dim() == 3]
+        experts = sum(p.numel() for p in stacked)
         linears = {
             path.rsplit(".", 1)[-1]: (layer.in_features, layer.out_features)
             for path, layer in model.named_modules()
@@ -47,7 +51,7 @@ def _built(spec: ModelSpec, targets: Sequence[str]) -> dict[str, Any]:
         }
         adapted = get_peft_model(model, LoraConfig(r=16, target_modules=list(targets)))
     trained = sum(p.numel() for p in adapted.parameters() if p.requires_grad)
-    return {"total": total, "linears": linears, "trained": trained}
+    return {"total": total, "experts": experts, "linears": linears, "trained": trained}
 
 
 @pytest.mark.slow
@@ -59,9 +63,11 @@ def test_counts_and_modules_agree_with_the_real_model(index: int, spec: ModelSpe
     config = _config(spec, index)
     real = _built(spec, resolve_targets(config, spec))
     assert parameters(spec) == real["total"]
+    assert expert_weights(spec) in (None, real["experts"])
     if linear_shapes(spec) is not None:
         assert linear_shapes(spec) == real["linears"]
         assert lora_parameters(config, spec) == real["trained"]
     else:
-        # What takes an adapter is known by name alone.
-        assert set(resolve_targets(config, spec)) <= set(real["linears"])
+        # What takes an adapter is known by name alone, or by the end of its path.
+        ends = {target.rpartition(".")[2] for target in resolve_targets(config, spec)}
+        assert ends <= set(real["linears"])

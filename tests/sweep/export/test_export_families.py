@@ -77,7 +77,8 @@ def test_peft_puts_the_adapters_of_its_file_where_the_trial_had_them(
 
     spec = dataclasses.replace(spec_of(family), source="shipped")
     # Some have one matrix for queries, keys and values, or several for queries.
-    named = [("o_proj",), target_sets(spec)["attention"][:1]]
+    attention = target_sets(spec)["attention"]
+    named = [attention[-1:], attention[:1]]
     for targets in (*target_sets(spec), *named):
         config = tiny_config(lora_rank=4, lora_alpha=6.0, target_modules=targets)
         (tmp_path / "adapter_config.json").write_text(
