@@ -153,6 +153,7 @@ def cases_of(record: Record) -> dict[str, str]:
         "checkpoint_fraction": "all or none",
         "upcast_fp32": str(config.upcast_fp32),
         "trainer": "",
+        "image_size": "",
         "model": "whole",
         "method": config.method,
         "loss_type": "sigmoid",
@@ -187,6 +188,8 @@ def cases_of(record: Record) -> dict[str, str]:
             cases["checkpoint_fraction"] = "each n-th"
     if config.has_head_of_trl:
         cases["trainer"] = "in TRL"
+    if config.image_size is not None:
+        cases["image_size"] = "images"
     if PART_OF in record.model.config:
         cases["model"] = "part"
     elif config.is_4bit and record.model.has_experts:

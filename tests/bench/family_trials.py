@@ -100,12 +100,13 @@ class CastingAsCuda(TorchFunctionMode):
             policy = _POLICIES.get(func)
             if policy == "fp32":
                 args = tuple(map(_widened, args))
+                options = {name: _widened(value) for name, value in options.items()}
             elif policy == "fp32_result" and _widened(args[0]) is not args[0]:
                 options.setdefault("dtype", torch.float32)
         return func(*args, **options)
 
 
-def _cast_where_recomputed(base: BaseModel) -> None:
+def cast_where_recomputed(base: BaseModel) -> None:
     """Have layers cast as on a GPU in the backward pass, too, which leaves all modes."""
 
     def casting(forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -351,7 +352,7 @@ def _peaks(configs: list[TrialConfig], spec: ModelSpec, place: Workplace) -> lis
         base = stack.enter_context(_base(configs[0], spec, place.device))
         if place.device == "cpu":
             stack.enter_context(CastingAsCuda())
-            _cast_where_recomputed(base)
+            cast_where_recomputed(base)
         for config in configs:
             outcome = _outcome(base, config, place)
             peaks.append(outcome.measurement.peak_allocated_bytes)

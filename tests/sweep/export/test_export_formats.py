@@ -207,7 +207,7 @@ def test_no_setting_is_dropped_without_a_word(format: str) -> None:
 
 
 def test_every_setting_is_tried() -> None:
-    assert OTHER.keys() | OF_PAIRS.keys() | {"method", "trainer"} == set(CONFIG_KEYS)
+    assert OTHER.keys() | OF_PAIRS.keys() | {"method", "trainer", "image_size"} == set(CONFIG_KEYS)
 
 
 @pytest.mark.parametrize("config", [TrialConfig(lora_rank=64), TrialConfig(method="dpo")])
@@ -429,6 +429,14 @@ def test_no_two_exports_share_an_output_directory() -> None:
     places = {read(text, format=format)["output_dir"] for text, format in made}
     assert len(places) == len(made)
     assert all(Path(place).parts[0] == "outputs" and ".." not in place for place in places)
+
+
+@pytest.mark.parametrize("format", ["script", "peft", "trl", "axolotl", "llama-factory", "unsloth"])
+def test_no_file_trains_on_texts_what_was_measured_with_images(format: str) -> None:
+    study = a_study(BASE.changed(image_size=512))
+    with pytest.raises(InputError, match="rows with images were measured"):
+        exported(study, format=format)
+    assert json.loads(exported(study, format="json").text)["config"]["image_size"] == 512
 
 
 def test_a_decoder_that_is_stored_with_others_is_no_other_trainers() -> None:

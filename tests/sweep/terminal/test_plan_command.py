@@ -649,3 +649,50 @@ def test_a_model_that_cannot_be_walked_says_first_that_its_speed_is_unknown(
     for more in ({}, {"is_exact": True, "configuration": {"quantization": "none"}}):
         with pytest.raises(InputError, match=r"^speed unknown for .* module 'y' loops"):
             ask.shown(**typed, **more)
+
+
+# Images
+
+SEEING: dict[str, Any] = {"space": "a10", "model": "qwen3-vl-8b", "is_exact": True}
+OF_1200 = {"image_size": 1200, "micro_batch_size": 4, "seq_len": 2048}
+
+
+def test_which_size_of_image_fits_is_said(ask: Asked) -> None:
+    """Imagined memory grows with the row alone, which keeps its text beside any image."""
+    images = ask.document(**SEEING, configuration=OF_1200)["images"]
+    assert (images["side"], images["patches"], images["tokens"]) == (1216, 5776, 1444)
+    text = 2048 - 1444
+    for other in images["by_size"]:
+        assert other["seq_len"] == text + (other["image_size"] // 32) ** 2
+        if other["image_size"] <= images["largest"]["sure"]:
+            assert other["fits"]
+        if other["image_size"] > images["largest"]["possible"]:
+            assert not other["fits"]
+    largest = images["largest"]["sure"]
+    for side, is_sure in ((largest, True), (largest + 32, False)):
+        sized = {**OF_1200, "image_size": side, "seq_len": text + (side // 32) ** 2}
+        found = ask.document(**SEEING, configuration=sized)
+        assert (found["fits"] and found["fits_certainty"] == "sure") is is_sure
+    words = ask.words(**SEEING, configuration=OF_1200)
+    assert "one of 1,216 px is 1,444 tokens of its row; its 5,776 patches go through" in words
+    assert f"on a row with as much text: {largest:,} px fits" in words
+
+
+def test_where_every_image_is_resized_there_is_one_size(ask: Asked) -> None:
+    typed = {**SEEING, "model": "gemma-3-4b", "configuration": {**OF_1200, "seq_len": 512}}
+    images = ask.document(**typed)["images"]
+    assert (images["is_fixed"], images["by_size"], images["largest"]) == (True, [], None)
+    assert "each is resized to 896 px, 256 tokens of its row" in ask.words(**typed)
+
+
+def test_a_plan_of_texts_says_nothing_of_images(ask: Asked) -> None:
+    typed = {**SEEING, "configuration": {"seq_len": 2048}}
+    assert "images" not in ask.document(**typed)
+    assert "its other parts, as a vision tower, are not loaded" in ask.words(**typed)
+
+
+def test_images_that_do_not_go_into_a_row_are_refused_in_a_sentence(ask: Asked) -> None:
+    typed = {**SEEING, "configuration": {**OF_1200, "seq_len": 1024}}
+    assert "1,444 tokens of qwen3-vl-8b, which do not go into seq_len 1024" in ask.words(**typed)
+    typed["model"] = "mistral-7b-v0.3"
+    assert "is of no type whose images are known here" in ask.words(**typed)

@@ -345,7 +345,9 @@ def excerpt(spec: ModelSpec, *, first_trained: int = 0, sees: bool = False) -> E
     stands_for = [0] * count
     for layer in range(count):
         kind = str(layer)
-        if not is_each_its_own and layer >= added:
+        # The first after those to which something is added finds what they alone have left.
+        is_plain = added == 0 or layer > added
+        if is_plain and not is_each_its_own:
             own = [column[layer] for column in lists.values()]
             kind = repr([own, unquantized_of_layer(left, layer)])
         stands_for[layer] = layer
