@@ -38,13 +38,15 @@ class Tower:
     blocks: int
     width: int
     inner: int
-    """Width between the two matrices of its feed-forward block."""
+    """Width between the matrices of its feed-forward block."""
     projected: int
     """Weights of what makes its output as wide as the decoder, of one token."""
+    feed_forward: int = 2
+    """Matrices of that block: a gated one has three."""
 
     def product_flops(self, image: SeenImage) -> float:
         """Return the FLOPs of the products with its weights, of one image's forward pass."""
-        of_block = 4 * self.width**2 + 2 * self.width * self.inner
+        of_block = 4 * self.width**2 + self.feed_forward * self.width * self.inner
         products = self.blocks * image.patches * of_block + image.tokens * self.projected
         return 2.0 * products
 
@@ -68,6 +70,8 @@ class VisionKind:
     """To the output of how many decoder layers, from the first on, the tower's is added."""
     is_fixed: bool = False
     """Whether each image is resized to one size."""
+    returns_tokens: bool = False
+    """Whether the tower returns a state for each token of the row, and not for each patch."""
 
 
 _LEAST_PIXELS = 256**2
@@ -121,6 +125,31 @@ def _tower_of_siglip(whole: Sizes) -> Tower:
     )
 
 
+_GEMMA4_TOKENS = 280
+"""Of an image, at most, as Gemma 4's published processor has it."""
+
+
+def _seen_by_gemma4(whole: Sizes, _: int) -> SeenImage:
+    vision = whole["vision_config"]
+    pooled = int(vision.get("pooling_kernel_size", 3))
+    # All that the tower is given is padded to the patches of the most tokens.
+    patches = _GEMMA4_TOKENS * pooled**2
+    pieces = math.isqrt(patches) // pooled
+    return SeenImage(pieces * pooled * int(vision.get("patch_size", 16)), patches, pieces**2)
+
+
+def _tower_of_gemma4(whole: Sizes) -> Tower:
+    vision = whole["vision_config"]
+    width = int(vision.get("hidden_size", 768))
+    return Tower(
+        int(vision.get("num_hidden_layers", 16)),
+        width,
+        int(vision.get("intermediate_size", 3072)),
+        width * int(whole["text_config"]["hidden_size"]),
+        feed_forward=3,
+    )
+
+
 VISION: Mapping[str, VisionKind] = {
     "qwen3_vl": VisionKind(
         ("visual",), "image_token_id", _seen_by_qwen, _tower_of_qwen, _added_by_qwen
@@ -131,6 +160,14 @@ VISION: Mapping[str, VisionKind] = {
         _seen_by_gemma3,
         _tower_of_siglip,
         is_fixed=True,
+    ),
+    "gemma4": VisionKind(
+        ("vision_tower", "embed_vision", "audio_tower", "embed_audio"),
+        "image_token_id",
+        _seen_by_gemma4,
+        _tower_of_gemma4,
+        is_fixed=True,
+        returns_tokens=True,
     ),
 }
 """By the type of the checkpoint."""

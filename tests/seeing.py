@@ -6,6 +6,7 @@ from typing import Any
 
 from qlora_sweep.search_spaces.config import TrialConfig
 from qlora_sweep.search_spaces.models import ModelSpec, checked_config
+from tests.families import FAMILIES
 
 DECODER: dict[str, Any] = {
     "num_hidden_layers": 6,
@@ -72,7 +73,34 @@ GEMMA: dict[str, Any] = {
     },
 }
 """With as many layers in its tower as in its decoder, which is not to be taken for it."""
-CONFIGS = {"qwen3_vl": QWEN, "gemma3": GEMMA}
+GEMMA_4: dict[str, Any] = {
+    "model_type": "gemma4",
+    "image_token_id": 500,
+    "boi_token_id": 501,
+    "eoi_token_id": 502,
+    "video_token_id": 503,
+    "audio_token_id": 504,
+    "boa_token_id": 505,
+    "eoa_token_index": 506,
+    "audio_config": None,
+    "text_config": {
+        **FAMILIES["gemma4_text"],
+        **DECODER,
+        "model_type": "gemma4_text",
+        "pad_token_id": 0,
+        "sliding_window": 1024,
+    },
+    "vision_config": {
+        "model_type": "gemma4_vision",
+        "num_hidden_layers": 4,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "head_dim": 16,
+    },
+}
+CONFIGS = {"qwen3_vl": QWEN, "gemma3": GEMMA, "gemma4": GEMMA_4}
 
 
 def seeing(kind: str) -> ModelSpec:
@@ -81,10 +109,10 @@ def seeing(kind: str) -> ModelSpec:
 
 
 def seeing_config(**settings: Any) -> TrialConfig:
-    """Return a configuration whose rows have an image of 256 tiny pixels."""
+    """Return a configuration whose rows have an image."""
     usual = {
         "image_size": 256,
-        "seq_len": 96,
+        "seq_len": 288,
         "micro_batch_size": 2,
         "quantization": "none",
         "upcast_fp32": False,

@@ -91,12 +91,12 @@ class Attached:
     """What was seen of a packed weight that is put together from shares."""
     compilation: Compilation | None = None
     """What the compiler did; None where nothing is compiled."""
-    seen_patches: int = 0
-    """That went through what sees."""
+    seen: int = 0
+    """States that what sees has returned."""
 
     def note_seen(self, _module: Any, _inputs: Any, output: Any) -> None:
-        """Count the patches of a forward pass of the tower."""
-        self.seen_patches += output.last_hidden_state[..., 0].numel()
+        """Count what a forward pass of the tower returns."""
+        self.seen += output.last_hidden_state[..., 0].numel()
 
     def trainable_parameters(self) -> list[torch.nn.Parameter]:
         """Return the adapters' parameters."""

@@ -41,6 +41,11 @@ class SeeingRows:
         self._kind = VISION[model_config.model_type]
         self.image = self._kind.seen(model_config.to_dict(), side)
 
+    @property
+    def returned(self) -> int:
+        """States that the tower returns of an image."""
+        return self.image.tokens if self._kind.returns_tokens else self.image.patches
+
     def __call__(self, rows: list[torch.Tensor]) -> Batch:
         """Return rows (length,) as a micro-batch (rows, length), random images in it."""
         batch = stacked(rows)
@@ -84,8 +89,25 @@ def _of_gemma3(_: Any, image: SeenImage, is_image: torch.Tensor) -> dict[str, to
     }
 
 
+def _of_gemma4(config: Any, image: SeenImage, is_image: torch.Tensor) -> dict[str, torch.Tensor]:
+    rows = len(is_image)
+    device = is_image.device
+    side = config.vision_config.patch_size
+    pieces = image.side // side
+    # The places of the patches, and -1 where there is none.
+    grid = torch.arange(pieces, device=device)
+    places = torch.stack(torch.meshgrid(grid, grid, indexing="xy"), dim=-1).reshape(-1, 2)
+    padding = places.new_full((image.patches - len(places), 2), -1)
+    return {
+        "pixel_values": torch.rand(rows, image.patches, _CHANNELS * side**2, device=device),
+        "image_position_ids": torch.cat([places, padding]).repeat(rows, 1, 1),
+        "mm_token_type_ids": is_image.long(),
+    }
+
+
 _INPUTS: Mapping[str, Callable[[Any, SeenImage, torch.Tensor], dict[str, torch.Tensor]]] = {
     "qwen3_vl": _of_qwen,
     "gemma3": _of_gemma3,
+    "gemma4": _of_gemma4,
 }
 """What a processor makes beside tokens, by the type of the model."""

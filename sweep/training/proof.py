@@ -300,15 +300,15 @@ def _length(config: TrialConfig, seen: StepEvidence) -> str | None:
 
 
 def _images(config: TrialConfig, seen: StepEvidence) -> str | None:
-    """The patches of an image of each row went through the tower, in every micro-batch."""
-    done = seen.loop.attached.seen_patches
+    """The tower saw an image of each row, in every micro-batch."""
+    done = seen.loop.attached.seen
     asked = 0
     if config.image_size is not None:
         rows = SeeingRows(config.image_size, seen.base.config)
-        asked = rows.image.patches * config.micro_batch_size * seen.loop.micro_step
+        asked = rows.returned * config.micro_batch_size * seen.loop.micro_step
     if done == asked:
         return None
-    return f"{done:,} of {asked:,} patches went through the vision tower"
+    return f"{done:,} of {asked:,} states came of the vision tower"
 
 
 def _accumulation(config: TrialConfig, seen: StepEvidence) -> str | None:

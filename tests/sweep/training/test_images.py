@@ -65,7 +65,7 @@ def test_what_sees_keeps_nothing_and_runs_once(kind: str, fraction: float) -> No
         )
         loop.step()
         rows = SeeingRows(256, base.model.config)
-        assert attachment.seen_patches == 2 * rows.image.patches
+        assert attachment.seen == 2 * rows.returned
     assert wanted == [False]
 
 
@@ -106,7 +106,7 @@ def test_an_images_tokens_carry_no_loss_and_no_other_token_is_taken_for_one(kind
     with tiny_base(config, spec=seeing(kind)) as base:
         rows = SeeingRows(256, base.model.config)
         # Every token that there is, among them those that stand for an image.
-        batch = rows([torch.arange(416, 512), torch.arange(400, 496)])
+        batch = rows([torch.arange(212, 512), torch.arange(202, 502)])
     is_image = batch["labels"] == -100
     assert is_image.sum(dim=1).tolist() == [rows.image.tokens] * 2
     assert torch.equal(is_image, batch["input_ids"] == 500)
@@ -126,7 +126,7 @@ def test_images_that_nobody_sees_are_found_out(monkeypatch: pytest.MonkeyPatch) 
         outcome = trial_on(base, config, steps=BRIEF).run()
     assert isinstance(outcome, Ineffective), outcome
     assert outcome.setting == "image_size"
-    assert "0 of 1,024 patches" in outcome.detail
+    assert "0 of 1,024 states" in outcome.detail
 
 
 def test_a_base_with_a_tower_serves_no_text_trial() -> None:

@@ -26,9 +26,10 @@ the name of their class, feed-forward blocks by the names of their layers.
 from __future__ import annotations
 
 import contextlib
+import inspect
 import itertools
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from types import MethodType
 from typing import Any, NamedTuple
@@ -82,7 +83,7 @@ def _autocast_dtype(tensor: torch.Tensor) -> torch.dtype:
 class _Norm(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, is_in_place: bool
+        ctx: Any, hidden: torch.Tensor, weight: torch.Tensor | None, is_in_place: bool
     ) -> torch.Tensor:
         hidden = hidden.contiguous()
         rows = hidden.numel() // hidden.shape[-1]
@@ -204,6 +205,30 @@ def _rotate(q: Any, k: Any, cos: Any, sin: Any, *_: Any, **__: Any) -> Any:
     return _Rotation.apply(q, k, cos, sin)
 
 
+class _RotationOfOne(torch.autograd.Function):
+    """The same of queries or keys alone, (batch, length, heads, size)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(cos.contiguous(), sin.contiguous())
+        return x.contiguous().view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        return grads[0].contiguous(), None, None
+
+
+def _rotate_one(x: Any, cos: Any, sin: Any, *_: Any, **__: Any) -> Any:
+    return _RotationOfOne.apply(x, cos, sin)
+
+
+def _rotation(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the stand-in of a model's own function, which takes queries and keys, or either."""
+    if "k" in inspect.signature(original).parameters:
+        return _rotate
+    return _rotate_one
+
+
 @contextlib.contextmanager
 def patched(
     model: Any, *, loss: bool, layers: bool, is_compiled: bool, chunk_tokens: int
@@ -223,8 +248,9 @@ def patched(
         _patch_loss(model, chunk_tokens)
     if layers:
         _patch_layers(model, is_compiled=is_compiled)
-        if hasattr(module, "apply_rotary_pos_emb"):
-            vars(module)["apply_rotary_pos_emb"] = _rotate
+        own = vars(module).get("apply_rotary_pos_emb")
+        if own is not None:
+            vars(module)["apply_rotary_pos_emb"] = _rotation(own)
     try:
         yield
     finally:
@@ -250,7 +276,8 @@ def _patch_layers(model: Any, *, is_compiled: bool) -> None:
     is_in_place = model.config.model_type not in _NORM_WRITES_ANEW
 
     def norm(self: Any, hidden: torch.Tensor) -> torch.Tensor:
-        return _Norm.apply(hidden, self.weight, is_in_place)
+        # Some have no weight.
+        return _Norm.apply(hidden, getattr(self, "weight", None), is_in_place)
 
     def gated(self: Any, x: torch.Tensor) -> torch.Tensor:
         products = getattr(self, "products", None)

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
 from qlora_sweep.sweep.training.eight_bit import changed
@@ -54,14 +55,50 @@ def known_images(model: PreTrainedModel, side: int | None) -> Iterator[None]:
         "get_vision_interpolation_indices_and_weights",
         "get_vision_position_ids",
         "get_vision_attention_seqlens",
+        "create_bidirectional_mask",
     ):
         if hasattr(module, name):
             changes.append((module, name, getattr(stand_ins, name)))
     decoder = type(model.get_decoder())
     if hasattr(decoder, "_deepstack_process"):
         changes.append((decoder, "_deepstack_process", stand_ins.deepstack))
-    with changed(changes):
+    with changed(changes), _Chosen(image.tokens):
         yield
+
+
+class _Chosen(TorchFunctionMode):
+    """Answers what a mask of the images' tokens chooses, of which there are as many in each row.
+
+    Args:
+        tokens: of an image.
+    """
+
+    def __init__(self, tokens: int) -> None:
+        super().__init__()
+        self._tokens = tokens
+
+    def __torch_function__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Run a function."""
+        first = args[0] if args else None
+        if isinstance(first, torch.Tensor) and first.is_meta:
+            if func is torch.Tensor.tolist:
+                return [self._tokens] * len(first)
+            if func is torch.Tensor.__getitem__ and _is_mask(args[1]):
+                mask = args[1]
+                chosen = len(mask) * self._tokens * mask.shape[2:].numel()
+                return first.new_empty(chosen, *first.shape[mask.dim() :])
+        return func(*args, **(kwargs or {}))
+
+
+def _is_mask(index: object) -> bool:
+    is_tensor = isinstance(index, torch.Tensor) and index.is_meta
+    return is_tensor and index.dtype == torch.bool and index.dim() > 1
 
 
 class _StandIns:
@@ -92,6 +129,11 @@ class _StandIns:
     ) -> tuple[torch.Tensor, None]:
         """All images at once: what their attentions take one after another is as much."""
         return torch.tensor([0, len(grid) * self._patches]), None
+
+    def create_bidirectional_mask(self, *, inputs_embeds: torch.Tensor, **_: Any) -> torch.Tensor:
+        """Part of the patches are padding, which no other sees."""
+        rows, patches, _ = inputs_embeds.shape
+        return torch.empty(rows, 1, patches, patches, dtype=torch.bool, device="meta")
 
     @property
     def deepstack(self) -> Any:
