@@ -216,8 +216,6 @@ class KernelsKind:
             "fused_linear_cross_entropy": True,
             "cross_entropy": False,
             "rms_norm": self.fuses_layers,
-            # Of a vision tower, whose norms are no decoder's.
-            "layer_norm": False,
             # Of the two activations a model has one; the other's switch does nothing.
             "swiglu": self.fuses_layers,
             "geglu": self.fuses_layers,

@@ -659,7 +659,8 @@ def _apply_liger(model: PreTrainedModel, config: TrialConfig, undo: contextlib.E
 
     modelling = vars(sys.modules[type(model).__module__])
     undo.callback(modelling.update, dict(modelling))
-    kernels = config.kernels_kind.in_liger or {}
+    # A decoder's norms are of another kind; those of a tower stay what they are.
+    kernels = {"layer_norm": False, **(config.kernels_kind.in_liger or {})}
     if config.has_head_of_trl:
         kernels["fused_linear_cross_entropy"] = False
     _apply_liger_kernel_to_instance(model=model, **kernels)
