@@ -104,6 +104,8 @@ def _tower_of_qwen(whole: Sizes) -> Tower:
 
 
 def _added_by_qwen(whole: Sizes) -> int:
+    if whole["model_type"] != "qwen3_vl":
+        return 0
     return len(whole["vision_config"].get("deepstack_visual_indexes", (8, 16, 24)))
 
 
@@ -150,10 +152,10 @@ def _tower_of_gemma4(whole: Sizes) -> Tower:
     )
 
 
+_QWEN = VisionKind(("visual",), "image_token_id", _seen_by_qwen, _tower_of_qwen, _added_by_qwen)
 VISION: Mapping[str, VisionKind] = {
-    "qwen3_vl": VisionKind(
-        ("visual",), "image_token_id", _seen_by_qwen, _tower_of_qwen, _added_by_qwen
-    ),
+    "qwen3_vl": _QWEN,
+    "qwen3_5": _QWEN,
     "gemma3": VisionKind(
         ("vision_tower", "multi_modal_projector"),
         "image_token_index",

@@ -100,12 +100,37 @@ GEMMA_4: dict[str, Any] = {
         "head_dim": 16,
     },
 }
+QWEN_3_5: dict[str, Any] = {
+    **QWEN,
+    "model_type": "qwen3_5",
+    "text_config": {
+        **DECODER,
+        **FAMILIES["qwen3_5_text"],
+        "model_type": "qwen3_5_text",
+        "num_hidden_layers": 4,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 1e7,
+            "mrope_section": [2, 1, 1],
+            "mrope_interleaved": True,
+            "partial_rotary_factor": 0.25,
+        },
+    },
+    "vision_config": {
+        **{k: v for k, v in QWEN["vision_config"].items() if not k.startswith("deepstack")},
+        "model_type": "qwen3_5",
+    },
+}
+"""Its decoder has linear attention, which takes a CPU seconds."""
+HYBRIDS = {"qwen3_5": QWEN_3_5}
 CONFIGS = {"qwen3_vl": QWEN, "gemma3": GEMMA, "gemma4": GEMMA_4}
 
 
 def seeing(kind: str) -> ModelSpec:
     """Return a tiny model of a type that sees."""
-    return ModelSpec(f"tiny-{kind}", "directory", checked_config(CONFIGS[kind], label=kind))
+    return ModelSpec(
+        f"tiny-{kind}", "directory", checked_config({**CONFIGS, **HYBRIDS}[kind], label=kind)
+    )
 
 
 def seeing_config(**settings: Any) -> TrialConfig:

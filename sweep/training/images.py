@@ -107,6 +107,7 @@ def _of_gemma4(config: Any, image: SeenImage, is_image: torch.Tensor) -> dict[st
 
 _INPUTS: Mapping[str, Callable[[Any, SeenImage, torch.Tensor], dict[str, torch.Tensor]]] = {
     "qwen3_vl": _of_qwen,
+    "qwen3_5": _of_qwen,
     "gemma3": _of_gemma3,
     "gemma4": _of_gemma4,
 }

@@ -35,6 +35,13 @@ def test_a_trial_with_images_is_measured(kind: str, settings: dict[str, Any]) ->
     assert measured(outcome).final_loss == pytest.approx(6.2, abs=0.3)
 
 
+@pytest.mark.integration
+def test_a_trial_of_a_hybrid_with_images_is_measured() -> None:
+    config = seeing_config(seq_len=72, micro_batch_size=1, target_modules="all-linear")
+    outcome = outcome_of(config, spec=seeing("qwen3_5"), steps=BRIEF)
+    assert measured(outcome).final_loss == pytest.approx(6.2, abs=1.5)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_adapter_and_no_4_bits_are_in_what_sees(kind: str) -> None:
     import bitsandbytes as bnb

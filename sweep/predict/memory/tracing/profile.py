@@ -192,7 +192,8 @@ _known_symbols = cache(Symbols)
 
 def _excerpt_of(spec: ModelSpec, config: TrialConfig) -> Excerpt:
     """Return the layers that tell all of a model with a configuration's adapters."""
-    part = excerpt(spec, sees=config.image_size is not None)
+    sees = config.image_size is not None
+    part = excerpt(spec, sees=sees)
     if recurrent_kind(spec) is None:
         # Each layer attends, and has adapters.
         return part
@@ -211,7 +212,7 @@ def _excerpt_of(spec: ModelSpec, config: TrialConfig) -> Excerpt:
     first = len(list(before))
     if first in (0, len(part.positions)):
         return part
-    return excerpt(spec, first_trained=first)
+    return excerpt(spec, first_trained=first, sees=sees)
 
 
 def _attach(base: BaseModel, config: TrialConfig, symbols: Symbols) -> Traceable:

@@ -15,6 +15,9 @@ from qlora_sweep.sweep.predict.memory.predictor import TracingPredictor
 from qlora_sweep.sweep.predict.memory.profile_store import TracingChildren
 from tests.seeing import CONFIGS, seeing, seeing_config
 from tests.sweep.frozen import frozen_libraries  # noqa: F401
+from tests.sweep.predict.memory.test_families_on_the_cpu import (  # noqa: F401
+    linear_attention_on_a_cpu,
+)
 
 pytestmark = pytest.mark.integration
 FEW, MANY = 1, 3
@@ -27,6 +30,14 @@ CASES: dict[str, dict[str, Any]] = {
     "all linear": {"checkpoint_fraction": 0.0, "target_modules": "all-linear"},
     "upcast": {"checkpoint_fraction": 1.0, "upcast_fp32": True},
 }
+
+
+@pytest.mark.usefixtures("linear_attention_on_a_cpu")
+@pytest.mark.parametrize("case", ["recomputed", "kept"])
+def test_a_sample_more_of_a_hybrid(
+    tracing_child: TracingChildren, tmp_path: Path, case: str
+) -> None:
+    test_a_sample_more(tracing_child, tmp_path, "qwen3_5", case)
 
 
 @pytest.mark.parametrize("case", CASES)
