@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from qlora_sweep.reports.view import Gain, Gpu, StudyView, view_of
+from qlora_sweep.reports.view import StudyView, view_of
+from qlora_sweep.reports.view_parts import Gain, Gpu
 from qlora_sweep.search_spaces.config import TrialConfig
 from qlora_sweep.search_spaces.errors import EnvironmentFault, InputError, NothingFits, SweepError
 from qlora_sweep.storage.records import Measurement
