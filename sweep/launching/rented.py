@@ -270,7 +270,7 @@ def predicted(
         raise NothingFits(f"nothing of space '{space.name}' is predicted to fit {gpu.name}: {why}")
     if seconds is None or found.step_seconds is None:
         return StudyForecast(None, least, download)
-    steps_fewest = space.steps.warmup_min + space.steps.measured_min
+    steps_fewest = space.steps.fewest
     step_low, step_high = within(found.step_seconds, found.step_log_spread).ends
     low = _on_lanes(seconds[0], machine, space)
     high = _on_lanes(seconds[1], machine, space)

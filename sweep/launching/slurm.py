@@ -164,9 +164,7 @@ def submit(script: str, path: Path) -> str:
     if sbatch is None:
         cure = "run this on a machine of the cluster, or submit there what --dry-run prints"
         raise EnvironmentFault(f"there is no sbatch here: {cure}")
-    # A link, or a file that others may read, gives way.
-    path.unlink(missing_ok=True)
-    replace(path, script.encode())
+    _write_anew(path, script.encode())
     command = [sbatch, "--parsable", str(path)]
     try:
         done = subprocess.run(command, input="", capture_output=True, text=True, timeout=120)
@@ -180,6 +178,12 @@ def submit(script: str, path: Path) -> str:
         raise InputError(refused)
     # With a cluster's name behind it, where there are several.
     return done.stdout.strip().partition(";")[0]
+
+
+def _write_anew(path: Path, data: bytes) -> None:
+    """Write a file for its owner alone: a link, or a file that others may read, gives way."""
+    path.unlink(missing_ok=True)
+    replace(path, data)
 
 
 def run_allocation(
@@ -274,9 +278,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         say("error: SLURM_JOB_ID is not set: submit this with sbatch")
         return EnvironmentFault.exit_code
     request = files / "slurm.run.json"
-    # A link, or a file that others may read, gives way.
-    request.unlink(missing_ok=True)
-    replace(request, sys.stdin.buffer.read())
+    _write_anew(request, sys.stdin.buffer.read())
     os.environ["SWEEP_HOME"] = str(files.parents[1])
     command = command or [sys.executable, "-P", "-c", SWEEP, "run"]
     return run_allocation(

@@ -6,7 +6,6 @@ the way resumes where it stopped, and one that is repeated takes nothing twice.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator
 
 from qlora_sweep.search_spaces.config import TrialConfig, canonical
@@ -96,7 +95,7 @@ def carry_over(
     baseline = study.definition.space.baseline_config()
     attempts: set[str | None] = set()
     tried: set[TrialConfig] = set()
-    for record in itertools.chain(study.records(), study.confirmations()):
+    for record in study.ledger.all:
         if record.verdict not in RETRYABLE:
             attempts.add(record.attempt_id)
             if record.purpose == "search":
@@ -161,7 +160,7 @@ def take_over(
 
 def _own(study: OpenStudy, source: StudySnapshot) -> Iterator[TrialRecord]:
     """Yield what a study's own spool has and the study has not: of a configuration the last."""
-    lacking = study.lacking(tuple(source.records) + tuple(source.confirmations))
+    lacking = study.lacking(source.records + source.confirmations)
     last = {}
     for record in lacking:
         if record.purpose == "search":
