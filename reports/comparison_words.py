@@ -254,7 +254,7 @@ def _prices(group: Group) -> PageFigure:
             mode="markers+text",
             text=[label],
             textposition="top left",
-            marker={"color": mark.colour, "symbol": mark.symbol, "size": 12},
+            marker=mark.marker(12),
             hovertemplate="%{text}: $%{x:.3g}, %{y:,.4~r} tokens/s<extra></extra>",
             showlegend=False,
         )

@@ -307,7 +307,7 @@ def _lane(
         mode="markers+text",
         text=marks,
         textposition="middle right",
-        marker={"color": MARKS[verdict].colour, "symbol": MARKS[verdict].symbol, "size": 9},
+        marker=MARKS[verdict].marker(9),
         hovertext=hovers,
         hovertemplate="trial %{customdata}: %{hovertext}<extra>%{fullData.name}</extra>",
         showlegend=False,

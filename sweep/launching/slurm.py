@@ -265,12 +265,10 @@ def run_allocation(
     return 0
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str]) -> int:
     """Run a job's study: the directory of its files, seconds of warning, and, for tests, what runs
     in its place; its request is on stdin. Return the exit code for SLURM.
     """
-    if arguments is None:
-        arguments = sys.argv[1:]
     directory, warning, *command = arguments
     files = Path(directory)
     job = os.environ.get("SLURM_JOB_ID")
@@ -303,4 +301,4 @@ def _holder(request: Path, files: Path) -> str | None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

@@ -13,7 +13,7 @@ from qlora_sweep.search_spaces.errors import InputError
 from qlora_sweep.search_spaces.frozen import replaced
 from qlora_sweep.search_spaces.space import SearchSpace
 from qlora_sweep.storage.definition import StudyDefinition, StudySnapshot
-from qlora_sweep.storage.ranking import CONCLUSIVE, rank_study
+from qlora_sweep.storage.ranking import last_conclusive, rank_study
 from qlora_sweep.storage.reading import changed_versions
 from qlora_sweep.storage.records import RETRYABLE, Carried, TrialRecord, Verdict
 from qlora_sweep.storage.study import OpenStudy
@@ -185,14 +185,11 @@ def holding(source: StudySnapshot, space: SearchSpace) -> Iterator[TrialRecord]:
     """
     fallen = rank_study(source).fallen
     baseline = space.baseline_config()
-    last = {}
-    for record in source.records:
-        if record.verdict in CONCLUSIVE:
-            last[canonical(record.config)] = record.number
+    last = last_conclusive(source.records)
     for record in source.records:
         if record.verdict not in HOLDING or record.number in fallen:
             continue
-        if last[canonical(record.config)] != record.number:
+        if last[canonical(record.config)].number != record.number:
             continue
         is_asked = record.config == baseline or space.params_of(record.config) is not None
         measured = record.measurement

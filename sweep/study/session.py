@@ -295,12 +295,12 @@ def _stopping(
 def _forecaster(prepared: Prepared, *, warn: Callable[[str], None]) -> Forecaster:
     target = prepared.target
     model = prepared.model
-    resolved = prepared.resolved
     shapes = None
     if prepared.epochs is not None:
         shapes = ShapesOnDataset(prepared.epochs)
-    has_dataset = prepared.dataset is not None
-    rule: Rule = partial(resolved.violation, model=model, has_dataset=has_dataset)
+    rule: Rule = partial(
+        prepared.resolved.violation, model=model, has_dataset=prepared.dataset is not None
+    )
     memory: MemoryPredictor
     if prepared.surface is not None:
         memory = RecordedPeaks(recorded_peaks(prepared.surface))
@@ -310,7 +310,7 @@ def _forecaster(prepared: Prepared, *, warn: Callable[[str], None]) -> Forecaste
             model,
             is_on_gpu=target.is_on_gpu,
             cache_dir=cache_directory() / "memory",
-            compute_capability=resolved.host_capability,
+            compute_capability=prepared.resolved.host_capability,
             # What a search asks first comes in several parts.
             tracer=TracingChildren(outlive=True),
         )
