@@ -208,14 +208,7 @@ def run_allocation(
     """
     idle_file = files / f"slurm-{job}.idle"
     supervisor = Supervisor()
-    spool = files / SPOOL
-
-    def results() -> int:
-        if not spool.exists():
-            return 0
-        return spool.read_bytes().count(b"\n")
-
-    before = results()
+    results_before = _results(files)
 
     def hurry() -> None:
         """Ask a study that does not stop again, then end it, before SLURM does."""
@@ -228,19 +221,12 @@ def run_allocation(
             supervisor.child.kill()
 
     code = supervisor.run(command, tick=hurry, seconds=0.2)
-    is_told = False
-    warned_at = None
-    for number, at in supervisor.heard:
-        if number == signal.SIGUSR1:
-            warned_at = at
-        # At the limit SLURM itself sends TERM; between the warning and that, a person does.
-        elif warned_at is None or at - warned_at < warning_seconds - OWN_TERM_SLACK_SECONDS:
-            is_told = True
     if code in _FINAL:
         idle_file.unlink(missing_ok=True)
         return code
+    is_warned, is_told = _asked(supervisor.heard, warning_seconds)
     # Cancelled, which may reach the study alone; whoever preempted it requeues it.
-    if is_told or (code in _STOPPED and warned_at is None):
+    if is_told or (code in _STOPPED and not is_warned):
         return code
     other = holder()
     if other is not None:
@@ -248,13 +234,13 @@ def run_allocation(
         say(f"Exit code {code}, and the study is driven by {other}: not requeued.")
         return code
     idle = 0
-    if results() == before:
+    if _results(files) == results_before:
         idle = 1
         if idle_file.exists():
             idle += int(idle_file.read_text())
     replace(idle_file, str(idle).encode())
     # A fault without a limit in sight may be the node's, but only behind a result.
-    if idle >= IDLE_ALLOCATIONS_MAX or (idle and warned_at is None):
+    if idle >= IDLE_ALLOCATIONS_MAX or (idle and not is_warned):
         idle_file.unlink()
         say(f"Exit code {code} and no new result: not requeued. Submit it again once mended.")
         return code
@@ -263,6 +249,27 @@ def run_allocation(
         say("SLURM did not requeue it: submit it again, to go on.")
         return code
     return 0
+
+
+def _results(files: Path) -> int:
+    """Return how many results are in a study's spool."""
+    spool = files / SPOOL
+    if not spool.exists():
+        return 0
+    return spool.read_bytes().count(b"\n")
+
+
+def _asked(heard: Sequence[tuple[int, float]], warning_seconds: float) -> tuple[bool, bool]:
+    """Return whether signals told of the limit, and whether a person asked to stop."""
+    warned_at = None
+    is_told = False
+    for number, at in heard:
+        if number == signal.SIGUSR1:
+            warned_at = at
+        # At the limit SLURM itself sends TERM; between the warning and that, a person does.
+        elif warned_at is None or at - warned_at < warning_seconds - OWN_TERM_SLACK_SECONDS:
+            is_told = True
+    return warned_at is not None, is_told
 
 
 def main(arguments: Sequence[str]) -> int:
