@@ -307,8 +307,8 @@ class Ranking:
                 continue
             pooled = self.confirmations.pooled(record.config)
             if pooled is not None:
-                quality = {"quality": self._searched[record.number].quality}
-                repeated[record.number] = replaced(pooled, **quality)
+                quality = self._searched[record.number].quality
+                repeated[record.number] = replaced(pooled, quality=quality)
         return repeated
 
     @cached_property

@@ -112,17 +112,17 @@ def carry_over(
         if is_kept or (is_searched and config in tried) or not is_valid(record.config):
             continue
         mark = Carried(study=source.name, identity=source.identity, number=record.number)
-        changes = {
-            "carried": record.carried or mark,
-            "is_baseline": record.config == baseline,
-            "attempt": 1,
-            "wall_seconds": 0.0,
-            "device_seconds": 0.0,
-        }
+        taken = replaced(
+            record,
+            carried=record.carried or mark,
+            is_baseline=record.config == baseline,
+            attempt=1,
+            wall_seconds=0.0,
+            device_seconds=0.0,
+        )
         params = None
         if is_searched:
             params = encoding.params_of(record.config)
-        taken = replaced(record, **changes)
         if params is None:
             study.carry(taken, params={}, distributions={})
         else:
