@@ -18,7 +18,7 @@ import yaml
 from qlora_sweep.reports import answer, words
 from qlora_sweep.reports import format as units
 from qlora_sweep.reports.advice import how_to_go_faster
-from qlora_sweep.reports.comparison import training_words
+from qlora_sweep.reports.comparison_words import training_words
 from qlora_sweep.reports.view import StudyView
 from qlora_sweep.search_spaces.costs import AskedWork
 from qlora_sweep.storage.ranking import RankedTrial

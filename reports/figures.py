@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from html import escape
+from textwrap import wrap
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -30,6 +32,10 @@ class VerdictMark(NamedTuple):
     colour: str
     symbol: str
     """plotly's marker symbol."""
+
+    def marker(self, size: int) -> dict[str, Any]:
+        """Return what plotly draws a mark by."""
+        return {"color": self.colour, "symbol": self.symbol, "size": size}
 
 
 MARKS: Mapping[Verdict, VerdictMark] = {
@@ -68,6 +74,11 @@ class Section(SimpleNamespace):
 def digits(values: Iterable[float]) -> list[float]:
     """Return numbers with the six digits that a figure can show."""
     return [float(f"{value:.6g}") for value in values]
+
+
+def wrapped(label: str, width: int) -> str:
+    """Return a label in lines of so many letters, as a figure shows it."""
+    return "<br>".join(map(escape, wrap(label, width)))
 
 
 def framed(height: int) -> dict[str, Any]:

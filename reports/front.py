@@ -307,7 +307,7 @@ def _lane(
         mode="markers+text",
         text=marks,
         textposition="middle right",
-        marker={"color": MARKS[verdict].colour, "symbol": MARKS[verdict].symbol, "size": 9},
+        marker=MARKS[verdict].marker(9),
         hovertext=hovers,
         hovertemplate="trial %{customdata}: %{hovertext}<extra>%{fullData.name}</extra>",
         showlegend=False,
@@ -358,29 +358,30 @@ def _measured(document: TrialTable, front: Sequence[int], y: str) -> Iterator[go
     across = document.columns[MEMORY].values
     up = document.columns[y].values
 
-    def trace(name: str, rows: Sequence[int], meta: str, **look: Any) -> go.Scatter:
-        x = []
-        y = []
+    def trace(
+        name: str, rows: Sequence[int], meta: str, *, mode: str = "markers", **look: Any
+    ) -> go.Scatter:
+        drawn = []
         numbers = []
         for row in rows:
             if across[row] is not None and up[row] is not None:
-                x.append(across[row])
-                y.append(up[row])
+                drawn.append(row)
                 numbers.append(records[row].number)
         return go.Scatter(
-            x=x,
-            y=y,
+            x=list(map(across.__getitem__, drawn)),
+            y=list(map(up.__getitem__, drawn)),
             customdata=numbers,
             name=name,
             meta=meta,
+            mode=mode,
             hovertemplate="trial %{customdata}<br>%{y:,.4~r} at %{x:,.4~r}<extra></extra>",
-            **({"mode": "markers"} | look),
+            **look,
         )
 
     for verdict in _MEASURED:
         rows = [row for row, record in enumerate(records) if record.verdict is verdict]
-        marker = {"color": FADED, "symbol": MARKS[verdict].symbol, "size": 7}
         if rows:
+            marker = {"color": FADED, "symbol": MARKS[verdict].symbol, "size": 7}
             yield trace(VERDICT_LABELS[verdict], rows, "others", marker=marker)
     named = _apart(front, across, up)
     symbols = []

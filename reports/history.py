@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from html import escape
 from itertools import accumulate
-from textwrap import wrap
 
 import plotly.graph_objects as go
 
 from qlora_sweep.reports.document import AXES, TrialTable
-from qlora_sweep.reports.figures import GREEN, MARKS, PageFigure, framed
+from qlora_sweep.reports.figures import GREEN, MARKS, PageFigure, framed, wrapped
 from qlora_sweep.reports.words import VERDICT_LABELS
 from qlora_sweep.storage.records import Verdict
 
@@ -46,18 +44,17 @@ def history_of(document: TrialTable, key: str, rows: Sequence[int]) -> PageFigur
                 hoverinfo="skip",
             )
         if numbers:
-            mark = MARKS[verdict]
             figure.add_scatter(
                 x=numbers,
                 y=values,
                 customdata=numbers,
                 mode="markers",
                 name=VERDICT_LABELS[verdict],
-                marker={"color": mark.colour, "symbol": mark.symbol, "size": 7},
+                marker=MARKS[verdict].marker(7),
                 hovertemplate="trial %{customdata}: %{y:,.4~r}<extra></extra>",
             )
     figure.update_xaxes(title="trial")
-    figure.update_yaxes(title="<br>".join(map(escape, wrap(column.label, 24))), tickformat=",~r")
+    figure.update_yaxes(title=wrapped(column.label, 24), tickformat=",~r")
     return PageFigure(
         "history",
         "Optimization history",

@@ -24,7 +24,8 @@ from plotly.io.json import to_json_plotly
 
 from qlora_sweep.reports import format as units
 from qlora_sweep.reports.boundary import boundary_of
-from qlora_sweep.reports.comparison import GpuComparison, comparison_words
+from qlora_sweep.reports.comparison import GpuComparison
+from qlora_sweep.reports.comparison_words import comparison_words
 from qlora_sweep.reports.decision import decision_of
 from qlora_sweep.reports.document import TrialTable, document_of
 from qlora_sweep.reports.effects import effects_of

@@ -11,6 +11,7 @@ from typing import Any
 from qlora_sweep.reports import answer, words
 from qlora_sweep.reports import format as units
 from qlora_sweep.reports.advice import how_to_go_faster
+from qlora_sweep.reports.confirmed_rows import confirmed_rows
 from qlora_sweep.reports.document import TrialTable
 from qlora_sweep.reports.figures import Section
 from qlora_sweep.reports.view import StudyView
@@ -25,7 +26,7 @@ def next_steps_of(view: StudyView) -> Section | None:
         commands=answer.commands(view),
         configuration=json.dumps(view.winner.config.model_dump(mode="json"), indent=2),
         advice=how_to_go_faster(view),
-        confirmations=list(answer.confirmed_rows(view)),
+        confirmations=list(confirmed_rows(view)),
     )
 
 

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
-from textwrap import wrap
 from typing import Any
 
 from plotly.subplots import make_subplots
 
 from qlora_sweep.reports import format as units
 from qlora_sweep.reports.document import TrialTable, setting_words
-from qlora_sweep.reports.figures import AMBER, BLUE, PageFigure, framed
+from qlora_sweep.reports.figures import AMBER, BLUE, PageFigure, framed, wrapped
 from qlora_sweep.search_spaces.config import SETTINGS, TrialConfig
 
 _TICKS_MOST = 8
@@ -84,7 +83,7 @@ def slices_of(document: TrialTable, key: str, rows: Sequence[int]) -> PageFigure
         figure.update_xaxes(**ticks, title=escape(axis.label), **at)
     figure.update_layout(framed(90 + 230 * down), showlegend=False)
     figure.update_yaxes(tickformat="~s")
-    figure.update_yaxes(title="<br>".join(map(escape, wrap(column.label, 18))), row=1, col=1)
+    figure.update_yaxes(title=wrapped(column.label, 18), row=1, col=1)
     return PageFigure(
         "slice",
         "Slice plot",

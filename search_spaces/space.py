@@ -119,6 +119,11 @@ class StepBudget(Strict):
     relative_interval: Number = Field(default=0.02, gt=0)
     """Measuring stops when half the 95 % interval of the median step is this share of it."""
 
+    @property
+    def fewest(self) -> int:
+        """The fewest steps of a trial that is measured."""
+        return self.warmup_min + self.measured_min
+
     @model_validator(mode="after")
     def _ordered(self) -> StepBudget:
         for phase in ("warmup", "measured"):

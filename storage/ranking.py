@@ -133,11 +133,16 @@ def fitting(records: Iterable[TrialRecord]) -> tuple[TrialRecord, ...]:
 
 def _fits(records: Iterable[TrialRecord]) -> list[TrialRecord]:
     """Return the trials that fit, each configuration once, by its last conclusive trial."""
+    return [r for r in last_conclusive(records).values() if r.verdict is Verdict.FITS]
+
+
+def last_conclusive(records: Iterable[TrialRecord]) -> dict[TrialConfig, TrialRecord]:
+    """Return the last trial of each canonical configuration that came to a conclusion."""
     last = {}
     for record in _by_number(records):
         if record.verdict in CONCLUSIVE:
             last[canonical(record.config)] = record
-    return [record for record in last.values() if record.verdict is Verdict.FITS]
+    return last
 
 
 def undominated(points: Mapping[int, tuple[float, ...]]) -> set[int]:
@@ -302,8 +307,8 @@ class Ranking:
                 continue
             pooled = self.confirmations.pooled(record.config)
             if pooled is not None:
-                quality = {"quality": self._searched[record.number].quality}
-                repeated[record.number] = replaced(pooled, **quality)
+                quality = self._searched[record.number].quality
+                repeated[record.number] = replaced(pooled, quality=quality)
         return repeated
 
     @cached_property
@@ -708,9 +713,7 @@ class Ranking:
     def ratio(self, trial: RankedTrial, over: RankedTrial) -> Ratio:
         """Return how much faster a trial is than another: as predicted of the target where that
         decides, else as measured."""
-        if canonical(trial.config) == canonical(over.config):
-            return Ratio(1.0, 1.0, 1.0)
-        if self.is_predicted:
+        if self.is_predicted and canonical(trial.config) != canonical(over.config):
             mine = self.target_speeds.get(trial.number)
             theirs = self.target_speeds.get(over.number)
             if mine is not None and theirs is not None:

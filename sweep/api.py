@@ -12,11 +12,13 @@ import warnings
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from qlora_sweep.reports.view import Gain, Gpu, StudyView, view_of
+from qlora_sweep.reports.view import StudyView, view_of
+from qlora_sweep.reports.view_parts import Gain, Gpu
 from qlora_sweep.search_spaces.config import TrialConfig
 from qlora_sweep.search_spaces.errors import EnvironmentFault, InputError, NothingFits, SweepError
 from qlora_sweep.storage.records import Measurement
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
     from qlora_sweep.sweep.data.prepared_dataset import DatasetRequest, PreparedDataset
     from qlora_sweep.sweep.export.record import Record
     from qlora_sweep.sweep.hugging_face import ThroughputCallback
+    from qlora_sweep.sweep.planning.plan import GpuPlan
     from qlora_sweep.sweep.study.events import Listener
 
 __all__ = ["Plan", "Study", "Winner", "best", "plan", "tune"]
@@ -178,7 +181,6 @@ def plan(
     """
     from qlora_sweep.search_spaces.costs import AskedWork
     from qlora_sweep.sweep.planning.answers import GpuPlans, answer
-    from qlora_sweep.sweep.planning.documents import gpu_document
     from qlora_sweep.sweep.planning.question import PlanRequest
 
     named = None
@@ -202,7 +204,13 @@ def plan(
     found = answer(request, read_dataset=_read_dataset, tell=_warn)
     assert isinstance(found, GpuPlans), "nothing else is asked"
     # A space that is named for another GPU has a plan of its own beside that of the one named.
-    of_gpu = found.plans[-1]
+    return _plan_of(found.plans[-1])
+
+
+def _plan_of(of_gpu: GpuPlan) -> Plan:
+    """Return what is planned for a GPU, as it is printed."""
+    from qlora_sweep.sweep.planning.documents import gpu_document
+
     about = Gpu(name=of_gpu.gpu.name, budget_bytes=of_gpu.forecaster.budget_bytes)
     model_name = of_gpu.forecaster.model.name
     printed = gpu_document(of_gpu)
@@ -307,18 +315,11 @@ def tune(
         devices=None if devices is None else str(devices),
     )
 
-    def unwatched(*_: object) -> AbstractContextManager[Listener]:
-        return nullcontext(lambda event: None)
-
-    quiet: Any = {}
+    run = driving.tune
     if not progress:
-        quiet = {"watch": unwatched, "tell": _warn, "warn": _warn, "read": _read_dataset}
-    prepared, reason = driving.tune(
-        request,
-        Where.parse(on),
-        url=storage_url(storage),
-        start=CommandStart(began_seconds),
-        **quiet,
+        run = partial(run, watch=_unwatched, tell=_warn, warn=_warn, read=_read_dataset)
+    prepared, reason = run(
+        request, Where.parse(on), url=storage_url(storage), start=CommandStart(began_seconds)
     )
     if reason is StopReason.INTERRUPTED:
         raise KeyboardInterrupt(f"study '{prepared.name}' was stopped; the same call resumes it")
@@ -370,6 +371,11 @@ def _read_dataset(request: DatasetRequest) -> PreparedDataset:
     for words in dataset.notes(request.model):
         _warn(words)
     return dataset
+
+
+def _unwatched(*_: object) -> AbstractContextManager[Listener]:
+    """Show nothing of a study while it runs."""
+    return nullcontext(lambda event: None)
 
 
 def _warn(words: str) -> None:

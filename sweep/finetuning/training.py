@@ -28,7 +28,6 @@ from qlora_sweep.search_spaces.linears import lora_parameters
 from qlora_sweep.search_spaces.models import ModelSpec
 from qlora_sweep.search_spaces.presets import preset_texts
 from qlora_sweep.search_spaces.recurrent import plain_loop
-from qlora_sweep.search_spaces.rules import Violation
 from qlora_sweep.search_spaces.space import SearchSpace, Weights
 from qlora_sweep.storage import files, records
 from qlora_sweep.storage.definition import Target
@@ -223,24 +222,18 @@ def prepare_training(
     subject = subject_of(
         request.name, number=request.trial, model=request.model, read_study=read_study
     )
-    model = subject.model
     measured = subject.config
     typed = with_settings(measured, request.settings)
     changes = canonical(typed).changes_from(canonical(measured))
     is_planned = bool(changes.keys() - {"learning_rate"})
-    config = on_devices(typed, request.devices)
-    subject = replace(subject, config=config)
-    weights = _weights(request.weights, model)
+    subject = replace(subject, config=on_devices(typed, request.devices))
+    weights = _weights(request.weights, subject.model)
     if not request.is_resumed:
         output.refuse_taken(request.output)
-    present = read_gpus()
-    resolved = _resolved(subject, next(iter(present), None))
-    if not resolved.target.is_on_gpu:
-        present = ()
-    _refuse_absent_gpus(subject, resolved, len(present), devices=request.devices)
-    _refuse_untrainable(subject, resolved.violation(config, model=model, has_dataset=True))
+    resolved, present = _device_of(subject, read_gpus(), devices=request.devices)
+    _refuse_untrainable(subject, resolved)
     choice, dataset = _dataset_of(request, subject, read_dataset)
-    refuse_other_kind(config.method, dataset)
+    refuse_other_kind(subject.config.method, dataset)
     job = _job(
         request,
         subject,
@@ -250,59 +243,50 @@ def prepare_training(
         target=resolved.target,
         present=present,
     )
-    here = next(iter(present), None)
-    tokenizer = find_tokenizer(choice.tokenizer, model)
-    forecaster = _forecaster(
-        subject,
-        resolved,
-        dataset=dataset,
-        shapes=shapes_of_dataset(dataset, choice, seed=job.seed),
-        product=None if here is None else here.product,
-        warn=warn,
-    )
-    prepared = PreparedTraining(
-        job=job,
-        subject=subject,
-        dataset=dataset,
-        tokenizer=tokenizer,
-        forecaster=forecaster,
-        gpu=here,
-        notes=_notes(
-            subject, measured, resolved.target, weights, is_without_gpu=job.budget_bytes is None
-        ),
-    )
+    gpu = next(iter(present), None)
+    tokenizer = find_tokenizer(choice.tokenizer, subject.model)
+    shapes = shapes_of_dataset(dataset, choice, seed=job.seed)
+    forecaster = _forecaster(subject, resolved, dataset=dataset, shapes=shapes, gpu=gpu, warn=warn)
+    notes = _notes(subject, measured, resolved.target, job)
+    prepared = PreparedTraining(job, subject, dataset, tokenizer, forecaster, gpu, notes)
     _refuse_untrainable_dataset(prepared)
     if request.is_resumed:
         output.refuse_another(request.output, prepared.run)
     elif prepared.has_budget and (is_planned or present):
         # What ran in a study on this CPU fits; to predict that takes seconds.
-        refuse_too_large(config, forecaster)
+        refuse_too_large(subject.config, forecaster)
     if not is_planned:
         return prepared
-    predicted = Prediction.of(config, forecaster, has_budget=prepared.has_budget)
+    predicted = Prediction.of(subject.config, forecaster, has_budget=prepared.has_budget)
     return replace(prepared, prediction=predicted)
 
 
-def _refuse_absent_gpus(
-    subject: Subject, resolved: ResolvedTarget, present: int, *, devices: int | None
-) -> None:
-    """Raise `InputError` where a subject's GPUs are not here.
+def _device_of(
+    subject: Subject, present: Sequence[GpuInfo], *, devices: int | None
+) -> tuple[ResolvedTarget, Sequence[GpuInfo]]:
+    """Return the device that a subject is trained on, and its GPUs that are here: none for a CPU.
 
     Args:
         subject: with the configuration that is trained.
-        resolved: what it is trained on.
-        present: how many GPUs this machine has; none where a CPU trains.
+        present: the GPUs of this machine.
         devices: how many were typed; None for as many as it was measured on.
+
+    Raises:
+        EnvironmentFault: a study's GPU, or one as large, is not here.
+        InputError: a budget that the GPU has not, or more GPUs than are here.
     """
+    resolved = _resolved(subject, next(iter(present), None))
     if not resolved.target.is_on_gpu:
         if devices is not None:
             raise InputError(f"--devices: {subject.words} is for the CPU")
-    elif subject.config.data_parallel > present:
+        return resolved, ()
+    if subject.config.data_parallel > len(present):
         raise InputError(
             f"{subject.words} trains on {subject.config.data_parallel} GPUs together "
-            f"(data_parallel), and this machine has {units.plural(present, 'GPU')}: --devices says "
-            "on how many instead"
+            f"(data_parallel), and this machine has {units.plural(len(present), 'GPU')}: --devices "
+            "says on how many instead"
         )
+    return resolved, present
 
 
 def _job(
@@ -356,12 +340,7 @@ def _refuse_untrainable_dataset(prepared: PreparedTraining) -> None:
 
 
 def _notes(
-    subject: Subject,
-    measured: TrialConfig,
-    target: Target,
-    weights: Weights,
-    *,
-    is_without_gpu: bool,
+    subject: Subject, measured: TrialConfig, target: Target, job: TrainingJob
 ) -> tuple[str, ...]:
     """Return what a person should know before a subject is trained.
 
@@ -369,10 +348,10 @@ def _notes(
         subject: with the configuration that is trained.
         measured: the configuration before settings and GPUs were typed.
         target: what it was measured for.
-        weights: that are trained on.
-        is_without_gpu: whether the CPU trains for want of a GPU.
+        job: the training.
     """
     config = subject.config
+    is_without_gpu = job.budget_bytes is None
     notes = [f"Learning rate {subject.learning_rate.words}."]
     if config.samples_per_step != measured.samples_per_step:
         where = f"{units.size(config)} on {units.plural(config.data_parallel, 'GPU')}"
@@ -380,7 +359,7 @@ def _notes(
             f"With {where} an optimizer step is of {config.samples_per_step} examples, not of "
             f"{measured.samples_per_step}."
         )
-    if weights == "random":
+    if job.weights == "random":
         notes.append(
             f"The weights of model '{subject.model.name}' are random: this shows how a training "
             "runs, and its adapter is of no other use."
@@ -402,17 +381,19 @@ def _forecaster(
     *,
     dataset: PreparedDataset,
     shapes: ShapesOnDataset,
-    product: str | None,
+    gpu: GpuInfo | None,
     warn: Callable[[str], None],
 ) -> Forecaster:
-    """Return what predicts of the model on the device and the dataset; ``product`` is the GPU's
-    that is here, None on a CPU."""
+    """Return what predicts of the model on the device and the dataset; ``gpu`` is the one that is
+    here, None on a CPU."""
     model = subject.model
-    cache = cache_directory() / "memory"
+    product = None
+    if gpu is not None:
+        product = gpu.product
     predictor = predictor_here(
         model,
-        is_on_gpu=product is not None,
-        cache_dir=cache,
+        is_on_gpu=gpu is not None,
+        cache_dir=cache_directory() / "memory",
         compute_capability=resolved.host_capability,
     )
     calibration = calibration_of(subject.record, product, dataset=dataset, shapes=shapes)
@@ -423,7 +404,7 @@ def _forecaster(
         predictor=predictor,
         violation=partial(resolved.violation, model=model, has_dataset=True),
         evidence=Evidence(calibration=calibration),
-        is_cut_up=product is not None,
+        is_cut_up=gpu is not None,
         warn=warn,
     )
 
@@ -435,8 +416,9 @@ def _shown(present: Sequence[GpuInfo], *, count: int) -> tuple[str, ...]:
     return tuple(ChosenGpu(at, gpu).cuda_name for at, gpu in enumerate(present[:count]))
 
 
-def _refuse_untrainable(subject: Subject, broken: Violation | None) -> None:
+def _refuse_untrainable(subject: Subject, resolved: ResolvedTarget) -> None:
     """Refuse what does not train here, whatever it is trained on."""
+    broken = resolved.violation(subject.config, model=subject.model, has_dataset=True)
     if broken is not None:
         raise InputError(f"{subject.words} cannot be trained here: {broken.reason}")
     if subject.config.is_sharded:
@@ -490,9 +472,7 @@ def _weights(typed: Weights | None, model: ModelSpec) -> Weights:
 def _resolved(subject: Subject, gpu: GpuInfo | None) -> ResolvedTarget:
     """Return the device: the study's, else the GPU that is here, else the CPU.
 
-    Raises:
-        EnvironmentFault: a study's GPU, or one as large, is not here.
-        InputError: a budget that the GPU has not.
+    Raises what `_device_of` raises.
     """
     if subject.definition is not None:
         return resolve_target(subject.definition.space, gpu)

@@ -266,6 +266,17 @@ class RemoteCommand:
             raise not_understood(self._address, "it sends more than it was asked for")
         return chunk
 
+    def _heard_in_time(self, seconds: float = _SILENT_SECONDS) -> bytes:
+        """Return what `heard` returns, where anything comes within so many seconds.
+
+        Raises:
+            EnvironmentFault: nothing does.
+        """
+        chunk = self.heard(seconds)
+        if chunk is None:
+            raise not_understood(self._address, f"nothing within {_SILENT_SECONDS:g} s")
+        return chunk
+
     def read(self, size: int = -1) -> bytes:
         """Return up to so many bytes, none at its end; by default all until there.
 
@@ -289,9 +300,7 @@ class RemoteCommand:
         until = time.monotonic() + _SILENT_SECONDS
         printed = b""
         while _MARK not in printed:
-            chunk = self.heard(max(0.0, until - time.monotonic()))
-            if chunk is None:
-                raise not_understood(self._address, f"nothing within {_SILENT_SECONDS:g} s")
+            chunk = self._heard_in_time(max(0.0, until - time.monotonic()))
             if not chunk:
                 self.check()
                 lines = printed.decode(errors="replace").strip().splitlines() or ["nothing"]
@@ -302,10 +311,8 @@ class RemoteCommand:
 
     def finish(self) -> None:
         """Read what is left, and raise what it ended by. Raises what `check` and `heard` raise."""
-        while chunk := self.heard(_SILENT_SECONDS):
+        while self._heard_in_time():
             pass
-        if chunk is None:
-            raise not_understood(self._address, f"nothing within {_SILENT_SECONDS:g} s")
         self.check()
 
     def check(self) -> None:

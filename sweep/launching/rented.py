@@ -251,8 +251,7 @@ def predicted(
     space = question.of_named_space().about(gpu)
     if not isinstance(space, SearchSpace):
         raise InputError("what is typed leaves nothing to search: leave one setting open")
-    limits = {key: getattr(typed, key) for key in ("trials", "time_budget_seconds")}
-    space = replaced(space, **limits)
+    space = replaced(space, trials=typed.trials, time_budget_seconds=typed.time_budget_seconds)
     download = 0.0
     if space.weights == "pretrained" and model.source == "hub":
         download = checkpoint_bytes(model)
@@ -270,7 +269,7 @@ def predicted(
         raise NothingFits(f"nothing of space '{space.name}' is predicted to fit {gpu.name}: {why}")
     if seconds is None or found.step_seconds is None:
         return StudyForecast(None, least, download)
-    steps_fewest = space.steps.warmup_min + space.steps.measured_min
+    steps_fewest = space.steps.fewest
     step_low, step_high = within(found.step_seconds, found.step_log_spread).ends
     low = _on_lanes(seconds[0], machine, space)
     high = _on_lanes(seconds[1], machine, space)
@@ -326,14 +325,11 @@ class Cost:
 
     def to_json(self) -> dict[str, Any]:
         """Return plain JSON values; dollars and hours are the most that is expected."""
-        usd_low, usd = self.usd or (None, None)
+        _, usd = self.usd or (None, None)
         _, hours = self.hours or (None, None)
-        usd_range = None
-        if self.usd is not None:
-            usd_range = [usd_low, usd]
         return {
             "usd": usd,
-            "usd_range": usd_range,
+            "usd_range": self.usd and list(self.usd),
             "usd_max": self.usd_max,
             "hours": hours,
             "hours_max": self.limit_seconds / SECONDS_PER_HOUR,

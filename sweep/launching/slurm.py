@@ -164,9 +164,7 @@ def submit(script: str, path: Path) -> str:
     if sbatch is None:
         cure = "run this on a machine of the cluster, or submit there what --dry-run prints"
         raise EnvironmentFault(f"there is no sbatch here: {cure}")
-    # A link, or a file that others may read, gives way.
-    path.unlink(missing_ok=True)
-    replace(path, script.encode())
+    _write_anew(path, script.encode())
     command = [sbatch, "--parsable", str(path)]
     try:
         done = subprocess.run(command, input="", capture_output=True, text=True, timeout=120)
@@ -180,6 +178,12 @@ def submit(script: str, path: Path) -> str:
         raise InputError(refused)
     # With a cluster's name behind it, where there are several.
     return done.stdout.strip().partition(";")[0]
+
+
+def _write_anew(path: Path, data: bytes) -> None:
+    """Write a file for its owner alone: a link, or a file that others may read, gives way."""
+    path.unlink(missing_ok=True)
+    replace(path, data)
 
 
 def run_allocation(
@@ -204,14 +208,7 @@ def run_allocation(
     """
     idle_file = files / f"slurm-{job}.idle"
     supervisor = Supervisor()
-    spool = files / SPOOL
-
-    def results() -> int:
-        if not spool.exists():
-            return 0
-        return spool.read_bytes().count(b"\n")
-
-    before = results()
+    results_before = _results(files)
 
     def hurry() -> None:
         """Ask a study that does not stop again, then end it, before SLURM does."""
@@ -224,19 +221,12 @@ def run_allocation(
             supervisor.child.kill()
 
     code = supervisor.run(command, tick=hurry, seconds=0.2)
-    is_told = False
-    warned_at = None
-    for number, at in supervisor.heard:
-        if number == signal.SIGUSR1:
-            warned_at = at
-        # At the limit SLURM itself sends TERM; between the warning and that, a person does.
-        elif warned_at is None or at - warned_at < warning_seconds - OWN_TERM_SLACK_SECONDS:
-            is_told = True
     if code in _FINAL:
         idle_file.unlink(missing_ok=True)
         return code
+    is_warned, is_told = _asked(supervisor.heard, warning_seconds)
     # Cancelled, which may reach the study alone; whoever preempted it requeues it.
-    if is_told or (code in _STOPPED and warned_at is None):
+    if is_told or (code in _STOPPED and not is_warned):
         return code
     other = holder()
     if other is not None:
@@ -244,13 +234,13 @@ def run_allocation(
         say(f"Exit code {code}, and the study is driven by {other}: not requeued.")
         return code
     idle = 0
-    if results() == before:
+    if _results(files) == results_before:
         idle = 1
         if idle_file.exists():
             idle += int(idle_file.read_text())
     replace(idle_file, str(idle).encode())
     # A fault without a limit in sight may be the node's, but only behind a result.
-    if idle >= IDLE_ALLOCATIONS_MAX or (idle and warned_at is None):
+    if idle >= IDLE_ALLOCATIONS_MAX or (idle and not is_warned):
         idle_file.unlink()
         say(f"Exit code {code} and no new result: not requeued. Submit it again once mended.")
         return code
@@ -261,12 +251,31 @@ def run_allocation(
     return 0
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def _results(files: Path) -> int:
+    """Return how many results are in a study's spool."""
+    spool = files / SPOOL
+    if not spool.exists():
+        return 0
+    return spool.read_bytes().count(b"\n")
+
+
+def _asked(heard: Sequence[tuple[int, float]], warning_seconds: float) -> tuple[bool, bool]:
+    """Return whether signals told of the limit, and whether a person asked to stop."""
+    warned_at = None
+    is_told = False
+    for number, at in heard:
+        if number == signal.SIGUSR1:
+            warned_at = at
+        # At the limit SLURM itself sends TERM; between the warning and that, a person does.
+        elif warned_at is None or at - warned_at < warning_seconds - OWN_TERM_SLACK_SECONDS:
+            is_told = True
+    return warned_at is not None, is_told
+
+
+def main(arguments: Sequence[str]) -> int:
     """Run a job's study: the directory of its files, seconds of warning, and, for tests, what runs
     in its place; its request is on stdin. Return the exit code for SLURM.
     """
-    if arguments is None:
-        arguments = sys.argv[1:]
     directory, warning, *command = arguments
     files = Path(directory)
     job = os.environ.get("SLURM_JOB_ID")
@@ -274,9 +283,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         say("error: SLURM_JOB_ID is not set: submit this with sbatch")
         return EnvironmentFault.exit_code
     request = files / "slurm.run.json"
-    # A link, or a file that others may read, gives way.
-    request.unlink(missing_ok=True)
-    replace(request, sys.stdin.buffer.read())
+    _write_anew(request, sys.stdin.buffer.read())
     os.environ["SWEEP_HOME"] = str(files.parents[1])
     command = command or [sys.executable, "-P", "-c", SWEEP, "run"]
     return run_allocation(
@@ -301,4 +308,4 @@ def _holder(request: Path, files: Path) -> str | None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

@@ -305,7 +305,7 @@ def keep(
     return code
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str]) -> int:
     """Run `sweep` on this machine; return its exit code for the provider.
 
     Args:
@@ -313,8 +313,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
             those of each that are not seen from inside, a file with the second that this machine
             began or '', and what follows `sweep`.
     """
-    if arguments is None:
-        arguments = sys.argv[1:]
     volume, limit, overhead, begun, *words = arguments
     since = time.time()
     machine = None
@@ -330,4 +328,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

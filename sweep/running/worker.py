@@ -345,8 +345,8 @@ class Worker:
         if rate == request.config.learning_rate:
             return None
         flags = set(earlier.measurement.flags) | {SPEED_REUSED}
-        changes = {"quality": None, "flags": tuple(sorted(flags))}
-        return Measured(measurement=replaced(earlier.measurement, **changes))
+        measurement = replaced(earlier.measurement, quality=None, flags=tuple(sorted(flags)))
+        return Measured(measurement=measurement)
 
     def _with_quality(
         self,
@@ -384,8 +384,8 @@ class Worker:
         if learned is None:
             # It trains well, and what it learned is not known.
             flags += (NO_ROOM_TO_EVALUATE,)
-        changes = {"quality": learned, "flags": flags}
-        return TrialEnd(Measured(measurement=replaced(outcome.measurement, **changes)))
+        measurement = replaced(outcome.measurement, quality=learned, flags=flags)
+        return TrialEnd(Measured(measurement=measurement))
 
     def _report(self, progress: Progress) -> bool:
         """Tell how far the trial is; return whether it is to stop."""

@@ -637,7 +637,7 @@ class GuidedSampler(CandidateSampler):
 
     def _seconds(self, world: _World, trials: Trials, speed: Mixture) -> Array:
         """Return the device seconds that each candidate's trial is expected to take."""
-        steps = self._steps.warmup_min + self._steps.measured_min + STEPS_MORE
+        steps = self._steps.fewest + STEPS_MORE
         training = np.exp(world.log_tokens) / np.exp(speed.mean) * steps
         seconds = ATTACH_SECONDS + np.minimum(training, 2 * self._steps.seconds_max)
         compiled = {_shape(record.config) for record in trials.records if record.config.compile}

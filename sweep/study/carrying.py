@@ -6,7 +6,6 @@ the way resumes where it stopped, and one that is repeated takes nothing twice.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator
 
 from qlora_sweep.search_spaces.config import TrialConfig, canonical
@@ -14,7 +13,7 @@ from qlora_sweep.search_spaces.errors import InputError
 from qlora_sweep.search_spaces.frozen import replaced
 from qlora_sweep.search_spaces.space import SearchSpace
 from qlora_sweep.storage.definition import StudyDefinition, StudySnapshot
-from qlora_sweep.storage.ranking import CONCLUSIVE, rank_study
+from qlora_sweep.storage.ranking import last_conclusive, rank_study
 from qlora_sweep.storage.reading import changed_versions
 from qlora_sweep.storage.records import RETRYABLE, Carried, TrialRecord, Verdict
 from qlora_sweep.storage.study import OpenStudy
@@ -96,7 +95,7 @@ def carry_over(
     baseline = study.definition.space.baseline_config()
     attempts: set[str | None] = set()
     tried: set[TrialConfig] = set()
-    for record in itertools.chain(study.records(), study.confirmations()):
+    for record in study.ledger.all:
         if record.verdict not in RETRYABLE:
             attempts.add(record.attempt_id)
             if record.purpose == "search":
@@ -113,17 +112,17 @@ def carry_over(
         if is_kept or (is_searched and config in tried) or not is_valid(record.config):
             continue
         mark = Carried(study=source.name, identity=source.identity, number=record.number)
-        changes = {
-            "carried": record.carried or mark,
-            "is_baseline": record.config == baseline,
-            "attempt": 1,
-            "wall_seconds": 0.0,
-            "device_seconds": 0.0,
-        }
+        taken = replaced(
+            record,
+            carried=record.carried or mark,
+            is_baseline=record.config == baseline,
+            attempt=1,
+            wall_seconds=0.0,
+            device_seconds=0.0,
+        )
         params = None
         if is_searched:
             params = encoding.params_of(record.config)
-        taken = replaced(record, **changes)
         if params is None:
             study.carry(taken, params={}, distributions={})
         else:
@@ -161,7 +160,7 @@ def take_over(
 
 def _own(study: OpenStudy, source: StudySnapshot) -> Iterator[TrialRecord]:
     """Yield what a study's own spool has and the study has not: of a configuration the last."""
-    lacking = study.lacking(tuple(source.records) + tuple(source.confirmations))
+    lacking = study.lacking(source.records + source.confirmations)
     last = {}
     for record in lacking:
         if record.purpose == "search":
@@ -186,14 +185,11 @@ def holding(source: StudySnapshot, space: SearchSpace) -> Iterator[TrialRecord]:
     """
     fallen = rank_study(source).fallen
     baseline = space.baseline_config()
-    last = {}
-    for record in source.records:
-        if record.verdict in CONCLUSIVE:
-            last[canonical(record.config)] = record.number
+    last = last_conclusive(source.records)
     for record in source.records:
         if record.verdict not in HOLDING or record.number in fallen:
             continue
-        if last[canonical(record.config)] != record.number:
+        if last[canonical(record.config)].number != record.number:
             continue
         is_asked = record.config == baseline or space.params_of(record.config) is not None
         measured = record.measurement

@@ -6,9 +6,7 @@ Which run is next is `confirmation_plan`'s to say.
 from __future__ import annotations
 
 from qlora_sweep.search_spaces.space import ConfirmBudget
-from qlora_sweep.storage.confirmations import (
-    Confirmations,
-)
+from qlora_sweep.storage.confirmations import Confirmations
 from qlora_sweep.storage.ledger import next_number
 from qlora_sweep.storage.ranking import Ranking, rank
 from qlora_sweep.storage.study import OpenStudy
@@ -23,7 +21,7 @@ def ranking_of(study: OpenStudy) -> Ranking:
     """Return the order of a study's trials as it stands, the same that every reader sees."""
     records = study.records()
     confirmations = study.confirmations()
-    speeds = target_speeds(study.definition, tuple(records) + tuple(confirmations))
+    speeds = target_speeds(study.definition, records + confirmations)
     return rank(records, study.definition, confirmations, target_speeds=speeds)
 
 
@@ -62,9 +60,7 @@ class Confirmation(TrialSource):
             return None
         is_first = lane is not self._lane
         if is_first:
-            trials = list(self._study.records())
-            trials.extend(self._study.confirmations())
-            self._since = next_number(trials)
+            self._since = next_number(self._study.ledger.all)
             self._series = self._series_on(lane, self._budget)
         plan = self._plan(self._series, self._budget).within(self._driver.time.left_seconds)
         wanted = plan.next_run()

@@ -235,18 +235,13 @@ class ConfirmationPlan:
     @cached_property
     def run_seconds(self) -> float:
         """Expected seconds of a run; 0 where nothing was measured."""
-        runs = self._like_its_runs
-        if not runs:
-            return 0.0
-        return self.setup_seconds + statistics.fmean(run.measured_seconds for run in runs)
+        measured = _mean([run.measured_seconds for run in self._like_its_runs])
+        return self.setup_seconds + measured
 
     @cached_property
     def setup_seconds(self) -> float:
         """Those of them that go by before anything is measured."""
-        runs = self._like_its_runs
-        if not runs:
-            return 0.0
-        mean = statistics.fmean(run.setup_seconds for run in runs)
+        mean = _mean([run.setup_seconds for run in self._like_its_runs])
         if self.has_begun:
             return mean
         # The search also built the model and compiled its layers, which is done once.
@@ -325,9 +320,7 @@ class ConfirmationPlan:
         winner = self.ranking.winner
         if winner is None:
             return []
-        undecided = self._ties_of(winner)
-        if self._is_gain_unsure(winner):
-            undecided |= self._pair_of(winner)
+        undecided = self._ties_of(winner) | self._unsure_pair_of(winner)
         wanted = []
         for contender in self.contenders:
             if contender in undecided and self._rounds_of(contender) < self.budget.repeats:
@@ -348,20 +341,21 @@ class ConfirmationPlan:
             open_ties.add(Contender.of(winner))
         return open_ties
 
-    def _pair_of(self, winner: RankedTrial) -> set[Contender]:
-        """Return a winner, and what its gain is stated over."""
+    def _unsure_pair_of(self, winner: RankedTrial) -> set[Contender]:
+        """Return a winner and what its gain is stated over, where further runs may say more of that
+        gain; nothing where they may not."""
         reference = self.ranking.reference_for(winner.config) or winner
-        return {Contender.of(winner), Contender.of(reference)}
-
-    def _is_gain_unsure(self, winner: RankedTrial) -> bool:
-        """Whether further runs may say more of a winner's gain."""
-        reference = self.ranking.reference_for(winner.config) or winner
-        if Contender.of(winner) == Contender.of(reference):
+        pair = {Contender.of(winner), Contender.of(reference)}
+        if len(pair) == 1:
             # Without a gain its own speed is to be known closely.
-            return winner.measurement.is_noisy
-        if _is_enough(self.ranking.ratio(winner, reference), width=GAIN_WIDTH):
-            return False
-        return bool(self._runs(Contender.of(reference)))
+            is_unsure = winner.measurement.is_noisy
+        elif _is_enough(self.ranking.ratio(winner, reference), width=GAIN_WIDTH):
+            is_unsure = False
+        else:
+            is_unsure = bool(self._runs(Contender.of(reference)))
+        if is_unsure:
+            return pair
+        return set()
 
     def _round_seconds(self, contenders: Sequence[Contender]) -> float:
         """Return the expected seconds of a round of contenders; 0 where none of them ran."""
@@ -369,9 +363,7 @@ class ConfirmationPlan:
         for contender in contenders:
             for run in self._runs(contender).values():
                 seconds.append(run.setup_seconds + run.measured_seconds)
-        if not seconds:
-            return 0.0
-        return statistics.fmean(seconds) * len(contenders)
+        return _mean(seconds) * len(contenders)
 
     def _is_to_soak(self, winner: RankedTrial) -> bool:
         budget = self.budget
@@ -444,6 +436,13 @@ class ConfirmationPlan:
     def _of(self, purpose: Purpose) -> list[TrialRecord]:
         records = self.ranking.confirmations.records
         return [r for r in records if r.series == self.series and r.purpose == purpose]
+
+
+def _mean(seconds: Sequence[float]) -> float:
+    """Return the mean of seconds; 0 of none."""
+    if not seconds:
+        return 0.0
+    return statistics.fmean(seconds)
 
 
 def _is_enough(ratio: Ratio, *, width: float = math.inf) -> bool:

@@ -333,8 +333,7 @@ class Driver:
             expected = self.forecaster.expect(config)
             record = replaced(record, prediction=expected.record)
             if expected.refusal is not None:
-                changes = {"outcome": expected.refusal, "ran_on": None}
-                record = replaced(record, **changes)
+                record = replaced(record, outcome=expected.refusal, ran_on=None)
         is_half = self.asks_for_loss and run_kind == SEARCH and wanted.quality is None
         request = TrialRequest(
             config=config,
@@ -455,8 +454,8 @@ class Driver:
                 epoch = self.forecaster.epoch_of(config)
                 tokens = default_tokens(result.measurement.tokens_per_second, epoch)
                 self.study.note(quality_tokens=tokens)
-            whole = {"quality": quality_command(self.space, tokens=tokens), "attempt": trial.begun}
-            trial.request = replaced(trial.request, **whole)
+            quality = quality_command(self.space, tokens=tokens)
+            trial.request = replaced(trial.request, quality=quality, attempt=trial.begun)
             self.lanes.launch(lane, trial, partial(self._measure, trial, lane))
             return
         with self.interruption.settling():
@@ -492,13 +491,13 @@ class Driver:
         self.on_event(TrialFinished(record=stored))
 
     def _record(self, trial: RunningTrial, outcome: Outcome) -> TrialRecord:
-        changes = {
-            "outcome": outcome,
-            "wall_seconds": self.clock() - trial.started_seconds,
-            "device_seconds": trial.device_seconds,
-            "epoch": self.forecaster.epoch_of(trial.record.config),
-        }
-        return replaced(trial.record, **changes)
+        return replaced(
+            trial.record,
+            outcome=outcome,
+            wall_seconds=self.clock() - trial.started_seconds,
+            device_seconds=trial.device_seconds,
+            epoch=self.forecaster.epoch_of(trial.record.config),
+        )
 
 
 def tokens_of(study: OpenStudy) -> int | None:

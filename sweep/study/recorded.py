@@ -56,10 +56,10 @@ def space_of(surface: Surface, space: SearchSpace) -> SearchSpace:
         choices = list(dict.fromkeys(getattr(row.config, key) for row in surface.rows))
         if len(choices) == 1:
             fixed[key] = choices[0]
-        elif are_numbers(choices):
-            dimensions[key] = {"choices": sorted(choices)}
-        else:
-            dimensions[key] = {"choices": choices}
+            continue
+        if are_numbers(choices):
+            choices.sort()
+        dimensions[key] = {"choices": choices}
     values = space.model_dump() | {
         "name": f"{space.name}-recorded",
         "confirm": None,

@@ -84,8 +84,7 @@ class CommandStart:
             space: that is searched.
             forecaster: predicts the steps' speed; without a prediction they count as nothing.
         """
-        steps = space.steps.warmup_min + space.steps.measured_min
-        tokens = steps * space.baseline_config().tokens_per_step
+        tokens = space.steps.fewest * space.baseline_config().tokens_per_step
         if space.gpu == "cpu":
             weights = parameters(forecaster.model) or 0
             of_weight = CPU_BUILD_SECONDS + CPU_STEP_SECONDS * tokens

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from optuna.samplers import BaseSampler
@@ -133,20 +133,11 @@ def drive(
     quiet_optuna()
     # What trials of a killed run were saving.
     remove_left()
-    space = prepared.space
     forecaster = _forecaster(prepared, warn=warn)
-    start = start or CommandStart.now()
-    overhead = _Overhead.of(prepared, start, forecaster)
-    overhead.refuse_too_short(prepared, start)
+    overhead = _Overhead.of(prepared, start or CommandStart.now(), forecaster)
+    overhead.refuse_too_short()
     lanes = Lanes.of(new_runner(prepared))
-    sampler = make_sampler(
-        space.sampler,
-        space,
-        seed=space.seed,
-        forecaster=forecaster,
-        model=prepared.model,
-        lanes=len(lanes.all),
-    )
+    sampler = _sampler(prepared, forecaster, lanes)
     interruption = Interruption(cancel=lanes.cancel, requests=stop_signals.asked())
     if carried is not None:
         is_own = carried.name == prepared.name
@@ -154,16 +145,7 @@ def drive(
     # Signals are requests until all is closed: one more while that lasts costs nothing.
     with interruption.handling_signals(), ExitStack() as stack:
         with interruption.interruptible():
-            study = open_study(
-                prepared.name,
-                url=storage,
-                definition=prepared.definition,
-                sampler=sampler,
-                environment=environment_with(prepared.gpu),
-                home=runs_directory(),
-                warn=warn,
-            )
-            stack.enter_context(study)
+            study = stack.enter_context(_opened(prepared, sampler, url=storage, warn=warn))
             if carried is not None:
                 take_over(study, carried, is_valid=forecaster.is_valid, warn=warn)
         try:
@@ -177,14 +159,13 @@ def drive(
                     lanes,
                     forecaster,
                     stopping=_stopping(prepared, sampler, study, listener),
-                    spent_seconds=prepared.seconds_since(start) + overhead.closing_seconds,
+                    spent_seconds=overhead.spent_seconds,
                     least_seconds=overhead.least_seconds,
                     clock=prepared.clock,
                     on_event=listener,
                     interruption=interruption,
                 )
-                spent = study.ledger.trials_spent(since=study.ledger.next_number)
-                if spent < space.trials and not is_anew and driver.reason_to_stop() is None:
+                if not is_anew:
                     _get_ready(driver, sampler)
                 tracing = forecaster.tracing
                 if tracing is not None and tracing.other_versions:
@@ -202,6 +183,8 @@ class _Overhead:
     """Seconds that a command takes beside its trials; none where trials were recorded, which alone
     take recorded seconds."""
 
+    prepared: Prepared
+    start: CommandStart
     opening_seconds: float = 0.0
     least_seconds: float = 0.0
     """From the worker's start until the first trial is measured."""
@@ -211,25 +194,50 @@ class _Overhead:
     def of(cls, prepared: Prepared, start: CommandStart, forecaster: Forecaster) -> _Overhead:
         """Return those of a command that began at a moment."""
         if prepared.surface is not None:
-            return cls()
+            return cls(prepared, start)
         return cls(
+            prepared,
+            start,
             opening_seconds=start.opening_seconds,
             least_seconds=start.least_seconds(prepared.space, forecaster),
             closing_seconds=start.closing_seconds,
         )
 
-    def refuse_too_short(self, prepared: Prepared, start: CommandStart) -> None:
+    @property
+    def spent_seconds(self) -> float:
+        """Of the time budget, what the command took by now, and what it takes after its trials."""
+        return self.prepared.seconds_since(self.start) + self.closing_seconds
+
+    def refuse_too_short(self) -> None:
         """Raise `InputError` where a new study's time budget is too short for a trial. Of a study
         that is there it is not known yet whether a trial is left to be run."""
+        prepared = self.prepared
         if read_identity(runs_directory() / prepared.name) is not None:
             return
-        spent_seconds = prepared.seconds_since(start) + self.closing_seconds
-        run_time = RunTime.of(prepared.space, prepared.clock, spent_seconds=spent_seconds)
+        run_time = RunTime.of(prepared.space, prepared.clock, spent_seconds=self.spent_seconds)
         run_time.refuse_too_short(self.opening_seconds + self.least_seconds, prepared.space)
 
 
+def _opened(
+    prepared: Prepared, sampler: BaseSampler, *, url: str, warn: Callable[[str], None]
+) -> OpenStudy:
+    return open_study(
+        prepared.name,
+        url=url,
+        definition=prepared.definition,
+        sampler=sampler,
+        environment=environment_with(prepared.gpu),
+        home=runs_directory(),
+        warn=warn,
+    )
+
+
 def _get_ready(driver: Driver, sampler: BaseSampler) -> None:
-    """Begin with all that takes long before the first trial."""
+    """Begin with all that takes long before the first trial of a search, where any is to be run."""
+    ledger = driver.study.ledger
+    spent = ledger.trials_spent(since=ledger.next_number)
+    if spent >= driver.space.trials or driver.reason_to_stop() is not None:
+        return
     # Its imports take longer than all that is done here until then.
     for lane in driver.lanes.all:
         lane.runner.start()
@@ -250,12 +258,25 @@ def _get_ready(driver: Driver, sampler: BaseSampler) -> None:
             driver.forecaster.tracing.end_children()
 
 
+def _sampler(prepared: Prepared, forecaster: Forecaster, lanes: Lanes) -> BaseSampler:
+    space = prepared.space
+    return make_sampler(
+        space.sampler,
+        space,
+        seed=space.seed,
+        forecaster=forecaster,
+        model=prepared.model,
+        lanes=len(lanes.all),
+    )
+
+
 def _stopping(
     prepared: Prepared, sampler: BaseSampler, study: OpenStudy, listener: Listener
 ) -> Stopping:
     """Return when the search ends; by what is still to be gained where the sampler can tell."""
+    stopping = Stopping(prepared.space, usd_per_hour=prepared.usd_per_hour)
     if not isinstance(sampler, GuidedSampler):
-        return Stopping(prepared.space, usd_per_hour=prepared.usd_per_hour)
+        return stopping
 
     def outlook(besides: int | None) -> Outlook:
         expected = sampler.outlook(study.study, besides=besides)
@@ -263,9 +284,8 @@ def _stopping(
             listener(GainForeseen(expected.gain, expected.open))
         return expected
 
-    return Stopping(
-        prepared.space,
-        usd_per_hour=prepared.usd_per_hour,
+    return replace(
+        stopping,
         outlook=outlook,
         fastest_of=partial(sampler.fastest_of, study.study),
         unmeasured_classes=partial(sampler.unmeasured_classes, study.study),
@@ -275,13 +295,12 @@ def _stopping(
 def _forecaster(prepared: Prepared, *, warn: Callable[[str], None]) -> Forecaster:
     target = prepared.target
     model = prepared.model
-    resolved = prepared.resolved
-    cache = cache_directory() / "memory"
     shapes = None
     if prepared.epochs is not None:
         shapes = ShapesOnDataset(prepared.epochs)
-    has_dataset = prepared.dataset is not None
-    rule: Rule = partial(resolved.violation, model=model, has_dataset=has_dataset)
+    rule: Rule = partial(
+        prepared.resolved.violation, model=model, has_dataset=prepared.dataset is not None
+    )
     memory: MemoryPredictor
     if prepared.surface is not None:
         memory = RecordedPeaks(recorded_peaks(prepared.surface))
@@ -290,8 +309,8 @@ def _forecaster(prepared: Prepared, *, warn: Callable[[str], None]) -> Forecaste
         memory = predictor_here(
             model,
             is_on_gpu=target.is_on_gpu,
-            cache_dir=cache,
-            compute_capability=resolved.host_capability,
+            cache_dir=cache_directory() / "memory",
+            compute_capability=prepared.resolved.host_capability,
             # What a search asks first comes in several parts.
             tracer=TracingChildren(outlive=True),
         )

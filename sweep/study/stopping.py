@@ -428,10 +428,10 @@ class ConsecutiveFailures:
         self._failures = [one for one in self._failures if _kind(one) == _kind(outcome)]
         self._failures.append(outcome)
         if len(self._failures) >= FAILURES_IN_A_ROW:
-            how, suspect, cure = _words_of(self._failures[0])
+            first = self._failures[0]
+            how, suspect, cure = _words_of(first)
             raise EnvironmentFault(
-                f"{FAILURES_IN_A_ROW} trials in a row {how}: {suspect}. "
-                f"{_first_said(self._failures[0])} "
+                f"{FAILURES_IN_A_ROW} trials in a row {how}: {suspect}. {_first_said(how, first)} "
                 f"What was measured is stored; {cure}, then run the same command again"
             )
 
@@ -457,10 +457,10 @@ def nothing_concluded(records: Iterable[TrialRecord]) -> EnvironmentFault | None
     count = f"all {len(failures)} trials"
     if len(failures) == 1:
         count = "the only trial that ran"
-    _, suspect, cure = _words_of(failures[0])
+    how, suspect, cure = _words_of(failures[0])
     return EnvironmentFault(
         f"nothing is known of what fits: {count} failed, and {suspect}. "
-        f"{_first_said(failures[0])} To go on, {cure}; the same command tries them again"
+        f"{_first_said(how, failures[0])} To go on, {cure}; the same command tries them again"
     )
 
 
@@ -485,6 +485,5 @@ def _words_of(failure: Crashed | TimedOut) -> tuple[str, str, str]:
     return how, at_fault, "see `sweep doctor`"
 
 
-def _first_said(first: Crashed | TimedOut) -> str:
-    how, _, _ = _words_of(first)
+def _first_said(how: str, first: Crashed | TimedOut) -> str:
     return f"The first {how} and said: {first.detail.rstrip('.') or 'nothing'}."

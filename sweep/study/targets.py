@@ -9,16 +9,12 @@ from qlora_sweep.search_spaces.config import TrialConfig
 from qlora_sweep.search_spaces.errors import EnvironmentFault, InputError
 from qlora_sweep.search_spaces.gpus import GIB, GpuSpec, asked_bytes, find_gpu, product_of
 from qlora_sweep.search_spaces.kinds import QUANTIZATIONS
-from qlora_sweep.search_spaces.linears import (
-    expert_weights,
-    is_tied,
-    linear_shapes,
-    unquantized,
-)
+from qlora_sweep.search_spaces.linears import expert_weights, is_tied, unquantized
 from qlora_sweep.search_spaces.models import ModelSpec
 from qlora_sweep.search_spaces.rules import Violation, violation
 from qlora_sweep.search_spaces.space import SearchSpace
 from qlora_sweep.storage.definition import Target
+from qlora_sweep.storage.soundness import frozen_linear_weights
 from qlora_sweep.sweep.running.device_info import GpuInfo
 
 UNKNOWN_GPU_RESERVE_BYTES = GIB
@@ -162,9 +158,8 @@ def least_weight_bytes(space: SearchSpace, model: ModelSpec) -> int | None:
         if unquantized(model, bits) is not None:
             bits = 16
         return experts * bits // 8 + 2 * model.vocab_size * model.hidden_size
-    shapes = linear_shapes(model)
-    if shapes is None:
+    linears = frozen_linear_weights(model)
+    if not linears:
         return None
-    linears = model.hidden_layers * sum(rows * columns for rows, columns in shapes.values())
     tables = 1 if is_tied(model) else 2
     return linears * bits // 8 + 2 * tables * model.vocab_size * model.hidden_size

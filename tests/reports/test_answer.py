@@ -14,11 +14,8 @@ import pytest
 import yaml
 
 from qlora_sweep.reports.advice import how_to_go_faster
-from qlora_sweep.reports.answer import (
-    confirmed_rows,
-    facts,
-    headline,
-)
+from qlora_sweep.reports.answer import facts, headline
+from qlora_sweep.reports.confirmed_rows import confirmed_rows
 from qlora_sweep.reports.decision import Choice, decision_of
 from qlora_sweep.reports.page import render
 from qlora_sweep.reports.sections import texts_of

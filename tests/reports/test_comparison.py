@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from qlora_sweep.reports.comparison import GpuComparison, compare, comparison_words, of_study
+from qlora_sweep.reports.comparison import GpuComparison, compare, of_study
+from qlora_sweep.reports.comparison_words import comparison_words
 from qlora_sweep.search_spaces.config import TrialConfig
 from qlora_sweep.search_spaces.costs import AskedWork
 from qlora_sweep.search_spaces.errors import InputError
