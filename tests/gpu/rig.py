@@ -56,11 +56,11 @@ def small_config(**settings: Any) -> TrialConfig:
 
 
 @contextmanager
-def predicting(cache: Path) -> Iterator[TracingPredictor]:
+def predicting(cache: Path, model: ModelSpec = SMALL) -> Iterator[TracingPredictor]:
     """What predicts memory on the GPU that is here, with a child that traces."""
     capability = torch.cuda.get_device_capability(0)
     with closing(TracingChildren(1, outlive=True)) as child:
-        yield TracingPredictor(SMALL, cache_dir=cache, compute_capability=capability, tracer=child)
+        yield TracingPredictor(model, cache_dir=cache, compute_capability=capability, tracer=child)
 
 
 class Rig:
@@ -68,7 +68,12 @@ class Rig:
 
     _last: ClassVar[Rig | None] = None
 
-    def __init__(self, budget_bytes: int, dataset: DatasetSettings | None = None) -> None:
+    def __init__(
+        self,
+        budget_bytes: int,
+        dataset: DatasetSettings | None = None,
+        model: ModelSpec = SMALL,
+    ) -> None:
         if Rig._last is not None:
             # Liger patches the modelling module that all bases of a process share.
             Rig._last.worker._resident.drop()
@@ -77,7 +82,7 @@ class Rig:
         settings = WorkerSettings(
             device="cuda",
             budget_bytes=budget_bytes,
-            model=SMALL.to_json(),
+            model=model.to_json(),
             weights="random",
             seed=0,
             is_emulated=True,

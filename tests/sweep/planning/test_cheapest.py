@@ -232,9 +232,10 @@ RECIPE = TrialConfig(micro_batch_size=8)
 UNTURNED = {
     *("lora_alpha", "effective_batch_size", "learning_rate", "packing"),
     *("data_parallel", "sharding", "method", "loss_type", "dpo_beta", "reference", "trainer"),
+    "image_size",
 }
 """Some change nothing that is asked about, one is not there to be halved, and what is asked about
-is one GPU and one training: preference tuning is another."""
+is one GPU and one training: preference tuning is another, and so are rows of another kind."""
 
 
 def test_each_change_is_of_one_setting_and_every_setting_that_matters_is_changed() -> None:
