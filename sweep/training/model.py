@@ -609,16 +609,19 @@ def _plain_skeleton(config: TrialConfig, *, spec: ModelSpec) -> PreTrainedModel:
 
 
 def upcast(model: PreTrainedModel, config: TrialConfig) -> None:
-    """Put norms, embeddings, biases and head in fp32, and leave the frozen matrices as they are.
+    """Put a decoder's norms, embeddings, biases and head in fp32, and leave the frozen matrices and
+    what sees for it as they are.
 
     PEFT's function does that for a 4-bit base; it would widen the matrices that are in 16 bits too.
     """
-    if config.is_quantized and not unquantized_layers(model, config):
+    tower = vision_modules(model)
+    if config.is_quantized and not tower and not unquantized_layers(model, config):
         prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
         return
-    left = {matrix.name for matrix in _matrices(model)}
+    matrices = {matrix.name for matrix in _matrices(model)}
+    of_tower = {id(parameter) for module in tower for parameter in module.parameters()}
     for name, parameter in model.named_parameters():
-        if name not in left:
+        if name not in matrices and id(parameter) not in of_tower:
             parameter.data = parameter.data.to(torch.float32)
 
 
