@@ -50,7 +50,7 @@ class SeeingRows:
         """Return rows (length,) as a micro-batch (rows, length), random images in it."""
         batch = stacked(rows)
         tokens = batch["input_ids"]
-        stands_for = getattr(self._config, self._kind.image_token)
+        stands_for = self._config.image_token_id
         # A random token may be the one of an image.
         tokens[tokens == stands_for] = 0
         place = slice(_FIRST, _FIRST + self.image.tokens)

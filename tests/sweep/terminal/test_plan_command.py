@@ -693,6 +693,6 @@ def test_a_plan_of_texts_says_nothing_of_images(ask: Asked) -> None:
 
 def test_images_that_do_not_go_into_a_row_are_refused_in_a_sentence(ask: Asked) -> None:
     typed = {**SEEING, "configuration": {**OF_1200, "seq_len": 1024}}
-    assert "1,444 tokens of qwen3-vl-8b, which do not go into seq_len 1024" in ask.words(**typed)
+    assert "1,444 tokens of qwen3-vl-8b, which do not go into seq_len 1,024" in ask.words(**typed)
     typed["model"] = "mistral-7b-v0.3"
-    assert "is of no type whose images are known here" in ask.words(**typed)
+    assert "has no vision tower that is known here" in ask.words(**typed)

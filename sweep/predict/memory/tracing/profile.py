@@ -111,7 +111,7 @@ def _traced(spec: ModelSpec, structure: Structure) -> dict[str, Any]:
             )
         # Neither kernels nor adapters have a part in what the base takes.
         plain = base.config.changed(kernels="hf")
-        key = part.spec.fingerprint, part.positions, plain
+        key = part.spec.whole_fingerprint, part.positions, plain
         if key not in _known_bases:
             _known_bases[key] = _base_memory(base.model, base.config, part.positions)
     except InputError:

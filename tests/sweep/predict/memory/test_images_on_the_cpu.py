@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 
+from qlora_sweep.search_spaces.models import ModelSpec, checked_config
 from qlora_sweep.sweep.predict.memory.predictor import TracingPredictor
 from qlora_sweep.sweep.predict.memory.profile_store import TracingChildren
-from tests.seeing import CONFIGS, seeing, seeing_config
+from tests.seeing import CONFIGS, QWEN, seeing, seeing_config
 from tests.sweep.frozen import frozen_libraries  # noqa: F401
 
 pytestmark = pytest.mark.integration
@@ -27,6 +28,20 @@ CASES: dict[str, dict[str, Any]] = {
     "all linear": {"checkpoint_fraction": 0.0, "target_modules": "all-linear"},
     "upcast": {"checkpoint_fraction": 1.0, "upcast_fp32": True},
 }
+
+
+def test_what_is_kept_of_one_tower_is_not_taken_for_another(
+    tracing_child: TracingChildren, tmp_path: Path
+) -> None:
+    """Although the decoders are the same."""
+    peaks = []
+    for depth in (4, 8):
+        vision = {**QWEN["vision_config"], "depth": depth}
+        config = checked_config({**QWEN, "vision_config": vision}, label="tiny")
+        model = ModelSpec("tiny", "directory", config)
+        predictor = TracingPredictor(model, cache_dir=tmp_path, tracer=tracing_child)
+        peaks.append(predictor.predict(seeing_config()).peak_allocated_bytes)
+    assert peaks[1] > peaks[0]
 
 
 @pytest.mark.parametrize("case", CASES)
