@@ -433,8 +433,9 @@ def _longest_row(
             return True
 
         # Of none it is 0.
-        lengths = [0, *range(least, most + 1)]
-        return lengths[bisect_left(lengths, True, lo=1, key=is_too_long) - 1]
+        lengths: list[int] = [0, *range(least, most + 1)]
+        first_too_long = bisect_left(lengths, True, lo=1, key=is_too_long)
+        return lengths[first_too_long - 1]
 
     possible = last(most, Fit.YES, Fit.UNCERTAIN)
     sure = last(possible, Fit.YES)

@@ -789,6 +789,9 @@ def cheapest(answer: Cheapest, *, is_detailed: bool) -> RenderableType:
             said.append(("price", plan_details.price_source(best.bill.offer)))
     else:
         said.append(("others", _others_words(others, more=len(answer.able) - len(shown))))
+        rules = {one.reason for one in others if one.outcome is Outcome.FORBIDDEN}
+        if len(rules) == 1:
+            said.append(("reason", rules.pop()))
         if best is not None:
             said.append(("next", f"`sweep plan {best.gpu.name} --model {model}` plans it there"))
         said.append(_DETAILS)

@@ -97,8 +97,9 @@ class _Chosen(TorchFunctionMode):
 
 
 def _is_mask(index: object) -> bool:
-    is_tensor = isinstance(index, torch.Tensor) and index.is_meta
-    return is_tensor and index.dtype == torch.bool and index.dim() > 1
+    if not isinstance(index, torch.Tensor) or not index.is_meta:
+        return False
+    return index.dtype == torch.bool and index.dim() > 1
 
 
 class _StandIns:
@@ -132,7 +133,7 @@ class _StandIns:
 
     def create_bidirectional_mask(self, *, inputs_embeds: torch.Tensor, **_: Any) -> torch.Tensor:
         """Part of the patches are padding, which no other sees."""
-        rows, patches, _ = inputs_embeds.shape
+        rows, patches = inputs_embeds.shape[:2]
         return torch.empty(rows, 1, patches, patches, dtype=torch.bool, device="meta")
 
     @property
