@@ -325,12 +325,17 @@ def excerpt(spec: ModelSpec, *, first_trained: int = 0, sees: bool = False) -> E
         sees: whether its tower is there too, to whose output some layers' is added.
 
     Raises:
-        InputError: transformers has no such decoder.
+        InputError: transformers has no such decoder, or nothing sees for it.
         ValueError, KeyError, TypeError: it cannot read the config.
     """
     config = architecture_of(spec)
-    vision = vision_kind(spec) if sees else None
-    added = 0 if vision is None else vision.added_layers(whole_config(spec))
+    vision = None
+    added = 0
+    if sees:
+        vision = vision_kind(spec)
+        if vision is None:
+            raise InputError(spec.vision_fault or "it has no vision tower that is known here")
+        added = vision.added_layers(whole_config(spec))
     values = config.to_dict()
     count = int(config.num_hidden_layers)
     lists = {k: v for k, v in values.items() if isinstance(v, list) and len(v) == count}

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from qlora_sweep.search_spaces.errors import InputError
 from qlora_sweep.search_spaces.models import ModelSpec, checked_config
 from qlora_sweep.sweep.predict.memory.predictor import TracingPredictor
 from qlora_sweep.sweep.predict.memory.profile_store import TracingChildren
@@ -42,6 +43,18 @@ def test_what_is_kept_of_one_tower_is_not_taken_for_another(
         predictor = TracingPredictor(model, cache_dir=tmp_path, tracer=tracing_child)
         peaks.append(predictor.predict(seeing_config()).peak_allocated_bytes)
     assert peaks[1] > peaks[0]
+
+
+def test_a_tower_that_cannot_be_built_ends_no_tracing_process(
+    tracing_child: TracingChildren, tmp_path: Path
+) -> None:
+    whole = CONFIGS["gemma4"]
+    vision = {**whole["vision_config"], "pooling_kernel_size": 0}
+    config = checked_config({**whole, "vision_config": vision}, label="tiny")
+    model = ModelSpec("tiny", "directory", config)
+    predictor = TracingPredictor(model, cache_dir=tmp_path, tracer=tracing_child)
+    with pytest.raises(InputError, match="pooling_kernel_size must be a whole number"):
+        predictor.predict(seeing_config())
 
 
 @pytest.mark.parametrize("case", CASES)
