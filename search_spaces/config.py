@@ -329,7 +329,7 @@ class TrialConfig(BaseModel):
         Annotated[StrictInt, Field(ge=1, le=IMAGE_SIZE_MAX)] | None,
         Declaration(
             "image size",
-            {None: "no images", ...: "images of {} px"},
+            {None: "no images", ...: "images of {:,} px"},
             applies=lambda config: config.image_size is not None,
             # The tower is a part of the base.
             shapes_base=True,

@@ -34,6 +34,7 @@ from qlora_sweep.search_spaces.quantized import (
     stored_quantization,
 )
 from qlora_sweep.search_spaces.ropes import check_ropes, longest_length
+from qlora_sweep.search_spaces.vision_sizes import check_vision
 
 SIZE_MAX = 2**24
 """No size of a decoder model reaches this; a larger one is a lie or a slip. Llama 4 Scout has the
@@ -89,6 +90,7 @@ _MULTIMODAL = {
 _TEXT_ONLY = {
     **dict.fromkeys(("qwen2_vl", "qwen2_vl_text", "qwen2_5_vl", "qwen2_5_vl_text"), "qwen2"),
     "qwen3_vl_text": "qwen3",
+    "qwen3_vl_moe_text": "qwen3_moe",
 }
 """Decoders that on texts, where all positions of a token are equal, are others."""
 _LEFT_OUT: dict[str, dict[str, int]] = {
@@ -279,11 +281,25 @@ class ModelSpec:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Hex digest of the config, blind to key order and to what does not shape the model."""
+        """Hex digest of the decoder's config, blind to key order and to what does not shape it."""
         ignored = {"_name_or_path", "transformers_version", "architectures", "torch_dtype", "dtype"}
         ignored |= {PART_OF, WHOLE}
-        shaped = {key: value for key, value in self.config.items() if key not in ignored}
-        return hashlib.sha256(json.dumps(shaped, sort_keys=True).encode()).hexdigest()[:16]
+        return _digest({key: value for key, value in self.config.items() if key not in ignored})
+
+    @cached_property
+    def whole_fingerprint(self) -> str:
+        """The same of a decoder with the tower that it is stored with."""
+        return _digest([self.fingerprint, self.config.get(WHOLE)])
+
+    @cached_property
+    def vision_fault(self) -> str | None:
+        """Why what it is stored with cannot see for it; None where it can, or has no such part. The
+        decoder alone can be trained all the same."""
+        try:
+            check_vision(self.config.get(WHOLE, {}), self.config, label=self.name, most=SIZE_MAX)
+        except InputError as error:
+            return str(error)
+        return None
 
     def to_json(self) -> dict[str, Any]:
         """Return plain JSON values, as the worker and the study's definition keep them."""
@@ -492,6 +508,10 @@ def _hub_ids() -> dict[str, str]:
     for name, hub_ids in known.items():
         names |= {hub_id.lower(): name for hub_id in hub_ids}
     return names
+
+
+def _digest(values: object) -> str:
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]
 
 
 # Configs.

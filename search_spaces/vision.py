@@ -12,6 +12,7 @@ from typing import Any
 
 from qlora_sweep.search_spaces.config import TrialConfig
 from qlora_sweep.search_spaces.models import PART_OF, WHOLE, ModelSpec
+from qlora_sweep.search_spaces.vision_sizes import ADDING
 
 MARKS = 2
 """Tokens around those of an image that say where it begins and ends."""
@@ -61,8 +62,6 @@ class VisionKind:
 
     parts: tuple[str, ...]
     """What transformers calls the parts beside the decoder."""
-    image_token: str
-    """Key of the token that stands for a piece of an image."""
     seen: Callable[[Sizes, int], SeenImage]
     """What a square image of so many pixels becomes, of a whole config."""
     tower: Callable[[Sizes], Tower]
@@ -104,7 +103,7 @@ def _tower_of_qwen(whole: Sizes) -> Tower:
 
 
 def _added_by_qwen(whole: Sizes) -> int:
-    if whole["model_type"] != "qwen3_vl":
+    if whole["model_type"] not in ADDING:
         return 0
     return len(whole["vision_config"].get("deepstack_visual_indexes", (8, 16, 24)))
 
@@ -152,20 +151,20 @@ def _tower_of_gemma4(whole: Sizes) -> Tower:
     )
 
 
-_QWEN = VisionKind(("visual",), "image_token_id", _seen_by_qwen, _tower_of_qwen, _added_by_qwen)
+_QWEN = VisionKind(("visual",), _seen_by_qwen, _tower_of_qwen, _added_by_qwen)
 VISION: Mapping[str, VisionKind] = {
     "qwen3_vl": _QWEN,
+    "qwen3_vl_moe": _QWEN,
     "qwen3_5": _QWEN,
+    "qwen3_5_moe": _QWEN,
     "gemma3": VisionKind(
         ("vision_tower", "multi_modal_projector"),
-        "image_token_index",
         _seen_by_gemma3,
         _tower_of_siglip,
         is_fixed=True,
     ),
     "gemma4": VisionKind(
         ("vision_tower", "embed_vision", "audio_tower", "embed_audio"),
-        "image_token_id",
         _seen_by_gemma4,
         _tower_of_gemma4,
         is_fixed=True,
@@ -176,7 +175,10 @@ VISION: Mapping[str, VisionKind] = {
 
 
 def vision_kind(model: ModelSpec) -> VisionKind | None:
-    """Return the kind of a model that sees; None where its tower is not known, or it has none."""
+    """Return the kind of a model that sees; None where its tower is not known or cannot be built,
+    or it has none."""
+    if model.vision_fault is not None:
+        return None
     return VISION.get(str(model.config.get(WHOLE, {}).get("model_type")))
 
 
@@ -190,8 +192,10 @@ def whole_config(model: ModelSpec) -> dict[str, Any]:
 def seen_image(config: TrialConfig, model: ModelSpec) -> SeenImage | None:
     """Return what a configuration's images become in a model; None where it has none, or the model
     does not see."""
+    if config.image_size is None:
+        return None
     kind = vision_kind(model)
-    if config.image_size is None or kind is None:
+    if kind is None:
         return None
     return kind.seen(whole_config(model), config.image_size)
 
@@ -214,16 +218,27 @@ def tower_flops(config: TrialConfig, model: ModelSpec) -> float:
     return tower.product_flops(image) + tower.attention_flops(image)
 
 
+def least_length(image: SeenImage) -> int:
+    """Return the fewest tokens of a row with an image: its own, its marks, and text around them."""
+    return image.tokens + MARKS + 2
+
+
 def not_of_images(config: TrialConfig, model: ModelSpec, *, has_dataset: bool) -> str | None:
     """Return why a model does not train on images so; None where it does."""
+    if model.vision_fault is not None:
+        return model.vision_fault
     image = seen_image(config, model)
     if image is None:
-        known = " and ".join(sorted(VISION))
-        return f"{model.name} is of no type whose images are known here ({known})"
-    least = image.tokens + MARKS + 1
-    if config.seq_len <= least:
-        words = f"an image of {config.image_size} px is {image.tokens:,} tokens of {model.name}"
-        return f"{words}, which do not go into seq_len {config.seq_len}: use {least + 1:,} or more"
+        known = ", ".join(sorted(VISION))
+        cure = "leave image_size out, or name the directory of a checkpoint that sees"
+        return (
+            f"the config of {model.name} has no vision tower that is known here: {cure} ({known})"
+        )
+    least = least_length(image)
+    if config.seq_len < least:
+        size = f"{config.image_size:,} px is {image.tokens:,} tokens of {model.name}"
+        which = f"which do not go into seq_len {config.seq_len:,}: use {least:,} or more"
+        return f"an image of {size}, {which}"
     if has_dataset:
         return "a dataset's images are not read yet: leave the dataset out, and rows are random"
     others = {

@@ -19,6 +19,7 @@ from qlora_sweep.search_spaces.models import ModelSpec
 from qlora_sweep.search_spaces.prices import Offer
 from qlora_sweep.search_spaces.rules import Setting
 from qlora_sweep.search_spaces.space import SearchSpace
+from qlora_sweep.search_spaces.vision import least_length, seen_image
 from qlora_sweep.sweep.planning.candidates import NOT_ASKED, PlanOptions, recommended, shown_batches
 from qlora_sweep.sweep.planning.plan import BATCHES, bill_offers, reshaped
 from qlora_sweep.sweep.planning.survey import forecasts_of
@@ -314,6 +315,8 @@ class Longest:
     forecaster: Forecaster
     """What was asked about the GPU."""
     asked: PlanOptions
+    shortest: int
+    """The shortest that was asked about: an image has to go into it."""
     limit: int
     """The longest that was asked about: what the model has positions for."""
     configurations: int
@@ -363,16 +366,18 @@ def longest_rows(
             able_of[batch] = able
     tell = progress("micro-batches tried")
     rows: list[LongestRow] = []
+    least = min((_least_steps(config, forecaster.model) for config in tried), default=1)
     steps = positions // LENGTH_STEP
     for done, (batch, able) in enumerate(able_of.items()):
         tell(done, len(able_of))
-        rows.append(_longest_row(forecaster, able, batch, most=steps))
+        rows.append(_longest_row(forecaster, able, batch, least=least, most=steps))
         if not rows[-1].possible:
             break
     tell(len(able_of), len(able_of))
     return Longest(
         forecaster=forecaster,
         asked=asked,
+        shortest=least * LENGTH_STEP,
         limit=steps * LENGTH_STEP,
         configurations=len(tried),
         rows=tuple(rows),
@@ -383,7 +388,9 @@ def _of_one_class(about: SearchSpace | TrialConfig, forecaster: Forecaster) -> l
     """Return the valid structures of the class that is recommended from, at the smallest size."""
     model = forecaster.model
     every = [about] if isinstance(about, TrialConfig) else structures(about)
-    tried = dict.fromkeys(_resized(every, 1, LENGTH_STEP))
+    tried = dict.fromkeys(
+        reshaped(config, 1, _least_steps(config, model) * LENGTH_STEP) for config in every
+    )
     capacities = {
         config: CapacityClass.of(config, model) for config in filter(forecaster.is_valid, tried)
     }
@@ -391,23 +398,31 @@ def _of_one_class(about: SearchSpace | TrialConfig, forecaster: Forecaster) -> l
     return [config for config, capacity in capacities.items() if capacity == nearest]
 
 
+def _least_steps(config: TrialConfig, model: ModelSpec) -> int:
+    """Return the shortest length to ask about, in steps: an image has to go into it."""
+    image = seen_image(config, model)
+    if image is None:
+        return 1
+    return math.ceil(least_length(image) / LENGTH_STEP)
+
+
 def _resized(configs: Iterable[TrialConfig], batch: int, length: int) -> list[TrialConfig]:
     return [reshaped(config, batch, length) for config in configs]
 
 
 def _longest_row(
-    forecaster: Forecaster, tried: Sequence[TrialConfig], batch: int, *, most: int
+    forecaster: Forecaster, tried: Sequence[TrialConfig], batch: int, *, least: int, most: int
 ) -> LongestRow:
     def sized(steps: int, some: Sequence[TrialConfig]) -> Forecasts:
         return forecaster.forecast(_resized(some, batch, steps * LENGTH_STEP))
 
     # What needs least at one length needs about the least at others.
-    peaks = sized(max(1, most // 2), tried).least_bytes
+    peaks = sized(max(least, most // 2), tried).least_bytes
     by_peak = peaks.argsort(kind="stable").tolist()
     leanest = [tried[row] for row in by_peak if peaks[row] >= 0][:LEANEST]
 
     def last(most: int, *wanted: Fit) -> int:
-        """Return the last length, in steps, at which anything fits as is wanted."""
+        """Return the last length, in steps, at which anything fits as is wanted; 0 for none."""
 
         def is_too_long(steps: int) -> bool:
             forecasts = sized(steps, leanest)
@@ -417,7 +432,10 @@ def _longest_row(
                     return False
             return True
 
-        return bisect_left(range(1, most + 1), True, key=is_too_long)
+        # Of none it is 0.
+        lengths: list[int] = [0, *range(least, most + 1)]
+        first_too_long = bisect_left(lengths, True, lo=1, key=is_too_long)
+        return lengths[first_too_long - 1]
 
     possible = last(most, Fit.YES, Fit.UNCERTAIN)
     sure = last(possible, Fit.YES)

@@ -428,8 +428,11 @@ def _images(images: ImagePlan) -> Iterator[Fact]:
     for side, forecast in images.by_side.items():
         if forecast.fit is Fit.NO:
             too_large.append(side)
-        else:
-            words.append(f"{side:,} px: {units.gib(forecast.peak_allocated_bytes)}")
+            continue
+        size = f"{side:,} px: {units.gib(forecast.peak_allocated_bytes)}"
+        if forecast.fit is Fit.UNCERTAIN:
+            size += " (may not fit)"
+        words.append(size)
     if too_large:
         words.append(f"from {min(too_large):,} px on nothing fits")
     if words:
@@ -726,7 +729,7 @@ def _longest_sentence(answer: Longest) -> str:
         where = f"GRPO's training step alone, of {where}"
     best = answer.best
     if best is None or best.forecast is None:
-        return f"No sequence of {LENGTH_STEP} tokens surely fits for {where}"
+        return f"No sequence of {answer.shortest:,} tokens surely fits for {where}"
     what = f"{best.seq_len:,} tokens at micro-batch {best.micro_batch_size}"
     numbers = _numbers(best.forecast, None)
     return f"The longest sequences that surely fit for {where}: {what}: {numbers}"
@@ -786,6 +789,9 @@ def cheapest(answer: Cheapest, *, is_detailed: bool) -> RenderableType:
             said.append(("price", plan_details.price_source(best.bill.offer)))
     else:
         said.append(("others", _others_words(others, more=len(answer.able) - len(shown))))
+        rules = {one.reason for one in others if one.outcome is Outcome.FORBIDDEN}
+        if len(rules) == 1:
+            said.append(("reason", rules.pop()))
         if best is not None:
             said.append(("next", f"`sweep plan {best.gpu.name} --model {model}` plans it there"))
         said.append(_DETAILS)

@@ -50,7 +50,7 @@ class SeeingRows:
         """Return rows (length,) as a micro-batch (rows, length), random images in it."""
         batch = stacked(rows)
         tokens = batch["input_ids"]
-        stands_for = getattr(self._config, self._kind.image_token)
+        stands_for = self._config.image_token_id
         # A random token may be the one of an image.
         tokens[tokens == stands_for] = 0
         place = slice(_FIRST, _FIRST + self.image.tokens)
@@ -107,7 +107,9 @@ def _of_gemma4(config: Any, image: SeenImage, is_image: torch.Tensor) -> dict[st
 
 _INPUTS: Mapping[str, Callable[[Any, SeenImage, torch.Tensor], dict[str, torch.Tensor]]] = {
     "qwen3_vl": _of_qwen,
+    "qwen3_vl_moe": _of_qwen,
     "qwen3_5": _of_qwen,
+    "qwen3_5_moe": _of_qwen,
     "gemma3": _of_gemma3,
     "gemma4": _of_gemma4,
 }

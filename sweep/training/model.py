@@ -396,6 +396,13 @@ def _load_part(name: str, spec: ModelSpec, arguments: dict[str, Any]) -> PreTrai
     return model
 
 
+def _class_of(config: TrialConfig) -> Any:
+    """Return what makes a configuration's model: the whole, where rows have images."""
+    if config.image_size is None:
+        return AutoModelForCausalLM
+    return AutoModelForImageTextToText
+
+
 def load_pretrained(
     config: TrialConfig, *, spec: ModelSpec, device: torch.device
 ) -> PreTrainedModel:
@@ -405,15 +412,12 @@ def load_pretrained(
         # What is rounded to 8 bits goes to the device layer by layer.
         arguments["device_map"] = {"": "cpu"}
     name = str(spec.path) if spec.path is not None else spec.name
-    if config.image_size is not None:
-        model = AutoModelForImageTextToText.from_pretrained(
-            name, **arguments, trust_remote_code=False
-        )
-    elif spec.is_part:
+    if spec.is_part and config.image_size is None:
         model = _load_part(name, spec, {"config": architecture_of(spec), **arguments})
     else:
+        auto = _class_of(config)
         with packed_when_loaded():
-            model = AutoModelForCausalLM.from_pretrained(name, **arguments, trust_remote_code=False)
+            model = auto.from_pretrained(name, **arguments, trust_remote_code=False)
     if config.weight_bits == 8:
         to_8_bits(model, config.quantization, left=never_quantized(model), device=device)
     return model
@@ -596,11 +600,9 @@ def _plain_skeleton(config: TrialConfig, *, spec: ModelSpec) -> PreTrainedModel:
     Raises:
         InputError: the model is no text decoder.
     """
-    sees = config.image_size is not None
-    architecture = architecture_of(spec, sees=sees)
-    auto = AutoModelForImageTextToText if sees else AutoModelForCausalLM
+    architecture = architecture_of(spec, sees=config.image_size is not None)
     with torch.device("meta"):
-        return auto.from_config(
+        return _class_of(config).from_config(
             architecture,
             dtype=compute_type(config),
             attn_implementation=config.attention,
@@ -609,16 +611,19 @@ def _plain_skeleton(config: TrialConfig, *, spec: ModelSpec) -> PreTrainedModel:
 
 
 def upcast(model: PreTrainedModel, config: TrialConfig) -> None:
-    """Put norms, embeddings, biases and head in fp32, and leave the frozen matrices as they are.
+    """Put a decoder's norms, embeddings, biases and head in fp32, and leave the frozen matrices and
+    what sees for it as they are.
 
     PEFT's function does that for a 4-bit base; it would widen the matrices that are in 16 bits too.
     """
-    if config.is_quantized and not unquantized_layers(model, config):
+    tower = vision_modules(model)
+    if config.is_quantized and not tower and not unquantized_layers(model, config):
         prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
         return
-    left = {matrix.name for matrix in _matrices(model)}
+    matrices = {matrix.name for matrix in _matrices(model)}
+    of_tower = {id(parameter) for module in tower for parameter in module.parameters()}
     for name, parameter in model.named_parameters():
-        if name not in left:
+        if name not in matrices and id(parameter) not in of_tower:
             parameter.data = parameter.data.to(torch.float32)
 
 

@@ -34,7 +34,7 @@ from qlora_sweep.sweep.training.eight_bit import EightBitLinear
 from qlora_sweep.sweep.training.experts import is_packed
 from qlora_sweep.sweep.training.images import SeeingRows
 from qlora_sweep.sweep.training.in_trl import InTrl
-from qlora_sweep.sweep.training.model import DTYPES, compute_type
+from qlora_sweep.sweep.training.model import DTYPES, compute_type, vision_modules
 from qlora_sweep.sweep.training.preference import Preference
 from qlora_sweep.sweep.training.process_group import Look
 from qlora_sweep.sweep.training.recurrent import not_called
@@ -426,12 +426,16 @@ def expandable_share(
 
 
 def _upcast(config: TrialConfig, seen: StepEvidence) -> str | None:
-    """The norms and the embeddings tell: they are fp32 with the upcast, and not all without."""
+    """The norms and the embeddings tell: they are fp32 with the upcast, and not all without.
+
+    What sees is always in 16 bits.
+    """
     if config.compute_kind.bits == 32:
         return None
     kept = [seen.base.get_input_embeddings().weight]
+    tower = set(map(id, vision_modules(seen.base)))
     for module in seen.base.modules():
-        if not isinstance(module, torch.nn.Linear):
+        if not isinstance(module, torch.nn.Linear) and id(module) not in tower:
             for parameter in module.parameters(recurse=False):
                 if parameter.dim() == 1 and not parameter.requires_grad:
                     kept.append(parameter)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 
 from qlora_sweep.search_spaces.config import TrialConfig
-from qlora_sweep.search_spaces.models import ModelSpec, load_model_spec
+from qlora_sweep.search_spaces.models import ModelSpec, checked_config, load_model_spec
 from qlora_sweep.search_spaces.rules import violation
 from qlora_sweep.search_spaces.vision import seen_image, tower_flops, whole_config
+from tests.seeing import CONFIGS
 
 
 def image_in(name: str, side: int) -> tuple[int, int, int]:
@@ -69,7 +70,7 @@ def test_what_goes_with_images_is_allowed() -> None:
 @pytest.mark.parametrize(
     ("model", "settings", "said"),
     [
-        ("mistral-7b-v0.3", {}, "is of no type whose images are known here"),
+        ("mistral-7b-v0.3", {}, "has no vision tower that is known here"),
         ("qwen3-vl-8b", {"seq_len": 1024}, "is 1,024 tokens of qwen3-vl-8b, which do not go into"),
         ("qwen3-vl-8b", {"method": "dpo"}, "images are trained on with method sft alone"),
         ("qwen3-vl-8b", {"trainer": "trl"}, "images are trained on with trainer sweep alone"),
@@ -80,6 +81,37 @@ def test_what_does_not_is_refused_in_a_sentence(
     model: str, settings: dict[str, object], said: str
 ) -> None:
     assert said in str(refused(model, **settings))
+
+
+WRONG: list[tuple[str, dict[str, object], dict[str, object], str]] = [
+    ("qwen3_vl", {"patch_size": -16}, {}, "vision_config: patch_size must be a whole number"),
+    ("qwen3_vl", {"patch_size": "16"}, {}, "patch_size must be a whole number"),
+    ("qwen3_vl", {"spatial_merge_size": 0}, {}, "spatial_merge_size must be a whole number"),
+    ("qwen3_vl", {"spatial_merge_size": 1000}, {}, "must be 4,096 pixels or less, got 16,000"),
+    ("qwen3_vl", {"num_heads": 3}, {}, "hidden_size 64 is not a multiple of num_heads 3"),
+    ("qwen3_vl", {"out_hidden_size": 64}, {}, "out_hidden_size must be the decoder's 128"),
+    ("qwen3_vl", {"deepstack_visual_indexes": None}, {}, "must be a list of numbers of blocks"),
+    ("qwen3_vl", {"deepstack_visual_indexes": [1, 99]}, {}, "from 0 to 3, got 99"),
+    ("qwen3_vl", {"deepstack_visual_indexes": [0] * 7}, {}, "must be 6 or fewer"),
+    ("qwen3_vl", {}, {"image_token_id": 5000}, "image_token_id, one of its vocabulary"),
+    ("gemma3", {"image_size": "big"}, {}, "image_size must be a whole number"),
+    ("gemma3", {}, {"mm_tokens_per_image": 9}, "must be a square that divides 16 x 16, got 9"),
+    ("gemma4", {"pooling_kernel_size": 0}, {}, "pooling_kernel_size must be a whole number"),
+]
+
+
+@pytest.mark.parametrize(("kind", "vision", "beside", "said"), WRONG)
+def test_a_tower_that_cannot_be_built_is_refused_with_images_alone(
+    kind: str, vision: dict[str, object], beside: dict[str, object], said: str
+) -> None:
+    whole = CONFIGS[kind]
+    changed = {**whole, **beside, "vision_config": {**whole["vision_config"], **vision}}
+    model = ModelSpec("tiny", "directory", checked_config(changed, label="tiny"))
+    for image_size, words in ((256, said), (None, "None")):
+        config = TrialConfig(image_size=image_size)
+        found = violation(config, model=model, compute_capability=(8, 6), device="cuda")
+        assert words in str(found and found.reason)
+        assert tower_flops(config, model) == 0
 
 
 def test_a_dataset_with_images_is_not_read_yet() -> None:

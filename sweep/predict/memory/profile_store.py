@@ -277,7 +277,10 @@ class ProfileStore:
             missing = self._missing(missing)
 
     def _path(self, structure: Structure) -> Path:
-        parts = [self._model.fingerprint, structure.to_json(), tracing_fingerprint()]
+        model = self._model.fingerprint
+        if structure.config.image_size is not None:
+            model = self._model.whole_fingerprint
+        parts = [model, structure.to_json(), tracing_fingerprint()]
         digest = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
         return self._cache_dir / f"{digest[:32]}.json"
 

@@ -10,6 +10,7 @@ import pytest
 from qlora_sweep.search_spaces.config import SETTINGS, TrialConfig
 from qlora_sweep.search_spaces.costs import AskedWork, ratio
 from qlora_sweep.search_spaces.loading import with_fixed
+from qlora_sweep.search_spaces.models import load_model_spec
 from qlora_sweep.search_spaces.prices import Offer
 from qlora_sweep.search_spaces.space import SearchSpace
 from qlora_sweep.sweep.planning.backwards import (
@@ -193,6 +194,18 @@ def test_the_longest_rows_are_those_that_asking_of_every_length_finds(budget_gib
             assert row.forecast.config.seq_len == row.seq_len
             assert row.forecast.config.lora_rank == 16
     assert answer.limit == 4096
+
+
+def test_the_longest_rows_with_an_image_have_room_for_it() -> None:
+    """A row of 64 tokens has none, which says nothing of longer ones."""
+    model = load_model_spec("qwen3-vl-8b")
+    config = TrialConfig(image_size=1024, quantization="none")
+    for budget_gib, best in ((30, True), (4, False)):
+        answer = longest_rows(config, a_forecaster(model=model, budget_gib=budget_gib))
+        assert answer.shortest == 1088
+        assert (answer.best is not None) is best
+        for row in answer.rows:
+            assert row.seq_len == 0 or row.seq_len >= answer.shortest
 
 
 def test_rows_end_with_the_first_micro_batch_at_which_nothing_fits() -> None:

@@ -693,6 +693,14 @@ def test_a_plan_of_texts_says_nothing_of_images(ask: Asked) -> None:
 
 def test_images_that_do_not_go_into_a_row_are_refused_in_a_sentence(ask: Asked) -> None:
     typed = {**SEEING, "configuration": {**OF_1200, "seq_len": 1024}}
-    assert "1,444 tokens of qwen3-vl-8b, which do not go into seq_len 1024" in ask.words(**typed)
+    assert "1,444 tokens of qwen3-vl-8b, which do not go into seq_len 1,024" in ask.words(**typed)
     typed["model"] = "mistral-7b-v0.3"
-    assert "is of no type whose images are known here" in ask.words(**typed)
+    assert "has no vision tower that is known here" in ask.words(**typed)
+
+
+def test_the_cheapest_gpu_for_images_that_no_row_has_room_for_says_so(ask: Asked) -> None:
+    typed = {**SEEING, "is_exact": False, "is_cheapest": True, "gpus": ("a10", "l4")}
+    del typed["space"]
+    words = ask.words(**typed, configuration={"image_size": 1200, "seq_len": 512})
+    assert "not possible: a10, l4" in words
+    assert "which do not go into seq_len 512: use 1,448 or more" in words

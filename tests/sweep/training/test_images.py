@@ -59,6 +59,20 @@ def test_no_adapter_and_no_4_bits_are_in_what_sees(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("quantization", ["nf4", "none"])
+def test_the_upcast_leaves_what_sees_in_16_bits(kind: str, quantization: str) -> None:
+    config = seeing_config(quantization=quantization, upcast_fp32=True, compute_dtype="bf16")
+    with tiny_base(config, spec=seeing(kind)) as base:
+        tower = {
+            parameter.dtype
+            for one in vision_modules(base.model)
+            for parameter in one.parameters(recurse=False)
+        }
+        assert tower == {torch.bfloat16}
+        assert base.model.get_input_embeddings().weight.dtype == torch.float32
+
+
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("fraction", [0.0, 1.0])
 def test_what_sees_keeps_nothing_and_runs_once(kind: str, fraction: float) -> None:
     """transformers would have its output want a gradient where layers are recomputed."""

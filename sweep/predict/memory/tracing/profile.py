@@ -111,7 +111,7 @@ def _traced(spec: ModelSpec, structure: Structure) -> dict[str, Any]:
             )
         # Neither kernels nor adapters have a part in what the base takes.
         plain = base.config.changed(kernels="hf")
-        key = part.spec.fingerprint, part.positions, plain
+        key = part.spec.whole_fingerprint, part.positions, plain
         if key not in _known_bases:
             _known_bases[key] = _base_memory(base.model, base.config, part.positions)
     except InputError:
@@ -326,12 +326,17 @@ def excerpt(spec: ModelSpec, *, first_trained: int = 0, sees: bool = False) -> E
         sees: whether its tower is there too, to whose output some layers' is added.
 
     Raises:
-        InputError: transformers has no such decoder.
+        InputError: transformers has no such decoder, or nothing sees for it.
         ValueError, KeyError, TypeError: it cannot read the config.
     """
     config = architecture_of(spec)
-    vision = vision_kind(spec) if sees else None
-    added = 0 if vision is None else vision.added_layers(whole_config(spec))
+    vision = None
+    added = 0
+    if sees:
+        vision = vision_kind(spec)
+        if vision is None:
+            raise InputError(spec.vision_fault or "it has no vision tower that is known here")
+        added = vision.added_layers(whole_config(spec))
     values = config.to_dict()
     count = int(config.num_hidden_layers)
     lists = {k: v for k, v in values.items() if isinstance(v, list) and len(v) == count}

@@ -11,9 +11,11 @@ from typing import Any
 
 import pytest
 
+from qlora_sweep.search_spaces.errors import InputError
+from qlora_sweep.search_spaces.models import ModelSpec, checked_config
 from qlora_sweep.sweep.predict.memory.predictor import TracingPredictor
 from qlora_sweep.sweep.predict.memory.profile_store import TracingChildren
-from tests.seeing import CONFIGS, seeing, seeing_config
+from tests.seeing import CONFIGS, QWEN, seeing, seeing_config
 from tests.sweep.frozen import frozen_libraries  # noqa: F401
 from tests.sweep.predict.memory.test_families_on_the_cpu import (  # noqa: F401
     linear_attention_on_a_cpu,
@@ -38,6 +40,32 @@ def test_a_sample_more_of_a_hybrid(
     tracing_child: TracingChildren, tmp_path: Path, case: str
 ) -> None:
     test_a_sample_more(tracing_child, tmp_path, "qwen3_5", case)
+
+
+def test_what_is_kept_of_one_tower_is_not_taken_for_another(
+    tracing_child: TracingChildren, tmp_path: Path
+) -> None:
+    """Although the decoders are the same."""
+    peaks = []
+    for depth in (4, 8):
+        vision = {**QWEN["vision_config"], "depth": depth}
+        config = checked_config({**QWEN, "vision_config": vision}, label="tiny")
+        model = ModelSpec("tiny", "directory", config)
+        predictor = TracingPredictor(model, cache_dir=tmp_path, tracer=tracing_child)
+        peaks.append(predictor.predict(seeing_config()).peak_allocated_bytes)
+    assert peaks[1] > peaks[0]
+
+
+def test_a_tower_that_cannot_be_built_ends_no_tracing_process(
+    tracing_child: TracingChildren, tmp_path: Path
+) -> None:
+    whole = CONFIGS["gemma4"]
+    vision = {**whole["vision_config"], "pooling_kernel_size": 0}
+    config = checked_config({**whole, "vision_config": vision}, label="tiny")
+    model = ModelSpec("tiny", "directory", config)
+    predictor = TracingPredictor(model, cache_dir=tmp_path, tracer=tracing_child)
+    with pytest.raises(InputError, match="pooling_kernel_size must be a whole number"):
+        predictor.predict(seeing_config())
 
 
 @pytest.mark.parametrize("case", CASES)
