@@ -357,7 +357,11 @@ def commands(view: StudyView) -> tuple[str, ...]:
     export = f"sweep export {name} --for {view.winner.config.trainer}"
     if view.winner.config.trainer == "sweep":
         export = f"sweep export {name} --format script"
-    lines = (f"{train} --output adapter", export, f"sweep best {name} --json")
+    doing: tuple[str, ...] = (f"{train} --output adapter", export)
+    if view.winner.config.image_size is not None:
+        # Neither trains on images.
+        doing = (f"sweep verify {name}",)
+    lines = (*doing, f"sweep best {name} --json")
     if view.is_settled:
         return lines
     return (f"sweep confirm {name}",) + lines

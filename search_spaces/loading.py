@@ -31,9 +31,13 @@ from qlora_sweep.search_spaces.models import ModelSpec, located
 from qlora_sweep.search_spaces.presets import preset_space, preset_texts
 from qlora_sweep.search_spaces.rules import own_settings
 from qlora_sweep.search_spaces.space import SearchSpace, largest_whole
+from qlora_sweep.search_spaces.vision import least_length, seen_image
 
 PACKINGS: tuple[str, ...] = get_args(Packing)
 """How sequences are put into micro-batches; the first is the standard recipe's."""
+
+_LENGTH_STEP = 64
+"""Tokens in whose multiples a length is chosen that nobody named."""
 
 
 def preset_name(typed: str) -> str | None:
@@ -184,6 +188,18 @@ def _at_length(baseline: Mapping[str, Any], seq_len: int) -> dict[str, int]:
     known = parse_config(baseline, where="baseline")
     tokens = known.micro_batch_size * known.seq_len
     return {"seq_len": seq_len, "micro_batch_size": max(1, tokens // seq_len)}
+
+
+def with_room_for_images(space: SearchSpace, model: ModelSpec) -> SearchSpace:
+    """Return a space whose baseline has rows that its image goes into; a preset's knows of none."""
+    baseline = space.baseline_config()
+    image = seen_image(baseline, model)
+    if image is None or baseline.seq_len >= least_length(image):
+        return space
+    least = least_length(image)
+    long_enough = [length for length in space.values_of("seq_len") if length >= least]
+    length = min(long_enough, default=-(-least // _LENGTH_STEP) * _LENGTH_STEP)
+    return space.changed({"baseline": {**space.baseline, **_at_length(space.baseline, length)}})
 
 
 @dataclass(frozen=True)

@@ -293,6 +293,12 @@ class SearchSpace(Strict):
         if "method" in self.dimensions:
             message = "speeds of one method say nothing of another's: fix one, as --method dpo"
             yield message, "dimensions", "method"
+        if "image_size" in self.dimensions:
+            message = (
+                "speeds with one size of image say nothing of another's: fix one, as --image-size "
+                "1024 (`sweep plan` says what others take)"
+            )
+            yield message, "dimensions", "image_size"
         if self.baseline.get("method", self.values_of("method")[0]) not in self.values_of("method"):
             yield "the baseline has the space's method: leave it out", "baseline", "method"
         for key in ("loss_type", "dpo_beta"):

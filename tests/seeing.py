@@ -122,14 +122,21 @@ QWEN_3_5: dict[str, Any] = {
     },
 }
 """Its decoder has linear attention, which takes a CPU seconds."""
-HYBRIDS = {"qwen3_5": QWEN_3_5}
+_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+MIXTURE: dict[str, Any] = {
+    **QWEN,
+    "model_type": "qwen3_vl_moe",
+    "text_config": {**QWEN["text_config"], **_EXPERTS, "model_type": "qwen3_vl_moe_text"},
+    "vision_config": {**QWEN["vision_config"], "model_type": "qwen3_vl_moe"},
+}
+OTHERS = {"qwen3_5": QWEN_3_5, "qwen3_vl_moe": MIXTURE}
 CONFIGS = {"qwen3_vl": QWEN, "gemma3": GEMMA, "gemma4": GEMMA_4}
 
 
 def seeing(kind: str) -> ModelSpec:
     """Return a tiny model of a type that sees."""
     return ModelSpec(
-        f"tiny-{kind}", "directory", checked_config({**CONFIGS, **HYBRIDS}[kind], label=kind)
+        f"tiny-{kind}", "directory", checked_config({**CONFIGS, **OTHERS}[kind], label=kind)
     )
 
 

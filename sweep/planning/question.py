@@ -42,6 +42,7 @@ from qlora_sweep.search_spaces.loading import (
     shipped_presets,
     with_fixed,
     with_own_settings,
+    with_room_for_images,
 )
 from qlora_sweep.search_spaces.models import ModelSpec, load_model_spec
 from qlora_sweep.search_spaces.presets import preset_space
@@ -229,6 +230,8 @@ class PlanQuestion:
             asked = self._of_grpo(self._offered(gpu).space)
             if self.fixed_settings:
                 asked = with_fixed(asked, self.fixed_settings)
+            if isinstance(asked, SearchSpace):
+                asked = with_room_for_images(asked, self.model)
             if isinstance(asked, SearchSpace) and kind != "file":
                 asked = with_offered_batches(asked, self.model, gpu.budget_bytes)
         # Of the cheapest GPU's space the answer itself says what is not possible.

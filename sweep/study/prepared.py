@@ -23,6 +23,7 @@ from qlora_sweep.search_spaces.loading import (
     with_fixed,
     with_learning_rate,
     with_own_settings,
+    with_room_for_images,
 )
 from qlora_sweep.search_spaces.models import ModelSpec, load_model_spec
 from qlora_sweep.search_spaces.recurrent import plain_loop
@@ -187,6 +188,7 @@ def prepare(
             of_model.space, dataset, model=model, is_preset=is_preset, fixed_settings=fixed_settings
         )
     space, changed = fixed_in(offered.space, fixed_settings, changed, typed=request.space)
+    space = with_room_for_images(space, model)
     if able.space is not typed_space:
         # What a trainer cannot run is not what was typed: the name is as it is told elsewhere.
         changed = changed_as_typed
@@ -323,10 +325,11 @@ def _checked(
                 f"that carries loss in its first {length:,} is held out: take a larger "
                 "data.eval_fraction"
             )
+    has_images = space.values_of("image_size") != (None,)
     definition = StudyDefinition(
         space=space,
         model=model.to_json(),
-        model_fingerprint=model.fingerprint,
+        model_fingerprint=model.whole_fingerprint if has_images else model.fingerprint,
         target=resolved.target,
         texts=None if dataset is None else dataset.summary,
     )

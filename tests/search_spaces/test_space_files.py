@@ -129,6 +129,7 @@ BETWEEN = cases(
 "  lora_dropout: {low: 0.1, high: 0.2, step: 0.1, log: true}" | above 0, got step 0.1
 "steps: {measured_min: 9, measured_max: 3}" | at most measured_max, got 9 and 3
 "  method: [sft, dpo]" | "line 4: speeds of one method say nothing of another's"
+"  image_size: [512, 1024]" | "line 4: speeds with one size of image say nothing of another's"
 "fixed:\n  method: dpo\nbaseline:\n  method: sft" | baseline has the space's method
 "  dpo_beta: [0.1, 0.3]\nfixed:\n  method: dpo\nobjectives: [eval_loss]"
     | "line 4: losses of another dpo_beta do not compare"

@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 
 from qlora_sweep.search_spaces.config import TrialConfig
+from qlora_sweep.search_spaces.loading import load_space, with_fixed, with_room_for_images
 from qlora_sweep.search_spaces.models import ModelSpec, checked_config, load_model_spec
 from qlora_sweep.search_spaces.rules import violation
+from qlora_sweep.search_spaces.space import SearchSpace
 from qlora_sweep.search_spaces.vision import seen_image, tower_flops, whole_config
 from tests.seeing import CONFIGS
 
@@ -124,3 +126,36 @@ def test_a_dataset_with_images_is_not_read_yet() -> None:
     )
     assert found is not None
     assert "a dataset's images are not read yet" in found.reason
+
+
+@pytest.mark.parametrize(
+    ("fixed", "size"),
+    [
+        # The shortest of the preset's lengths that an image goes into, of about as many tokens.
+        ({"image_size": 1024}, (2, 2048)),
+        ({"image_size": 256}, (8, 512)),
+        ({"image_size": 1024, "seq_len": 1088}, (3, 1088)),
+        ({"image_size": 1536}, (1, 4096)),
+    ],
+)
+def test_the_baseline_has_room_for_its_image(fixed: dict[str, int], size: tuple[int, int]) -> None:
+    model = load_model_spec("qwen3-vl-4b")
+    space = with_fixed(load_space("a10"), fixed)
+    assert isinstance(space, SearchSpace)
+    baseline = with_room_for_images(space, model).baseline_config()
+    assert (baseline.micro_batch_size, baseline.seq_len) == size
+    found = violation(baseline, model=model, compute_capability=(8, 6), device="cuda")
+    assert found is None
+
+
+def test_a_baseline_of_texts_stays_as_it_is() -> None:
+    space = load_space("a10")
+    assert with_room_for_images(space, load_model_spec("qwen3-vl-4b")) is space
+
+
+def test_where_no_length_of_a_space_is_long_enough_the_baseline_has_one_of_its_own() -> None:
+    """The next multiple of 64: the search then says that nothing of it is valid."""
+    model = load_model_spec("qwen3-vl-4b")
+    space = with_fixed(load_space("cpu-demo"), {"image_size": 1024})
+    assert isinstance(space, SearchSpace)
+    assert with_room_for_images(space, model).baseline_config().seq_len == 1088

@@ -159,8 +159,8 @@ def test_two_gpus_train_on_texts_and_learn_what_one_does(
 def test_what_one_gpu_has_no_memory_for_does_not_fit_unless_two_hold_it_together(
     runner: SupervisedRunner, tmp_path: Path
 ) -> None:
-    # One alone needs the same in each run; of two more is on its way on a busy machine.
-    budget = measured(run(runner, ALONE)).peak_allocated_bytes - 1
+    # One alone needs about the same in each run; of two more is on its way on a busy machine.
+    budget = int(0.95 * measured(run(runner, ALONE)).peak_allocated_bytes)
     with a_cpu_runner(tmp_path / "worker.log", model=DEEP, budget_bytes=budget) as capped:
         for config, verdict in ((TOGETHER, OutOfMemory), (ALONE, OutOfMemory), (SHARED, Measured)):
             outcome = run(capped, config)

@@ -36,9 +36,13 @@ def test_a_trial_with_images_is_measured(kind: str, settings: dict[str, Any]) ->
 
 
 @pytest.mark.integration
-def test_a_trial_of_a_hybrid_with_images_is_measured() -> None:
-    config = seeing_config(seq_len=72, micro_batch_size=1, target_modules="all-linear")
-    outcome = outcome_of(config, spec=seeing("qwen3_5"), steps=BRIEF)
+@pytest.mark.parametrize(
+    ("kind", "quantization"),
+    [("qwen3_5", "none"), ("qwen3_vl_moe", "none"), ("qwen3_vl_moe", "nf4")],
+)
+def test_a_hybrid_and_a_mixture_train_on_images(kind: str, quantization: str) -> None:
+    config = seeing_config(seq_len=72, micro_batch_size=1, quantization=quantization)
+    outcome = outcome_of(config, spec=seeing(kind), steps=BRIEF)
     assert measured(outcome).final_loss == pytest.approx(6.2, abs=1.5)
 
 

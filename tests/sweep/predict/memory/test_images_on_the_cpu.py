@@ -42,6 +42,13 @@ def test_a_sample_more_of_a_hybrid(
     test_a_sample_more(tracing_child, tmp_path, "qwen3_5", case)
 
 
+@pytest.mark.parametrize("case", ["recomputed", "kept"])
+def test_a_sample_more_of_a_mixture(
+    tracing_child: TracingChildren, tmp_path: Path, case: str
+) -> None:
+    test_a_sample_more(tracing_child, tmp_path, "qwen3_vl_moe", case)
+
+
 def test_what_is_kept_of_one_tower_is_not_taken_for_another(
     tracing_child: TracingChildren, tmp_path: Path
 ) -> None:
