@@ -361,7 +361,7 @@ def commands(view: StudyView) -> tuple[str, ...]:
     if view.winner.config.image_size is not None:
         # Neither trains on images.
         doing = (f"sweep verify {name}",)
-    lines = (*doing, f"sweep best {name} --json")
+    lines = doing + (f"sweep best {name} --json",)
     if view.is_settled:
         return lines
     return (f"sweep confirm {name}",) + lines

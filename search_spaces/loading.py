@@ -197,8 +197,8 @@ def with_room_for_images(space: SearchSpace, model: ModelSpec) -> SearchSpace:
     if image is None or baseline.seq_len >= least_length(image):
         return space
     least = least_length(image)
-    long_enough = [length for length in space.values_of("seq_len") if length >= least]
-    length = min(long_enough, default=-(-least // _LENGTH_STEP) * _LENGTH_STEP)
+    own = -(-least // _LENGTH_STEP) * _LENGTH_STEP
+    length = min(filter(least.__le__, space.values_of("seq_len")), default=own)
     return space.changed({"baseline": {**space.baseline, **_at_length(space.baseline, length)}})
 
 
