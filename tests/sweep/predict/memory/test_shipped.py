@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import shutil
 import subprocess
@@ -27,7 +28,7 @@ from qlora_sweep.sweep.predict.memory.profile_store import (
     source_digest,
     versions,
 )
-from qlora_sweep.sweep.predict.memory.profiles import Profile, Structure
+from qlora_sweep.sweep.predict.memory.profiles import Change, Profile, Structure
 from qlora_sweep.sweep.predict.memory.shipped import (
     NOTHING,
     PROFILES,
@@ -108,14 +109,19 @@ def test_profiles_that_ship_are_what_is_traced_now(
             assert is_same, f"{model.name}, {structure.key}: run `make profiles`"
 
 
+GOING = (Change.DEATH, Change.FETCH, Change.FETCH_ALL)
+
+
 def contents(known: Profile | InputError | None) -> Any:
-    """All of a profile, but which of several alike goes first."""
+    """All of a profile, but which of several alike goes first, and of several that go together: what
+    a function held dies in an order that depends on what ran before."""
     if not isinstance(known, Profile):
         return str(known)
-    tapes = {
-        name: [(what, str(key).partition("#")[0], *rest) for what, key, *rest in segment.tape]
-        for name, segment in known.segments.items()
-    }
+    tapes = {}
+    for name, segment in known.segments.items():
+        entries = [(what, str(key).partition("#")[0], *rest) for what, key, *rest in segment.tape]
+        stretches = itertools.groupby(entries, lambda entry: entry[0] in GOING)
+        tapes[name] = [sorted(stretch) if goes else list(stretch) for goes, stretch in stretches]
     highest = {name: segment.highest for name, segment in known.segments.items()}
     return replace(known, segments={}), tapes, highest
 
