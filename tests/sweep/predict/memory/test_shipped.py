@@ -113,8 +113,8 @@ GOING = (Change.DEATH, Change.FETCH, Change.FETCH_ALL)
 
 
 def contents(known: Profile | InputError | None) -> Any:
-    """All of a profile, but which of several alike goes first, and of several that go together: what
-    a function held dies in an order that depends on what ran before."""
+    """All of a profile, but which of several alike goes first, and of several that go together:
+    what a function held dies in an order that depends on what ran before."""
     if not isinstance(known, Profile):
         return str(known)
     tapes = {}
