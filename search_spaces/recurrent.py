@@ -83,8 +83,8 @@ RECURRENT: Mapping[str, RecurrentKind] = {
 """By model type."""
 _ATTENDING = frozenset({"attention", "full_attention"})
 """Kinds of layers that attend to all tokens, as configs name them."""
-STATEFUL = RECURRENT.keys() | {"inkling_text", "minimax", "recurrent_gemma", "rwkv", "xlstm"}
-"""Types whose layers carry something from token to token that no attention mask stops."""
+_OTHER_STATEFUL = frozenset({"inkling_text", "minimax", "recurrent_gemma", "rwkv", "xlstm"})
+"""Further types whose layers carry something from token to token."""
 
 
 def recurrent_kind(model: ModelSpec) -> RecurrentKind | None:
@@ -96,6 +96,13 @@ def recurrent_kind(model: ModelSpec) -> RecurrentKind | None:
     if isinstance(layers, list) and _ATTENDING.issuperset(layers):
         return None
     return RECURRENT.get(model.model_type)
+
+
+def is_stateful(model: ModelSpec) -> bool:
+    """Whether a model's layers carry something from token to token that no mask stops."""
+    if model.model_type in RECURRENT:
+        return recurrent_kind(model) is not None
+    return model.model_type in _OTHER_STATEFUL
 
 
 def needed_package(model: ModelSpec) -> str | None:

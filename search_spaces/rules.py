@@ -31,7 +31,7 @@ from qlora_sweep.search_spaces.linears import (
     unquantized,
 )
 from qlora_sweep.search_spaces.models import SCORE_CAP, ModelSpec
-from qlora_sweep.search_spaces.recurrent import STATEFUL, needed_package
+from qlora_sweep.search_spaces.recurrent import is_stateful, needed_package
 from qlora_sweep.search_spaces.trainers import GRPO, trainer_of
 from qlora_sweep.search_spaces.vision import not_of_images
 
@@ -495,7 +495,7 @@ def _of_many_gpus(config: TrialConfig, setting: Setting) -> Asked:
     if config.packing != "none" and not setting.has_dataset:
         needs = f"packing {config.packing} needs a dataset, as random sequences are full already"
         yield "packing-needs-texts", f"{needs}: name yours with --data, or use packing none"
-    if config.packing == "packed" and setting.model.model_type in STATEFUL:
+    if config.packing == "packed" and is_stateful(setting.model):
         carried = f"layers of model type '{setting.model.model_type}' carry a state over the row"
         reason = f"{carried}, so that packed examples would see each other: use packing grouped"
         yield "packing-leaks-state", reason

@@ -401,14 +401,21 @@ def flops_per_token(
         frozen=frozen,
         adapters=adapters,
         layers=len(attachment.layers),
-        attention_width=attention_width(
-            hidden=text.hidden_size,
-            heads=getattr(text, "num_attention_heads", None) or 1,
-            head_dim=getattr(text, "head_dim", None),
-        ),
+        attention_width=_attention_width(text),
         seq_len=seq_len,
         references=references,
     )
+
+
+def _attention_width(text: PreTrainedConfig) -> float:
+    """Return the width of all heads' queries; of latent attention, whose values have another one,
+    the mean of both."""
+    heads = getattr(text, "num_attention_heads", None) or 1
+    latent = getattr(text, "qk_head_dim", None)
+    if isinstance(latent, int):
+        return heads * (latent + text.v_head_dim) / 2
+    head_dim = getattr(text, "head_dim", None)
+    return attention_width(hidden=text.hidden_size, heads=heads, head_dim=head_dim)
 
 
 def _first_of(text: PreTrainedConfig, keys: Sequence[str]) -> Any:

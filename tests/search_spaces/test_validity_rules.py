@@ -178,6 +178,11 @@ def test_examples_are_not_packed_where_layers_carry_a_state(kind: str) -> None:
     assert "use packing grouped" in found["packed"]["packing-leaks-state"]
 
 
+def test_a_hybrid_whose_layers_all_attend_packs_like_any_other() -> None:
+    setting = Setting(load_model_spec("granite-4.0-micro"), "cuda", (8, 0), has_dataset=True)
+    assert not dict(broken_rules(TrialConfig(packing="packed"), setting))
+
+
 def test_a_dataset_may_be_packed_in_any_way_on_any_number_of_gpus() -> None:
     for packing, gpus in product(("none", "grouped", "packed"), (1, 2)):
         values = {"packing": packing, "data_parallel": gpus, "micro_batch_size": 3 - gpus}

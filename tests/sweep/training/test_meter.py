@@ -190,6 +190,24 @@ def test_four_per_frozen_and_six_per_trained_weight_that_a_token_is_multiplied_w
     assert counted(model) == pytest.approx(4 * frozen + 6 * trained + scores)
 
 
+def test_heads_of_latent_attention_are_as_wide_as_their_queries_and_their_values() -> None:
+    """And not as what is rotated of them, which transformers calls their width."""
+    from tests.families import spec_of
+
+    spec = spec_of("deepseek_v3")
+    widths = spec.config["qk_nope_head_dim"] + spec.config["qk_rope_head_dim"]
+    of_scores = (widths + spec.config["v_head_dim"]) / 2 * spec.config["num_attention_heads"]
+    length = SEQ_LEN
+    with tiny_loop(PLAIN, spec=spec) as loop:
+        of_length = [
+            meter.flops_per_token(loop.attached, loop.attached.model.config, each)
+            for each in (length, 2 * length)
+        ]
+    short, long = of_length
+    assert short is not None
+    assert long - short == 6 * spec.hidden_layers * length * of_scores
+
+
 def test_of_experts_in_a_list_those_count_that_a_token_is_sent_to() -> None:
     import torch
 
