@@ -192,14 +192,20 @@ def _at_length(baseline: Mapping[str, Any], seq_len: int) -> dict[str, int]:
 
 def with_room_for_images(space: SearchSpace, model: ModelSpec) -> SearchSpace:
     """Return a space whose baseline has rows that its image goes into; a preset's knows of none."""
-    baseline = space.baseline_config()
-    image = seen_image(baseline, model)
-    if image is None or baseline.seq_len >= least_length(image):
+    least = missing_length(space.baseline_config(), model)
+    if least is None:
         return space
-    least = least_length(image)
-    own = -(-least // _LENGTH_STEP) * _LENGTH_STEP
-    length = min(filter(least.__le__, space.values_of("seq_len")), default=own)
+    length = min(filter(least.__le__, space.values_of("seq_len")), default=least)
     return space.changed({"baseline": {**space.baseline, **_at_length(space.baseline, length)}})
+
+
+def missing_length(config: TrialConfig, model: ModelSpec) -> int | None:
+    """Return a length that a configuration's image goes into; None where it has no image, or its
+    own length will do."""
+    image = seen_image(config, model)
+    if image is None or config.seq_len >= least_length(image):
+        return None
+    return -(-least_length(image) // _LENGTH_STEP) * _LENGTH_STEP
 
 
 @dataclass(frozen=True)

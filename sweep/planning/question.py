@@ -224,6 +224,9 @@ class PlanQuestion:
         if self.request.is_exact:
             given = {**self.own_settings, **needed_by(self.fixed_settings), **self.fixed_settings}
             asked = parse_config(_with_micro_batch(given), where="options")
+            length = missing_length(asked, self.model)
+            if length is not None and "seq_len" not in given:
+                asked = asked.changed(seq_len=length)
         else:
             space, kind = self.spaces[gpu.name]
             refuse_without_dataset(space)

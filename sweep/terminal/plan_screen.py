@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from operator import attrgetter
 from typing import Any, Literal
@@ -12,7 +13,7 @@ from rich.text import Text
 
 from qlora_sweep.reports import format as units
 from qlora_sweep.reports.words import capacity, cut_in_words
-from qlora_sweep.search_spaces.config import CAPACITY_KEYS, TrialConfig
+from qlora_sweep.search_spaces.config import CAPACITY_KEYS, TrialConfig, as_options
 from qlora_sweep.search_spaces.costs import Bill
 from qlora_sweep.search_spaces.errors import listed
 from qlora_sweep.search_spaces.estimates import Estimate
@@ -793,7 +794,9 @@ def cheapest(answer: Cheapest, *, is_detailed: bool) -> RenderableType:
         if len(rules) == 1:
             said.append(("reason", rules.pop()))
         if best is not None:
-            said.append(("next", f"`sweep plan {best.gpu.name} --model {model}` plans it there"))
+            command = ["sweep", "plan", best.gpu.name, "--model", model]
+            command += as_options(answer.fixed_settings)
+            said.append(("next", f"`{shlex.join(command)}` plans it there"))
         said.append(_DETAILS)
     table = Group(plan_details.offers(bills), "") if bills else None
     forecasts = (for_job.forecast for for_job in answer.gpus)

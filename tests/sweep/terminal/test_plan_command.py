@@ -691,6 +691,11 @@ def test_a_plan_of_texts_says_nothing_of_images(ask: Asked) -> None:
     assert "its other parts, as a vision tower, are not loaded" in ask.words(**typed)
 
 
+def test_a_row_whose_length_nobody_named_is_as_long_as_its_image_needs(ask: Asked) -> None:
+    config = ask.document(**SEEING, configuration={"image_size": 1024})["config"]
+    assert config["seq_len"] == 1088
+
+
 def test_images_that_do_not_go_into_a_row_are_refused_in_a_sentence(ask: Asked) -> None:
     typed = {**SEEING, "configuration": {**OF_1200, "seq_len": 1024}}
     assert "1,444 tokens of qwen3-vl-8b, which do not go into seq_len 1,024" in ask.words(**typed)
@@ -704,3 +709,11 @@ def test_the_cheapest_gpu_for_images_that_no_row_has_room_for_says_so(ask: Asked
     words = ask.words(**typed, configuration={"image_size": 1200, "seq_len": 512})
     assert "not possible: a10, l4" in words
     assert "which do not go into seq_len 512: use 1,448 or more" in words
+
+
+def test_what_follows_the_cheapest_gpu_asks_the_same(ask: Asked) -> None:
+    typed = {"lora_rank": 8, "target_modules": "qv", "seq_len": 1024}
+    words = ask.words(gpus=("a10", "l4"), is_cheapest=True, configuration=typed)
+    (command,) = re.findall(r"`sweep plan ([^`]*)` plans it there", words)
+    for option in ("--rank 8", "--target-modules qv", "--seq-len 1024"):
+        assert option in command
