@@ -38,6 +38,7 @@ from qlora_sweep.search_spaces.gpus import (
 from qlora_sweep.search_spaces.loading import (
     Offered,
     load_space,
+    missing_length,
     preset_name,
     shipped_presets,
     with_fixed,
