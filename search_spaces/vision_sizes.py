@@ -14,6 +14,8 @@ from qlora_sweep.search_spaces.errors import InputError, quote
 
 ADDING = ("qwen3_vl", "qwen3_vl_moe")
 """Types whose tower's states are added to those of decoder layers, too."""
+AXES = 3
+"""Time, height and width, by which an image's tokens are told apart."""
 STEP_MAX = 4096
 """Pixels of the largest image that is resized to whole pieces: none of them is wider."""
 
@@ -102,6 +104,7 @@ def check_vision(
             _check_whole(vision[key], 1, most, label=f"{label}: vision_config: {key}")
     if str(kind).startswith("qwen"):
         _check_qwen(vision, decoder, label=f"{label}: vision_config")
+        _check_sections(whole.get("text_config", decoder), label=label)
     if kind in ADDING:
         _check_added(vision, decoder, label=f"{label}: vision_config")
     if kind == "gemma3":
@@ -125,6 +128,17 @@ def _check_qwen(vision: Mapping[str, Any], decoder: Mapping[str, Any], *, label:
         raise InputError(
             f"{label}: patch_size times spatial_merge_size must be {STEP_MAX:,} pixels or less, "
             f"got {step:,}"
+        )
+
+
+def _check_sections(text: Mapping[str, Any], *, label: str) -> None:
+    """Refuse other shares of the rotary frequencies than one for time, height and width each."""
+    rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
+    sections = rope.get("mrope_section", [1, 1, 1])
+    are_whole = isinstance(sections, list) and all(isinstance(one, int) for one in sections)
+    if not are_whole or len(sections) != AXES:
+        raise InputError(
+            f"{label}: mrope_section must list {AXES} whole numbers, got {quote(sections)}"
         )
 
 

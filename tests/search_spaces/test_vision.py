@@ -102,6 +102,15 @@ WRONG: list[tuple[str, dict[str, object], dict[str, object], str]] = [
 ]
 
 
+@pytest.mark.parametrize("sections", [[24, 40], [24, 20, "20"], 64, [16, 16, 16, 16]])
+def test_a_tokens_place_has_three_axes(sections: object) -> None:
+    text = CONFIGS["qwen3_vl"]["text_config"]
+    rope = {**text["rope_parameters"], "mrope_section": sections}
+    config = {**CONFIGS["qwen3_vl"], "text_config": {**text, "rope_parameters": rope}}
+    model = ModelSpec("mine", "directory", checked_config(config, label="mine"))
+    assert "mrope_section must list 3 whole numbers" in str(model.vision_fault)
+
+
 @pytest.mark.parametrize(("kind", "vision", "beside", "said"), WRONG)
 def test_a_tower_that_cannot_be_built_is_refused_with_images_alone(
     kind: str, vision: dict[str, object], beside: dict[str, object], said: str
