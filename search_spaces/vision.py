@@ -82,10 +82,13 @@ def _seen_by_qwen(whole: Sizes, side: int) -> SeenImage:
     vision = whole["vision_config"]
     merged = int(vision.get("spatial_merge_size", 2))
     step = int(vision.get("patch_size", 16)) * merged
-    pieces = max(1, round(side / step))
-    least = math.ceil(math.sqrt(_LEAST_PIXELS) / step)
-    most = math.floor(math.sqrt(_MOST_PIXELS) / step)
-    pieces = min(max(pieces, least), most)
+    pieces = round(side / step)
+    # As the processor works it out, its rounding included: 239 px become 288.
+    pixels = (pieces * step) ** 2
+    if pixels > _MOST_PIXELS:
+        pieces = max(1, math.floor(side / math.sqrt(side**2 / _MOST_PIXELS) / step))
+    elif pixels < _LEAST_PIXELS:
+        pieces = math.ceil(side * math.sqrt(_LEAST_PIXELS / side**2) / step)
     return SeenImage(pieces * step, (pieces * merged) ** 2, pieces**2)
 
 

@@ -27,6 +27,7 @@ def image_in(name: str, side: int) -> tuple[int, int, int]:
         (1200, (1216, 5776, 1444)),
         # Smaller than its processor takes, and larger.
         (64, (256, 256, 64)),
+        (239, (288, 324, 81)),
         (9000, (4096, 65_536, 16_384)),
     ],
 )
