@@ -74,6 +74,8 @@ _OTHER_WORDS = {
     "max_position_embeddings": ("n_positions", "max_seq_len"),
 }
 """What GPT-2, Bloom, MPT and their like call what everybody else calls otherwise."""
+_LISTED_LAYERS = "layers_block_type"
+"""Key that lists the kind of each layer where transformers saves no number of them (Nemotron-H)."""
 _MULTIMODAL = {
     "emu3": "emu3_text_model",
     "gemma3": "gemma3_text",
@@ -547,6 +549,8 @@ def checked_config(config: dict[str, Any], *, label: str) -> dict[str, Any]:
 
 
 def _in_usual_words(config: dict[str, Any]) -> dict[str, Any]:
+    if isinstance(listed := config.get(_LISTED_LAYERS), list):
+        config = {"num_hidden_layers": len(listed), **config}
     for key, words in _OTHER_WORDS.items():
         own = next((word for word in words if word in config), None)
         if own is not None:

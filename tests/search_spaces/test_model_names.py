@@ -54,6 +54,10 @@ def test_a_directory_is_a_model_and_its_remote_code_is_never_run(tmp_path: Path)
     [
         {"model_type": "gpt2", "n_layer": 3, "n_embd": 64, "n_head": 4, "n_positions": 128},
         {"model_type": "mpt", "n_layers": 3, "d_model": 64, "n_heads": 4, "max_seq_len": 128},
+        # The kinds of its layers are listed, and no number of them is saved.
+        {key: value for key, value in GOOD.items() if key != "num_hidden_layers"}
+        | {"model_type": "nemotron_h", "layers_block_type": ["mlp"] * 3}
+        | {"max_position_embeddings": 128},
         # An explicit head_dim need not divide the hidden size.
         {**GOOD, "num_hidden_layers": 3, "num_attention_heads": 5, "num_key_value_heads": 5}
         | {"max_position_embeddings": 128, "head_dim": 16},
