@@ -195,21 +195,23 @@ def whole_config(model: ModelSpec) -> dict[str, Any]:
 def seen_image(config: TrialConfig, model: ModelSpec) -> SeenImage | None:
     """Return what a configuration's images become in a model; None where it has none, or the model
     does not see."""
+    found = tower_of(config, model)
+    if found is None:
+        return None
+    _, image = found
+    return image
+
+
+def tower_of(config: TrialConfig, model: ModelSpec) -> tuple[Tower, SeenImage] | None:
+    """Return the tower and the image that each row has; None where rows are text alone."""
+    # Asked of each configuration of a plan, of which most have none.
     if config.image_size is None:
         return None
     kind = vision_kind(model)
     if kind is None:
         return None
-    return kind.seen(whole_config(model), config.image_size)
-
-
-def tower_of(config: TrialConfig, model: ModelSpec) -> tuple[Tower, SeenImage] | None:
-    """Return the tower and the image that each row has; None where rows are text alone."""
-    kind = vision_kind(model)
-    image = seen_image(config, model)
-    if kind is None or image is None:
-        return None
-    return kind.tower(whole_config(model)), image
+    whole = whole_config(model)
+    return kind.tower(whole), kind.seen(whole, config.image_size)
 
 
 def tower_flops(config: TrialConfig, model: ModelSpec) -> float:

@@ -51,7 +51,7 @@ def plan_images(
     seen = kind.seen(whole, config.image_size)
     if kind.is_fixed:
         return ImagePlan(seen, True, {})
-    sized = _Sized(config, kind, whole, model.max_positions)
+    sized = _Sized(config, kind, whole, config.seq_len - seen.tokens, model.max_positions)
     by_side: dict[int, Forecast] = {}
     for side in sorted(SIDES | {seen.side}):
         changed = sized.of(side)
@@ -76,14 +76,15 @@ class _Sized:
     config: TrialConfig
     kind: VisionKind
     whole: Mapping[str, object]
+    beside: int
+    """Tokens of each row that are not its image's."""
     longest: int | None
+    """Tokens of a row, at most; None without a limit."""
 
     def of(self, side: int) -> TrialConfig | None:
         """Return the configuration with images of so many pixels; None where its rows would be too
         long."""
-        assert self.config.image_size is not None
-        now = self.kind.seen(self.whole, self.config.image_size)
-        length = self.config.seq_len - now.tokens + self.kind.seen(self.whole, side).tokens
+        length = self.beside + self.kind.seen(self.whole, side).tokens
         if self.longest is not None and length > self.longest:
             return None
         return self.config.changed(image_size=side, seq_len=length)

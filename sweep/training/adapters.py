@@ -192,11 +192,11 @@ def target_modules(base: BaseModel, config: TrialConfig) -> str | list[str]:
     wanted = resolve_targets(config, base.spec)
     if wanted == ("all-linear",):
         return "all-linear"
-    sees = set(map(id, vision_modules(base.model)))
+    sees = set(vision_modules(base.model))
     names = [
         name
         for name, module in base.model.named_modules()
-        if isinstance(module, LINEAR) and id(module) not in sees
+        if isinstance(module, LINEAR) and module not in sees
     ]
     of_experts = _expert_weights(base.model)
     suffixes = sorted({name.rpartition(".")[2] for name in names} | of_experts)

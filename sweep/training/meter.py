@@ -437,9 +437,9 @@ def _multiplied(attachment: Attached, text: PreTrainedConfig) -> Iterator[tuple[
     modules = dict(attachment.model.named_modules())
     experts = tuple(f"{name}." for name in modules if name.rpartition(".")[2] == "experts")
     # What sees multiplies patches, and not tokens.
-    sees = set(map(id, vision_modules(attachment.model.get_base_model())))
+    sees = set(vision_modules(attachment.model.get_base_model()))
     for name, module in modules.items():
-        if id(module) in sees:
+        if module in sees:
             continue
         if isinstance(module, LINEAR):
             part = share if name.startswith(experts) else 1

@@ -319,9 +319,7 @@ def never_quantized(model: PreTrainedModel) -> list[str]:
     """Return the names of what every quantized base has in 16 bits: its head, what the model's own
     code reads, and what sees for it."""
     left = READ_BY_CODE.get(model.config.get_text_config().model_type, ())
-    kind = VISION.get(model.config.model_type)
-    if kind is not None:
-        left += kind.parts
+    left += _parts_that_see(model)
     names = [name for name, _ in model.named_modules() if name.rpartition(".")[2] in left]
     return [*get_keys_to_not_convert(model), *names]
 
@@ -329,10 +327,17 @@ def never_quantized(model: PreTrainedModel) -> list[str]:
 def vision_pattern(model: PreTrainedModel) -> str | None:
     """Return a pattern of the names of all modules that see for a model's decoder; None of a
     decoder alone."""
+    parts = _parts_that_see(model)
+    if not parts:
+        return None
+    return rf"(.*\.)?({'|'.join(parts)})(\..*)?"
+
+
+def _parts_that_see(model: PreTrainedModel) -> tuple[str, ...]:
     kind = VISION.get(model.config.model_type)
     if kind is None:
-        return None
-    return rf"(.*\.)?({'|'.join(kind.parts)})(\..*)?"
+        return ()
+    return kind.parts
 
 
 def vision_modules(model: PreTrainedModel) -> list[torch.nn.Module]:
@@ -442,8 +447,8 @@ def loading_arguments(
         return {"config": architecture, **common}
     kept = None
     is_partly = config.quantized_count(spec.hidden_layers) < spec.hidden_layers
-    is_whole = not is_partly and config.image_size is None
-    if config.is_quantized and not (is_whole and spec.model_type not in READ_BY_CODE):
+    leaves_more = is_partly or config.image_size is not None or spec.model_type in READ_BY_CODE
+    if config.is_quantized and leaves_more:
         kept = _kept_modules(_plain_skeleton(config, spec=spec), config, spec)
     return {
         "quantization_config": _bnb_config(config, kept) if config.is_4bit else None,
@@ -565,10 +570,11 @@ def architecture_of(spec: ModelSpec, *, sees: bool = False) -> PretrainedConfig:
     Raises:
         InputError: transformers has no decoder of its type, or it is one of several models.
     """
-    values = dict(spec.config)
-    values.pop(WHOLE, None)
     if sees:
         values = whole_config(spec)
+    else:
+        values = dict(spec.config)
+        values.pop(WHOLE, None)
     kind = values.pop("model_type")
     code = "code that a model brings is never run (trust_remote_code is never on)"
     if kind not in CONFIG_MAPPING_NAMES:
@@ -621,7 +627,7 @@ def upcast(model: PreTrainedModel, config: TrialConfig) -> None:
         prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
         return
     matrices = {matrix.name for matrix in _matrices(model)}
-    of_tower = {id(parameter) for module in tower for parameter in module.parameters()}
+    of_tower = {id(own) for module in tower for own in module.parameters(recurse=False)}
     for name, parameter in model.named_parameters():
         if name not in matrices and id(parameter) not in of_tower:
             parameter.data = parameter.data.to(torch.float32)

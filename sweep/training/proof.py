@@ -433,9 +433,9 @@ def _upcast(config: TrialConfig, seen: StepEvidence) -> str | None:
     if config.compute_kind.bits == 32:
         return None
     kept = [seen.base.get_input_embeddings().weight]
-    tower = set(map(id, vision_modules(seen.base)))
+    tower = set(vision_modules(seen.base))
     for module in seen.base.modules():
-        if not isinstance(module, torch.nn.Linear) and id(module) not in tower:
+        if not isinstance(module, torch.nn.Linear) and module not in tower:
             for parameter in module.parameters(recurse=False):
                 if parameter.dim() == 1 and not parameter.requires_grad:
                     kept.append(parameter)

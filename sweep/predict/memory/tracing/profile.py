@@ -330,13 +330,9 @@ def excerpt(spec: ModelSpec, *, first_trained: int = 0, sees: bool = False) -> E
         ValueError, KeyError, TypeError: it cannot read the config.
     """
     config = architecture_of(spec)
-    vision = None
     added = 0
     if sees:
-        vision = vision_kind(spec)
-        if vision is None:
-            raise InputError(spec.vision_fault or "it has no vision tower that is known here")
-        added = vision.added_layers(whole_config(spec))
+        added = _added_layers(spec)
     values = config.to_dict()
     count = int(config.num_hidden_layers)
     lists = {k: v for k, v in values.items() if isinstance(v, list) and len(v) == count}
@@ -374,7 +370,7 @@ def excerpt(spec: ModelSpec, *, first_trained: int = 0, sees: bool = False) -> E
     if isinstance(rope, dict) and (static := _static(rope)) != rope:
         reduced |= {"rope_parameters": static, "rope_scaling": None}
     windows = [values.get("sliding_window"), values.get("attention_chunk_size")]
-    if vision is not None:
+    if sees:
         whole = whole_config(spec)
         reduced[WHOLE] = {**whole, "text_config": {**whole["text_config"], **reduced}}
         values = {**values, WHOLE: architecture_of(spec, sees=True).to_dict()}
@@ -386,6 +382,18 @@ def excerpt(spec: ModelSpec, *, first_trained: int = 0, sees: bool = False) -> E
         window=min((w for w in windows if isinstance(w, int) and w > 0), default=None),
         steps=tuple(_steps(values)),
     )
+
+
+def _added_layers(spec: ModelSpec) -> int:
+    """Return to how many layers' outputs that of a model's tower is added.
+
+    Raises:
+        InputError: nothing sees for it.
+    """
+    kind = vision_kind(spec)
+    if kind is None:
+        raise InputError(spec.vision_fault or "it has no vision tower that is known here")
+    return kind.added_layers(whole_config(spec))
 
 
 def _steps(values: dict[str, Any]) -> Iterator[int]:
