@@ -401,6 +401,24 @@ class TrialConfig(BaseModel):
     ] = Field(default=1.0, ge=0.0, le=1.0)
     """Share of decoder layers that are quantized; the others are in 16 bits."""
 
+    offload_fraction: Annotated[
+        Number,
+        # Layers' experts are of one size, and at most two of those on the host have a place here.
+        Declaration(
+            "offloaded experts",
+            {
+                0: "no offload",
+                1: "all experts on the host",
+                ...: "experts of {:.0%} of layers on the host",
+            },
+            applies=lambda config: config.offload_fraction > 0,
+            memory="shrinks",
+            shapes_base=True,
+        ),
+    ] = Field(default=0.0, ge=0.0, le=1.0)
+    """Share of the decoder layers with experts whose weights lie in the host's memory, and come to
+    the GPU a layer ahead."""
+
     adapter_dtype: Annotated[
         AdapterDtype,
         # Parameters, gradients and unquantized optimizer states are of this type. That decides
@@ -734,6 +752,11 @@ class TrialConfig(BaseModel):
     def quantized_layers(self, layers: int) -> frozenset[int]:
         """Return which of so many decoder layers are quantized, evenly spread."""
         return _spread(self.quantized_count(layers), layers)
+
+    def offloaded_layers(self, layers: int) -> frozenset[int]:
+        """Return of which of so many layers with experts the weights lie on the host, evenly
+        spread."""
+        return _spread(round(self.offload_fraction * layers), layers)
 
     def changed(self, **changes: Any) -> TrialConfig:
         """Return the configuration with other values of some settings.

@@ -42,6 +42,13 @@ class Citation(Strict):
     date: date
 
 
+_OLDER_PCIE = 15.75e9
+_PCIE_OF_MAJOR = {8: 31.51e9, 9: 63.02e9, 10: 63.02e9, 12: 63.02e9}
+"""Bytes/s of PCIe x16, of the third generation and by major compute capability: Ampere's and Ada's
+GPUs have the fourth, Hopper's and Blackwell's the fifth
+(https://en.wikipedia.org/wiki/PCI_Express)."""
+
+
 class Cache(Strict):
     """A second-level cache that holds a micro-batch's activations, and is much faster than memory.
 
@@ -136,6 +143,15 @@ class GpuSpec(Strict):
     def budget_bytes(self) -> int:
         """Bytes that the allocator may reserve: usable memory less the context and the headroom."""
         return self.memory_bytes - self.context_bytes - self.headroom_bytes
+
+    @property
+    def host_bytes_per_second(self) -> float:
+        """What its host's memory sends it at most, by the standard of its PCIe x16: where its
+        neighbours are joined by something else, that of its generation."""
+        link = self.interconnect
+        if link is not None and link.kind == "pcie":
+            return link.bytes_per_second
+        return _PCIE_OF_MAJOR.get(self.compute_capability[0], _OLDER_PCIE)
 
     @property
     def is_geforce(self) -> bool:

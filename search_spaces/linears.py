@@ -491,7 +491,7 @@ def expert_weights(model: ModelSpec) -> int | None:
     config = model.config
     width = _size(config, _WIDTHS.get(kind))
     count = _size(config, _FUSED.get(kind))
-    layers = _expert_layers(model)
+    layers = expert_layers(model)
     if not width or not count or layers is None:
         return None
     return layers * count * _GATED_MATRICES * model.hidden_size * width
@@ -509,7 +509,7 @@ def _routing(model: ModelSpec) -> int:
     return hidden * count + biases + int(config["num_attention_heads"])
 
 
-def _expert_layers(model: ModelSpec) -> int | None:
+def expert_layers(model: ModelSpec) -> int | None:
     """Return how many layers have experts, the others have one feed-forward block; None where the
     config does not tell."""
     config = model.config

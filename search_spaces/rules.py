@@ -22,6 +22,7 @@ from qlora_sweep.search_spaces.kinds import (
     DeviceName,
 )
 from qlora_sweep.search_spaces.linears import (
+    expert_layers,
     has_adapted_experts,
     has_experts,
     known_linear_modules,
@@ -392,6 +393,8 @@ def _of_model(config: TrialConfig, setting: Setting) -> Asked:
         yield "quantization-leaves-weights", f"{most}: {left}. {cure}"
     if has_experts(model):
         yield "experts", _not_of_experts(config, model)
+    if config.offload_fraction > 0:
+        yield "offload", _not_offloaded(config, model)
     if config.image_size is not None:
         yield "images", not_of_images(config, model, has_dataset=setting.has_dataset)
     if config.is_quantized and not config.quantized_count(layers):
@@ -423,6 +426,24 @@ def _not_of_experts(config: TrialConfig, model: ModelSpec) -> str | None:
         )
     if config.is_4bit and config.is_sharded:
         return "experts in 4 bits cannot be shared out among GPUs: use sharding none"
+    return None
+
+
+def _not_offloaded(config: TrialConfig, model: ModelSpec) -> str | None:
+    """Return why the weights of a model's experts cannot lie on the host."""
+    if not has_experts(model):
+        return (
+            f"{model.name} has no experts of one tensor a layer, and nothing else goes to the "
+            "host: use offload_fraction 0"
+        )
+    if not config.is_4bit or config.quantized_fraction < 1:
+        return "experts go to the host in 4 bits alone: use quantization nf4 of all layers"
+    if config.data_parallel > 1:
+        return "experts on the host are tried with one GPU alone: use data_parallel 1"
+    layers = expert_layers(model)
+    if layers is not None and not config.offloaded_layers(layers):
+        share = f"offload_fraction {config.offload_fraction:g}"
+        return f"{share} takes none of {layers} layers to the host: use offload_fraction 0"
     return None
 
 

@@ -205,6 +205,7 @@ _OF_LIBRARIES: Mapping[str, tuple[Any, ...]] = {
     # bitsandbytes' 8-bit layers are not what a trial measures.
     "quantization": tuple(name for name, kind in QUANTIZATIONS.items() if kind.bits != 8),
     "quantized_fraction": (1.0,),
+    "offload_fraction": (0.0,),
     "upcast_fp32": (False,),
     "compile": (False,),
     "sharding": ("none",),

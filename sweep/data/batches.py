@@ -283,9 +283,9 @@ def in_parts(batch: Batch, count: int, rows_per_sample: int = 1) -> list[Batch]:
     for first in range(0, samples, size):
         part: Batch = {}
         for key, values in batch.items():
-            # (members, samples, ...)
-            by_kind = values.unflatten(0, (rows_per_sample, samples))
-            part[key] = by_kind[:, first : first + size].flatten(0, 1)
+            # (members, samples, of each, ...): a row of tokens, or the patches of its image.
+            by_kind = values.unflatten(0, (rows_per_sample, samples, -1))
+            part[key] = by_kind[:, first : first + size].flatten(0, 2)
         parts.append(part)
     return parts
 

@@ -45,6 +45,8 @@ _KERNELS = "eight_bit.py"
 """Stores and computes in 8 bits."""
 _EXPERTS = "experts.py"
 """Holds experts in 4 bits."""
+_OFFLOAD = "offload.py"
+"""Holds their weights on the host."""
 _GROUPED = "grouped.py"
 """Multiplies by them."""
 _FITTING = "fitting.py"
@@ -233,6 +235,7 @@ def _script(record: Record) -> Export:
     if has_packed_experts:
         files_beside[_EXPERTS] = _alone(_EXPERTS)
         files_beside[_GROUPED] = _alone(_GROUPED)
+        files_beside[_OFFLOAD] = _alone(_OFFLOAD)
     if config.is_on_pairs:
         files_beside[_PAIRS] = _alone(_PAIRS)
         collator_keys += ["is_on_pairs", "loss_type", "dpo_beta"]

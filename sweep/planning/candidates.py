@@ -134,6 +134,7 @@ _VALUES: Mapping[str, Callable[[Any], Sequence[Any]]] = {
     "seq_len": _half_and_double,
     "effective_batch_size": _half_and_double,
     "quantized_fraction": lambda _: (0.5, 1.0),
+    "offload_fraction": lambda _: (0.0, 0.5, 1.0),
     "checkpoint_fraction": lambda value: (0.0, value / 2, 0.5, 1.0),
 }
 """What numbers and lists are turned to, by key; words and truth values go through all of theirs."""

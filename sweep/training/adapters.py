@@ -29,7 +29,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from qlora_sweep.search_spaces.config import TrialConfig
 from qlora_sweep.search_spaces.errors import InputError, did_you_mean
 from qlora_sweep.search_spaces.linears import resolve_targets
-from qlora_sweep.sweep.training import eight_bit, experts, grouped
+from qlora_sweep.sweep.training import eight_bit, experts, grouped, offload
 from qlora_sweep.sweep.training.eight_bit import changed
 from qlora_sweep.sweep.training.experts import (
     adapt_experts,
@@ -45,6 +45,7 @@ from qlora_sweep.sweep.training.model import (
     vision_modules,
     vision_pattern,
 )
+from qlora_sweep.sweep.training.offload import WeightsOnHost
 from qlora_sweep.sweep.training.process_group import GatheredWeights, build_shares
 
 _SHAPES_MAX = 1_000_000
@@ -85,6 +86,8 @@ class Attached:
     """Of the base's matrices, how many weights are in 4 bits; None for a 16-bit base."""
     layers_left: frozenset[int] = frozenset()
     """Numbers of the layers that the base is stored with in 16 bits."""
+    offloaded: WeightsOnHost | None = None
+    """The experts' weights that lie on the host; None where none do."""
     recomputed: set[int] = field(default_factory=set)
     """Layers that really went through checkpointing."""
     gathered: GatheredWeights | None = None
@@ -120,7 +123,11 @@ def attached(base: BaseModel, config: TrialConfig) -> Iterator[Attached]:
         model = with_adapters(base, config, is_on_meta=config.is_sharded)
         layers = decoder_layers(base.model)
         chosen = config.checkpointed_layers(len(layers))
-        result = Attached(model, layers, chosen, base.quantized_share, base.layers_left)
+        result = Attached(
+            model, layers, chosen, base.quantized_share, base.layers_left, base.offloaded
+        )
+        if base.offloaded is not None:
+            base.offloaded.copies = 0
         if config.is_sharded:
             result.gathered = build_shares(model, base, config, layers=layers)
         else:
@@ -398,7 +405,7 @@ def _find_constants(layer: torch.nn.Module, _: Any) -> None:
 def _operators_digest() -> str:
     """Return a digest of the code of operators that a graph names and does not hold."""
     parts = bnb.__version__
-    for module in (eight_bit, experts, grouped):
+    for module in (eight_bit, experts, grouped, offload):
         parts += inspect.getsource(module)
     return hashlib.sha256(parts.encode()).hexdigest()[:16]
 

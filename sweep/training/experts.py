@@ -4,13 +4,13 @@ transformers keeps all experts of a layer in one parameter (experts, out, in), w
 leaves in 16 bits. Here it is packed as bitsandbytes packs the weight of a linear layer. Each pass
 decodes it for as long as its product takes and keeps nothing decoded. An exported script carries
 this file beside it: it needs torch, transformers, bitsandbytes,
-PEFT, `eight_bit` and `grouped` alone.
+PEFT, `eight_bit`, `grouped` and `offload` alone.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from types import MethodType
 from typing import Any
 
@@ -25,12 +25,22 @@ from transformers.quantizers.quantizers_utils import should_convert_module
 
 from qlora_sweep.sweep.training import grouped
 from qlora_sweep.sweep.training.eight_bit import Parts, widened
+from qlora_sweep.sweep.training.offload import WeightsOnHost, widened_from_host
 
 _MARKS = ("_apply_gate", "is_transposed")
 """What `use_experts_implementation` of transformers gives a class of experts that multiply as its
 own functions do (``integrations/moe.py``)."""
 _RANK_MULTIPLE = 8
 """torch's `grouped_mm` wants rows of 16 bytes or multiples of that: so many 16-bit values."""
+
+
+Choice = Callable[[int], Collection[int]]
+"""Returns some of so many layers, by their numbers."""
+
+
+def nothing(_: int) -> Collection[int]:
+    """Return no layer."""
+    return ()
 
 
 def expert_modules(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
@@ -49,7 +59,12 @@ def weight_names(experts: Any) -> tuple[str, str]:
 
 
 def pack_experts(
-    model: torch.nn.Module, *, quant_type: str, double_quant: bool, left: Collection[str] = ()
+    model: torch.nn.Module,
+    *,
+    quant_type: str,
+    double_quant: bool,
+    left: Collection[str] = (),
+    offloaded: Choice = nothing,
 ) -> None:
     """Have the experts of a model take their weights in 4 bits, and multiply by them so.
 
@@ -58,10 +73,13 @@ def pack_experts(
         quant_type: ``nf4`` or ``fp4``.
         double_quant: whether scales are quantized too.
         left: patterns of modules that stay in 16 bits, as transformers matches names.
+        offloaded: of so many layers with experts the numbers of those whose weights are to lie on
+            the host.
     """
-    for path, experts in expert_modules(model):
-        if not should_convert_module(path, list(left)):
-            continue
+    packed = [m for path, m in expert_modules(model) if should_convert_module(path, list(left))]
+    chosen = offloaded(len(packed))
+    for index, experts in enumerate(packed):
+        experts.is_on_host = index in chosen
         experts.compute_dtype = getattr(experts, weight_names(experts)[0]).dtype
         experts.adapters = {}
         experts.forward = MethodType(_forward, experts)
@@ -74,6 +92,38 @@ def pack_experts(
                 quant_type=quant_type,
             )
             setattr(experts, name, packed)
+
+
+def hold_on_host(experts: Any, host: WeightsOnHost) -> None:
+    """Move the weights of packed experts to the host, but for what is small of them.
+
+    Args:
+        experts: a module of `expert_modules`, the next one in a forward pass.
+        host: whose device the small parts are on from there on.
+
+    Raises:
+        HostMemoryError: the host has too little memory.
+    """
+    weights = [getattr(experts, name) for name in weight_names(experts)]
+    large: list[torch.Tensor] = []
+    for weight in weights:
+        large += [weight.data, weight.quant_state.absmax]
+    placed = iter(host.add(large))
+    for weight in weights:
+        weight.data = next(placed)
+        weight.quant_state.to(host.device)
+        weight.quant_state.absmax = next(placed)
+
+
+def hold_all_on_host(model: torch.nn.Module, host: WeightsOnHost) -> None:
+    """Move to the host what is to lie there of a model that was just loaded.
+
+    Raises:
+        HostMemoryError: the host has too little memory.
+    """
+    for _, experts in expert_modules(model):
+        if experts.is_on_host:
+            hold_on_host(experts, host)
 
 
 def is_packed(weight: Any) -> bool:
@@ -102,6 +152,8 @@ def quantized(weight: torch.Tensor, like: Any, device: torch.device) -> Any:
 class _Quantizer(Bnb4BitHfQuantizer):
     """bitsandbytes' quantizer of transformers, for experts too."""
 
+    offloaded = staticmethod(nothing)
+
     def _process_model_before_weight_loading(self, model: Any, *args: Any, **kwargs: Any) -> None:
         super()._process_model_before_weight_loading(model, *args, **kwargs)
         settings = self.quantization_config
@@ -112,6 +164,7 @@ class _Quantizer(Bnb4BitHfQuantizer):
             quant_type=settings.bnb_4bit_quant_type,
             double_quant=settings.bnb_4bit_use_double_quant,
             left=self.modules_to_not_convert,
+            offloaded=self.offloaded,
         )
 
     def param_needs_quantization(self, model: Any, param_name: str, **kwargs: Any) -> bool:
@@ -129,15 +182,23 @@ class _Quantize(Bnb4bitQuantize):
         if not is_packed(before):
             return super().convert(input_dict, model=model, **kwargs)
         weight = value[0] if isinstance(value, list) else value
-        return {name: quantized(weight, before, weight.device)}
+        packed = quantized(weight, before, weight.device)
+        if model.get_submodule(name.rpartition(".")[0]).is_on_host:
+            packed = packed.to("cpu")
+        return {name: packed}
 
 
 @contextlib.contextmanager
-def packed_when_loaded() -> Iterator[None]:
+def packed_when_loaded(offloaded: Choice = nothing) -> Iterator[None]:
     """Have `from_pretrained` quantize experts as well, where it is told to load in 4 bits: each
-    layer's as they are read."""
+    layer's as they are read.
+
+    Args:
+        offloaded: see `pack_experts`; `hold_all_on_host` pins what was loaded so.
+    """
     before = AUTO_QUANTIZER_MAPPING["bitsandbytes_4bit"]
-    AUTO_QUANTIZER_MAPPING["bitsandbytes_4bit"] = _Quantizer
+    settings = {"offloaded": staticmethod(offloaded)}
+    AUTO_QUANTIZER_MAPPING["bitsandbytes_4bit"] = type("_Quantizer", (_Quantizer,), settings)
     try:
         yield
     finally:
@@ -150,7 +211,18 @@ def dequantized(experts: Any, name: str) -> torch.Tensor:
     weight = getattr(experts, name)
     if not is_packed(weight):
         return weight
-    return widened(_parts(weight), experts.compute_dtype).view(shape_of(weight))
+    parts = _parts(weight)
+    like = torch.empty(0, dtype=experts.compute_dtype, device=parts[-1].device)
+    return _decoded(parts, like, experts.is_on_host).view(shape_of(weight))
+
+
+def _decoded(
+    parts: Parts, like: torch.Tensor, is_on_host: bool, *, is_again: bool = False
+) -> torch.Tensor:
+    """Return the values of a packed weight in one row, on the device and of the type of another."""
+    if is_on_host:
+        return widened_from_host(parts, like, is_again)
+    return widened(parts, like.dtype, is_again=is_again)
 
 
 def _parts(weight: Any) -> Parts:
@@ -242,7 +314,8 @@ def _projected(experts: Any, name: str, rows: torch.Tensor, ends: torch.Tensor) 
     """Return the product (rows, out) of rows (rows, in) and the weight of each one's expert."""
     weight = getattr(experts, name)
     shape = tuple(shape_of(weight))
-    product = _PackedProduct.apply(rows, ends, shape, experts.is_transposed, *_parts(weight))
+    how = (shape, experts.is_transposed, experts.is_on_host)
+    product = _PackedProduct.apply(rows, ends, *how, *_parts(weight))
     adapter = experts.adapters.get(name)
     if adapter is not None:
         product = product + adapter.product(rows, ends)
@@ -264,12 +337,14 @@ class _PackedProduct(torch.autograd.Function):
         ends: torch.Tensor,
         shape: tuple[int, int, int],
         is_transposed: bool,
+        is_on_host: bool,
         *parts: torch.Tensor,
     ) -> torch.Tensor:
         ctx.save_for_backward(ends, *parts)
         ctx.shape = shape
         ctx.is_transposed = is_transposed
-        weight = widened(list(parts), rows.dtype).view(shape)
+        ctx.is_on_host = is_on_host
+        weight = _decoded(list(parts), rows, is_on_host).view(shape)
         return grouped.product(rows, _inputs_first(weight, is_transposed), ends)
 
     @staticmethod
@@ -277,10 +352,10 @@ class _PackedProduct(torch.autograd.Function):
         ends, *parts = ctx.saved_tensors
         gradient = gradients[0].contiguous()
         # By another operator than forward, or the compiler keeps what that decoded.
-        weight = widened(parts, gradient.dtype, is_again=True).view(ctx.shape)
+        weight = _decoded(parts, gradient, ctx.is_on_host, is_again=True).view(ctx.shape)
         outputs_first = _inputs_first(weight, not ctx.is_transposed)
         of_rows = grouped.product(gradient, outputs_first, ends)
-        nothing = (None,) * (3 + len(parts))
+        nothing = (None,) * (4 + len(parts))
         return of_rows, *nothing
 
 

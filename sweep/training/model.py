@@ -53,6 +53,9 @@ from qlora_sweep.sweep.training.eight_bit import (
     to_8_bits,
 )
 from qlora_sweep.sweep.training.experts import (
+    Choice,
+    hold_all_on_host,
+    hold_on_host,
     is_packed,
     pack_experts,
     packed_when_loaded,
@@ -60,6 +63,7 @@ from qlora_sweep.sweep.training.experts import (
     shape_of,
 )
 from qlora_sweep.sweep.training.in_trl import add_head
+from qlora_sweep.sweep.training.offload import HostMemoryError, WeightsOnHost
 from qlora_sweep.sweep.training.recurrent import refused
 
 LINEAR = (torch.nn.Linear, Conv1D)
@@ -111,6 +115,8 @@ class BaseModel:
     """What 8-bit compute makes of such weights, once that was looked at."""
     layers_left: frozenset[int] = frozenset()
     """Numbers of the decoder layers that are stored in 16 bits among quantized ones."""
+    offloaded: WeightsOnHost | None = None
+    """The experts' weights that lie on the host; None where none do."""
 
     def close(self) -> None:
         """Drop the weights and every patch."""
@@ -128,57 +134,90 @@ def build_base(
         torch.OutOfMemoryError: the base alone passes the budget.
         OSError, ValueError: transformers cannot read or build it.
         InputError: weights that 8 bits cannot hold.
-        Unavailable: the attention or the kernels are not installed.
+        Unavailable: the attention or the kernels are not installed, or the host has too little
+            memory.
     """
     torch.manual_seed(seed)
-    on_host: dict[torch.nn.Module, torch.nn.Module] = {}
-    try:
-        with _needing("attention", is_own=config.attention == "flash_attention_2"):
-            if weights == "random" or config.is_sharded:
-                model = skeleton(config, spec=spec)
-            else:
-                model = load_pretrained(config, spec=spec, device=device)
-            if weights == "pretrained" and config.is_sharded:
-                plain = config.changed(quantization="none")
-                whole = load_pretrained(plain, spec=spec, device=torch.device("cpu"))
-                on_host = {m: whole.get_submodule(name) for name, m in model.named_modules()}
-            if weights == "random" and not config.is_sharded:
-                # What is sharded has shapes alone: each rank gets its own share of the weights.
-                for module in model.modules():
-                    give_weights(module, model, config, device=device)
-                model.tie_weights()
-        if config.is_8bit_compute:
-            compute_in_8_bits(model, config.compute_dtype)
-    except UnfitWeightError as error:
-        raise InputError(f"model '{spec.name}': {error}") from error
-    if device.type == "cuda":
-        why = refused(model, torch.cuda.get_device_capability(device))
-        if why is not None:
-            raise Unavailable("attention", why)
-    model.config.use_cache = model.config.get_text_config().use_cache = False
-    if config.upcast_fp32:
-        upcast(model, config)
-    model.requires_grad_(False)
-    model.train()
-    undo = contextlib.ExitStack()
-    if config.kernels_kind.fuses_loss:
-        with _needing("kernels", cure=install_extra("gpu")):
-            _apply_liger(model, config, undo)
-    if config.has_head_of_trl:
-        with _needing("trainer", cure="TRL 1.16 or newer is needed"):
-            add_head(model)
-    return BaseModel(
-        config.base(),
-        spec,
-        model,
-        undo,
-        quantized_share(model, config, spec=spec),
-        device,
-        seed,
-        on_host,
-        is_pretrained=weights == "pretrained",
-        layers_left=layers_left(model, spec),
-    )
+    with contextlib.ExitStack() as undo:
+        host: WeightsOnHost | None = None
+        if config.offload_fraction > 0:
+            host = WeightsOnHost(device)
+            undo.callback(host.close)
+        try:
+            with _needing("attention", is_own=config.attention == "flash_attention_2"):
+                model = _with_weights(config, spec, weights, device=device, host=host)
+                on_host: dict[torch.nn.Module, torch.nn.Module] = {}
+                if weights == "pretrained" and config.is_sharded:
+                    on_host = _loaded_on_host(model, config, spec)
+            if config.is_8bit_compute:
+                compute_in_8_bits(model, config.compute_dtype)
+        except UnfitWeightError as error:
+            raise InputError(f"model '{spec.name}': {error}") from error
+        except HostMemoryError as error:
+            raise Unavailable("offload_fraction", str(error)) from error
+        if device.type == "cuda":
+            why = refused(model, torch.cuda.get_device_capability(device))
+            if why is not None:
+                raise Unavailable("attention", why)
+        model.config.use_cache = model.config.get_text_config().use_cache = False
+        if config.upcast_fp32:
+            upcast(model, config)
+        model.requires_grad_(False)
+        model.train()
+        if config.kernels_kind.fuses_loss:
+            with _needing("kernels", cure=install_extra("gpu")):
+                _apply_liger(model, config, undo)
+        if config.has_head_of_trl:
+            with _needing("trainer", cure="TRL 1.16 or newer is needed"):
+                add_head(model)
+        return BaseModel(
+            config.base(),
+            spec,
+            model,
+            undo.pop_all(),
+            quantized_share(model, config, spec=spec),
+            device,
+            seed,
+            on_host,
+            is_pretrained=weights == "pretrained",
+            layers_left=layers_left(model, spec),
+            offloaded=host,
+        )
+
+
+def _with_weights(
+    config: TrialConfig,
+    spec: ModelSpec,
+    weights: Weights,
+    *,
+    device: torch.device,
+    host: WeightsOnHost | None,
+) -> PreTrainedModel:
+    """Return a model with its weights on the device, or what is offloaded of them on the host; of
+    one that is to be sharded its shapes alone, as each rank gets its own share."""
+    if config.is_sharded:
+        return skeleton(config, spec=spec)
+    if weights == "random":
+        model = skeleton(config, spec=spec)
+        for module in model.modules():
+            give_weights(module, model, config, device=device, host=host)
+        model.tie_weights()
+    else:
+        model = load_pretrained(config, spec=spec, device=device)
+        if host is not None:
+            hold_all_on_host(model, host)
+    if host is not None:
+        host.open()
+    return model
+
+
+def _loaded_on_host(
+    model: PreTrainedModel, config: TrialConfig, spec: ModelSpec
+) -> dict[torch.nn.Module, torch.nn.Module]:
+    """Return for each module of a skeleton the one that is loaded in 16 bits on the host."""
+    plain = config.changed(quantization="none")
+    whole = load_pretrained(plain, spec=spec, device=torch.device("cpu"))
+    return {module: whole.get_submodule(name) for name, module in model.named_modules()}
 
 
 @contextlib.contextmanager
@@ -386,9 +425,11 @@ DECODER_KEYS = {
 """What tensors of a text decoder are called among others, and alone."""
 
 
-def _load_part(name: str, spec: ModelSpec, arguments: dict[str, Any]) -> PreTrainedModel:
+def _load_part(
+    name: str, spec: ModelSpec, arguments: dict[str, Any], *, offloaded: Choice
+) -> PreTrainedModel:
     """Return the text decoder of a checkpoint that holds more."""
-    with packed_when_loaded():
+    with packed_when_loaded(offloaded):
         model, found = AutoModelForCausalLM.from_pretrained(
             name,
             key_mapping=DECODER_KEYS,
@@ -418,10 +459,11 @@ def load_pretrained(
         arguments["device_map"] = {"": "cpu"}
     name = str(spec.path) if spec.path is not None else spec.name
     if spec.is_part and config.image_size is None:
-        model = _load_part(name, spec, {"config": architecture_of(spec), **arguments})
+        arguments["config"] = architecture_of(spec)
+        model = _load_part(name, spec, arguments, offloaded=config.offloaded_layers)
     else:
         auto = _class_of(config)
-        with packed_when_loaded():
+        with packed_when_loaded(config.offloaded_layers):
             model = auto.from_pretrained(name, **arguments, trust_remote_code=False)
     if config.weight_bits == 8:
         to_8_bits(model, config.quantization, left=never_quantized(model), device=device)
@@ -457,10 +499,15 @@ def loading_arguments(
 
 
 def give_weights(
-    module: torch.nn.Module, model: PreTrainedModel, config: TrialConfig, *, device: torch.device
+    module: torch.nn.Module,
+    model: PreTrainedModel,
+    config: TrialConfig,
+    *,
+    device: torch.device,
+    host: WeightsOnHost | None = None,
 ) -> None:
     """Give a module of a skeleton its own random weights, quantized at once where they are to be,
-    so that only one is ever wide."""
+    so that only one is ever wide, and those of offloaded experts on the host."""
     if isinstance(module, bnb.nn.Linear4bit | EightBitLinear):
         if isinstance(module, EightBitLinear):
             module.hold(_random_weight(module, config=config, device=device))
@@ -471,6 +518,8 @@ def give_weights(
             module.bias = torch.nn.Parameter(bias, requires_grad=False)
     elif any(map(is_packed, own_tensors(module))):
         _give_experts(module, config, device=device)
+        if host is not None and module.is_on_host:
+            hold_on_host(module, host)
     elif list(own_tensors(module)):
         module.to_empty(device=device, recurse=False)
         fill_module(model, module)
@@ -549,7 +598,11 @@ def skeleton(config: TrialConfig, *, spec: ModelSpec) -> PreTrainedModel:
                 model, modules_to_not_convert=kept, quantization_config=quantization
             )
         pack_experts(
-            model, quant_type=config.quantization, double_quant=config.double_quant, left=kept
+            model,
+            quant_type=config.quantization,
+            double_quant=config.double_quant,
+            left=kept,
+            offloaded=config.offloaded_layers,
         )
         # What `from_pretrained` says of a model it quantized; PEFT and accelerate ask for it.
         model.is_loaded_in_4bit = model.is_quantized = True

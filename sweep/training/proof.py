@@ -31,10 +31,11 @@ from qlora_sweep.sweep.data.collation import is_flattened
 from qlora_sweep.sweep.training.adapters import local
 from qlora_sweep.sweep.training.eight_bit import TYPES as EIGHT_BIT_TYPES
 from qlora_sweep.sweep.training.eight_bit import EightBitLinear
-from qlora_sweep.sweep.training.experts import is_packed
+from qlora_sweep.sweep.training.experts import expert_modules, is_packed
 from qlora_sweep.sweep.training.images import SeeingRows
 from qlora_sweep.sweep.training.in_trl import InTrl
 from qlora_sweep.sweep.training.model import DTYPES, compute_type, vision_modules
+from qlora_sweep.sweep.training.offload import SLOTS
 from qlora_sweep.sweep.training.preference import Preference
 from qlora_sweep.sweep.training.process_group import Look
 from qlora_sweep.sweep.training.recurrent import not_called
@@ -616,9 +617,32 @@ def _sharding(config: TrialConfig, seen: StepEvidence) -> str | None:
     return None
 
 
+def _offload(config: TrialConfig, seen: StepEvidence) -> str | None:
+    """The experts of the chosen layers lie on the host, and came from there in each micro-step, but
+    for those that were there from the one before."""
+    on_host = set[int]()
+    layers = 0
+    for _, experts in expert_modules(seen.base):
+        # Experts in 16 bits are no layer that could be there.
+        if hasattr(experts, "is_on_host"):
+            if experts.is_on_host:
+                on_host.add(layers)
+            layers += 1
+    asked = config.offloaded_layers(layers)
+    if on_host != asked:
+        return f"the experts of {len(on_host)} layers are on the host, not of {len(asked)}"
+    host = seen.loop.attached.offloaded
+    copies = 0 if host is None else host.copies
+    least = seen.loop.micro_step * max(0, len(asked) - SLOTS)
+    if copies < least:
+        return f"experts came from the host {copies} times, not {least}"
+    return None
+
+
 PROOFS: dict[str, Callable[[TrialConfig, StepEvidence], str | None]] = {
     "quantization": _quantization,
     "quantized_fraction": _quantized_layers,
+    "offload_fraction": _offload,
     "double_quant": lambda config, seen: _other(
         config.double_quant, map(attrgetter("nested"), seen.four_bit_states())
     ),

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
+import gc
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import bitsandbytes as bnb
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from qlora_sweep.search_spaces.config import TrialConfig
 from qlora_sweep.search_spaces.models import ModelSpec, checked_config
 from qlora_sweep.sweep.training import grouped
-from qlora_sweep.sweep.training.adapters import compile_each
+from qlora_sweep.sweep.training.adapters import Attached, attached, compile_each
 from qlora_sweep.sweep.training.eight_bit import widened
 from qlora_sweep.sweep.training.experts import (
     _parts,
@@ -25,6 +29,7 @@ from qlora_sweep.sweep.training.experts import (
     weight_names,
 )
 from qlora_sweep.sweep.training.model import build_base, decoder_layers
+from qlora_sweep.sweep.training.step import TrainingLoop
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]
 SIZES: dict[str, Any] = {
@@ -194,3 +199,69 @@ def test_adapters_on_them_are_pefts(base: Any, rank: int, tmp_path: Any) -> None
     for name, parameter in theirs.named_parameters():
         if parameter.grad is not None:
             assert error(found[name].grad, parameter.grad) < 0.1, name
+
+
+WHOLE = {**SIZES, "num_hidden_layers": 6}
+
+
+@pytest.fixture
+def spec() -> ModelSpec:
+    config = {"model_type": "qwen3_moe", **WHOLE, **MIXTURES["qwen3_moe"]}
+    return ModelSpec("qwen3_moe", "directory", checked_config(config, label="qwen3_moe"))
+
+
+@pytest.mark.parametrize("is_compiled", [False, True])
+@pytest.mark.parametrize("checkpoint_fraction", [0.0, 1.0])
+def test_experts_on_the_host_train_as_if_they_were_here(
+    spec: ModelSpec, checkpoint_fraction: float, is_compiled: bool
+) -> None:
+    found: list[tuple[list[float], torch.Tensor]] = []
+    for share in (0.0, 0.5, 1.0):
+        asked = TrialConfig(
+            micro_batch_size=4,
+            upcast_fp32=False,
+            offload_fraction=share,
+            checkpoint_fraction=checkpoint_fraction,
+            compile=is_compiled,
+        )
+        device = torch.device("cuda")
+        base = build_base(asked, spec=spec, weights="random", device=device, seed=0)
+        with attached(base, asked) as attachment:
+            gradients: list[torch.Tensor] = []
+
+            def keep(kept: list[torch.Tensor] = gradients, of: Attached = attachment) -> None:
+                kept[:] = [p.grad.flatten().clone() for p in of.trainable_parameters()]
+
+            loop = TrainingLoop(attachment, asked, seed=0)
+            losses = [loop.step(on_gradients=keep) for _ in range(6)]
+            torch.cuda.synchronize()
+            found.append((list(map(float, losses)), torch.cat(gradients)))
+        base.close()
+    for other_losses, other in found[1:]:
+        assert other_losses == pytest.approx(found[0][0], abs=2e-3)
+        assert error(other, found[0][1]) < 0.05
+
+
+def test_a_checkpoints_experts_go_to_the_host(spec: ModelSpec, tmp_path: Path) -> None:
+    source = AutoModelForCausalLM.from_config(AutoConfig.for_model(**spec.config))
+    source.to(torch.bfloat16).save_pretrained(tmp_path)
+    saved = dataclasses.replace(spec, source="directory", path=tmp_path)
+    held: list[int] = []
+    weights: list[list[torch.Tensor]] = []
+    for share in (0.0, 1.0):
+        asked = TrialConfig(upcast_fp32=False, offload_fraction=share)
+        device = torch.device("cuda")
+        before = torch.cuda.memory_allocated()
+        base = build_base(asked, spec=saved, weights="pretrained", device=device, seed=0)
+        held.append(torch.cuda.memory_allocated() - before)
+        found = []
+        for _, one in expert_modules(base.model):
+            found += [dequantized(one, name).cpu() for name in weight_names(one)]
+        weights.append(found)
+        if base.offloaded is not None:
+            assert held[0] - held[1] == pytest.approx(base.offloaded.bytes * 4 / 6, rel=0.02)
+        base.close()
+        del base
+        gc.collect()
+    for one, other in zip(*weights, strict=True):
+        assert bool(one.equal(other))

@@ -47,6 +47,7 @@ from qlora_sweep.sweep.predict.memory.profiles import (
     Structure,
     Untraceable,
     Values,
+    offloaded,
     sharded,
 )
 from qlora_sweep.sweep.predict.memory.replay import Step
@@ -168,7 +169,8 @@ class TracingPredictor(MemoryPredictor):
             model, cache_dir=cache_dir, tracer=self._tracer, shipped=shipped
         )
         self._known: dict[_Key, Profile | InputError] = {}
-        self._sharded: dict[Hashable, Profile] = {}
+        self._made: dict[Hashable, Profile] = {}
+        """Of what is traced, what is sharded or has experts on the host."""
 
     def end_children(self) -> None:
         """End the processes that traced; a later question starts new ones."""
@@ -251,13 +253,18 @@ class TracingPredictor(MemoryPredictor):
         if isinstance(known, InputError):
             # A new exception each time, as one that is raised twice keeps the frames of both.
             raise type(known)(*known.args)
-        if not config.is_sharded:
-            return known
         # The same one for configurations alike.
-        key = id(known), config.data_parallel, config.lora_rank, config.target_modules
-        if key not in self._sharded:
-            self._sharded[key] = sharded(known, config, self._model)
-        return self._sharded[key]
+        if config.is_sharded:
+            key: Hashable = id(known), config.data_parallel, config.lora_rank, config.target_modules
+            if key not in self._made:
+                self._made[key] = sharded(known, config, self._model)
+            return self._made[key]
+        if config.offload_fraction > 0:
+            key = id(known), config.offload_fraction
+            if key not in self._made:
+                self._made[key] = offloaded(known, config)
+            return self._made[key]
+        return known
 
 
 class CpuMemory(TracingPredictor):

@@ -44,6 +44,7 @@ from numpy.typing import NDArray
 
 from qlora_sweep.search_spaces.config import SETTINGS, TrialConfig, canonical, parse_config
 from qlora_sweep.search_spaces.errors import InputError
+from qlora_sweep.search_spaces.kinds import HOST_SLOTS
 from qlora_sweep.search_spaces.linears import is_tied, linear_shapes, lora_parameters, parameters
 from qlora_sweep.search_spaces.models import ModelSpec
 
@@ -305,6 +306,9 @@ class Base:
     """The segments that hold it."""
     holes: tuple[int, ...]
     """Free blocks within those segments."""
+    experts: tuple[int, ...] = ()
+    """What the packed experts of each layer that has some take of it, as far as it can lie on the
+    host instead."""
 
 
 @dataclass(frozen=True)
@@ -332,7 +336,7 @@ class Profile:
         """Read what the tracing child writes."""
         known = dict(values)
         base = Base(**values["base"])
-        known["base"] = replace(base, holes=tuple(base.holes))
+        known["base"] = replace(base, holes=tuple(base.holes), experts=tuple(base.experts))
         known["positions"] = tuple(values["positions"])
         known["adapters"] = tuple(map(tuple, values["adapters"]))
         segments = values["segments"].items()
@@ -572,6 +576,22 @@ def _behind(entry: TapeEntry, *, layers: int, sizes: int) -> TapeEntry:
 def _is_of_each_layer(entry: TapeEntry) -> bool:
     """Whether something dies that each layer has left."""
     return entry.change == Change.FETCH_ALL and entry.layers >= 0
+
+
+def offloaded(profile: Profile, config: TrialConfig) -> Profile:
+    """Return a profile whose base has the experts of some layers on the host, and room for those
+    that are on their way."""
+    sizes = profile.base.experts
+    gone = [sizes[layer] for layer in config.offloaded_layers(len(sizes))]
+    slots = min(HOST_SLOTS, len(gone)) * max(gone, default=0)
+    less = sum(gone) - slots
+    base = replace(
+        profile.base,
+        allocated_bytes=profile.base.allocated_bytes - less,
+        requested_bytes=profile.base.requested_bytes - less,
+        reserved_bytes=profile.base.reserved_bytes - less,
+    )
+    return replace(profile, base=base)
 
 
 _WIDE_BYTES = 2

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from qlora_sweep.search_spaces.config import LOGITS_AT_ONCE, TRL_TILE, TrialConfig
 from qlora_sweep.search_spaces.errors import InputError
 from qlora_sweep.search_spaces.gpus import GpuSpec, Interconnect
+from qlora_sweep.search_spaces.kinds import HOST_SLOTS
 from qlora_sweep.search_spaces.linears import (
     EXPERT_WEIGHTS,
     resolve_targets,
@@ -87,6 +88,8 @@ OVERLAP_EXPONENT = 4.0
 LINK_SHARES = {"nvlink": 0.75, "pcie": 0.5}
 """Of a link's rate, what a collective of large tensors reaches. A share of NVLink as collectives
 commonly report it; through PCIe most hosts copy by way of their own memory, so half."""
+HOST_SHARE = 0.8
+"""Of the link to the host, what a copy of pinned memory reaches."""
 UNKNOWN_LINK = Interconnect(kind="pcie", bytes_per_second=15.75e9)
 """PCIe of the third generation, for a GPU whose link is not known."""
 BUCKET_BYTES = 25 * 2**20
@@ -122,7 +125,7 @@ class StepPhases:
     peak_flops: Sizes
     """The GPU's dense peak for the compute type."""
     between: Sizes
-    """What each step waits for other GPUs that take it too."""
+    """What each step waits for other GPUs that take it too, and for weights from the host."""
 
     @classmethod
     def of(cls, configs: Sequence[TrialConfig], *, model: ModelSpec, gpu: GpuSpec) -> StepPhases:
@@ -151,11 +154,14 @@ class StepPhases:
         for part in timed:
             part[~is_told] = np.nan
         phases = cls(*timed, model_flops(layout), peak, np.zeros(count))
-        if (layout.gpus == 1).all():
+        is_offloaded = layout.are(lambda config: config.offload_fraction > 0)
+        if (layout.gpus == 1).all() and not is_offloaded.any():
             return phases
-        alone = phases.seconds(np.ones(_OVERHEAD + 1)) - OVERHEAD_SECONDS
-        backward = BACKWARD_SHARE * alone / np.maximum(1.0, layout.micro_batches)
-        return replace(phases, between=_waiting_seconds(layout, gpu, backward=backward))
+        whole = phases.seconds(np.ones(_OVERHEAD + 1)) - OVERHEAD_SECONDS
+        alone = whole / np.maximum(1.0, layout.micro_batches)
+        waiting = _waiting_seconds(layout, gpu, backward=BACKWARD_SHARE * alone)
+        waiting += _fetching_seconds(layout, gpu, alone=alone)
+        return replace(phases, between=waiting)
 
     def unknown(self) -> StepPhases:
         """Return as many steps that have no prediction."""
@@ -310,6 +316,35 @@ def _waiting_seconds(layout: KernelShapes, gpu: GpuSpec, *, backward: Sizes) -> 
     waited = last + np.maximum(0.0, whole - last - backward)
     gathered = _gathering_seconds(layout, rate, backward=backward)
     return np.where(layout.is_sharded, gathered, np.where(gpus > 1, waited, 0.0))
+
+
+def _fetching_seconds(layout: KernelShapes, gpu: GpuSpec, *, alone: Sizes) -> Sizes:
+    """Return how long each configuration's step waits for experts' weights from the host.
+
+    They come while other layers compute, so that a micro-batch takes as long as the slower of the
+    two; at either end of it the last layers are there from the pass before.
+
+    Args:
+        layout: the configurations.
+        gpu: which the host sends them.
+        alone: seconds of a micro-batch that has all weights on the GPU.
+    """
+    layers = 0
+    weights = 0.0
+    for kind in layout.kinds:
+        of_layer = sum(p.groups * p.rows * p.columns for p in kind.products if p.is_routed)
+        layers += kind.count * (of_layer > 0)
+        weights += kind.count * of_layer
+    if layers == 0:
+        return np.zeros_like(alone)
+    scales = np.where(
+        layout.is_doubly_quantized, kernels.SCALE_BYTES / FP32_BYTES, kernels.SCALE_BYTES
+    )
+    layer = weights / layers * (kernels.PACKED_BYTES + scales)
+    there = layout.sizes(lambda config: len(config.offloaded_layers(layers)))
+    copies = (2 + layout.references) * np.maximum(0.0, there - HOST_SLOTS)
+    sent = copies * layer / (gpu.host_bytes_per_second * HOST_SHARE)
+    return np.asarray(layout.micro_batches * (overlapped(alone, sent) - alone))
 
 
 def _gathering_seconds(layout: KernelShapes, rate: float, *, backward: Sizes) -> Sizes:

@@ -35,6 +35,14 @@ def test_a_trial_with_images_is_measured(kind: str, settings: dict[str, Any]) ->
     assert measured(outcome).final_loss == pytest.approx(6.2, abs=0.3)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_images_are_compared_in_parts_where_8_bits_recompute(kind: str) -> None:
+    settings = {"quantization": "nf4", "compute_dtype": "int8", "micro_batch_size": 3}
+    config = seeing_config(**settings, checkpoint_fraction=0.5)
+    found = measured(outcome_of(config, spec=seeing(kind), steps=BRIEF))
+    assert found.final_loss == pytest.approx(6.2, abs=0.3)
+
+
 @pytest.mark.integration
 @pytest.mark.parametrize(
     ("kind", "quantization"),

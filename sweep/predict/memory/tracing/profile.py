@@ -64,6 +64,7 @@ from qlora_sweep.sweep.predict.memory.tracing.walk import (
 )
 from qlora_sweep.sweep.training.adapters import target_modules, with_adapters
 from qlora_sweep.sweep.training.eight_bit import EightBitLinear, compute_in_8_bits
+from qlora_sweep.sweep.training.experts import is_packed
 from qlora_sweep.sweep.training.model import (
     BaseModel,
     architecture_of,
@@ -73,6 +74,7 @@ from qlora_sweep.sweep.training.model import (
     skeleton,
     upcast,
 )
+from qlora_sweep.sweep.training.offload import aligned
 
 _FP16 = re.compile(r"(?<!b)float16|\.half\b")
 _SHAPE_FAULTS = ("shape", "size of tensor", "invalid for input", "must match", "split")
@@ -515,7 +517,23 @@ def _base_memory(
         "requested_bytes": allocator.requested_bytes,
         "reserved_bytes": allocator.reserved_bytes,
         "holes": allocator.holes(),
+        "experts": _experts_by_layer(base, positions),
     }
+
+
+def _experts_by_layer(base: torch.nn.Module, positions: tuple[int, ...]) -> list[int]:
+    """Return what of the packed experts can lie on the host, in bytes by layer that has some: what
+    is packed, and its scales."""
+    sizes: dict[int, int] = {}
+    for layer, module in _in_order(base, positions):
+        for weight in filter(is_packed, module.parameters(recurse=False)):
+            assert isinstance(weight, Params4bit), "an excerpt's weights have no data"
+            scales = weight.scales
+            if not weight.compress_statistics:
+                scales *= _FP32_BYTES
+            moved = aligned(weight.numel()) + aligned(scales)
+            sizes[layer] = sizes.get(layer, 0) + moved
+    return list(sizes.values())
 
 
 def _building(modules: Sequence[_LayerModule], width: int) -> Iterator[tuple[Hashable, int]]:

@@ -1,0 +1,212 @@
+"""Weights of experts that lie in the host's memory, and come to the GPU a layer ahead.
+
+The packed experts of a layer are one stretch of pinned memory on the host. On the device there are
+two slots, each as large as the largest layer's: one has the layer that computes, into the other one
+the next layer's is copied meanwhile, on a stream of its own; going back, the one before. A layer
+that is recomputed is there already when its gradient is worked out, so that each layer comes twice
+in a micro-batch. An exported script carries this file beside it: it needs torch, bitsandbytes and
+`eight_bit` alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from qlora_sweep.sweep.training.eight_bit import Parts, widened
+
+SLOTS = 2
+ALIGNMENT = 512
+"""Bytes that each part of a layer begins at a multiple of."""
+_MOVED = 2
+"""Of the parts of a packed weight, those that are large: what is packed, and its scales."""
+
+
+class HostMemoryError(MemoryError):
+    """The host has too little memory for weights, or may pin too little of it."""
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where a part of a weight lies among those of its layer."""
+
+    weights: WeightsOnHost
+    layer: int
+    """Number of its layer among those on the host."""
+    start: int
+    """Byte of the layer's."""
+
+
+_PLACES: dict[int, _Place] = {}
+"""By address on the host: an operator that the compiler knows takes tensors, and no objects."""
+
+
+class WeightsOnHost:
+    """Weights of layers in the host's memory, in the order in which a forward pass asks for them.
+
+    Args:
+        device: what asks for them.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._layers: list[torch.Tensor] = []
+        """What lies on the host (bytes,), by layer."""
+        self._slots: list[torch.Tensor] = []
+        """On the device, each (bytes,)."""
+        self._held: list[int | None] = []
+        """The layer in each slot."""
+        self._last = 0
+        """The layer that was asked for last."""
+        self._direction = 1
+        self.copies = 0
+        """Layers that were copied to the device since somebody began to count."""
+        self._stream: torch.cuda.Stream | None = None
+        self._arrived: list[torch.cuda.Event] = []
+
+    @property
+    def bytes(self) -> int:
+        """What lies on the host."""
+        return sum(layer.numel() for layer in self._layers)
+
+    def __len__(self) -> int:
+        """Return of how many layers."""
+        return len(self._layers)
+
+    def add(self, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Copy the parts of the next layer to the host, and return them as they lie there.
+
+        Raises:
+            HostMemoryError: there is too little memory.
+        """
+        memory = _pinned(sum(aligned(part.nbytes) for part in parts), self.device)
+        placed: list[torch.Tensor] = []
+        start = 0
+        for part in parts:
+            there = memory[start : start + part.nbytes].view(part.dtype).view(part.shape)
+            there.copy_(part)
+            _PLACES[there.data_ptr()] = _Place(self, len(self._layers), start)
+            placed.append(there)
+            start += aligned(part.nbytes)
+        self._layers.append(memory)
+        return placed
+
+    def open(self) -> None:
+        """Make the slots, once all layers are there."""
+        largest = max((layer.numel() for layer in self._layers), default=0)
+        count = min(SLOTS, len(self._layers))
+        self._held = [None] * count
+        for _ in range(count):
+            self._slots.append(torch.empty(largest, dtype=torch.uint8, device=self.device))
+        if self.device.type == "cuda":
+            self._stream = torch.cuda.Stream(self.device)
+            self._arrived = [torch.cuda.Event() for _ in range(count)]
+
+    def fetched(self, layer: int) -> torch.Tensor:
+        """Return a layer's bytes (bytes,) on the device, for work that is launched before another
+        layer is asked for; and have the next one on its way."""
+        if layer not in self._held:
+            self._copy(layer)
+        slot = self._held.index(layer)
+        if self._stream is not None:
+            torch.cuda.current_stream(self.device).wait_event(self._arrived[slot])
+        self._turn(layer)
+        following = layer + self._direction
+        if 0 <= following < len(self._layers) and following not in self._held:
+            self._copy(following)
+        return self._slots[slot]
+
+    def _turn(self, layer: int) -> None:
+        """Note which layer was asked for, and whether the next one comes after it or before."""
+        if layer == 0:
+            self._direction = 1
+        elif layer == len(self._layers) - 1:
+            self._direction = -1
+        elif layer != self._last:
+            self._direction = 1 if layer > self._last else -1
+        self._last = layer
+
+    def _copy(self, layer: int) -> None:
+        """Begin to copy a layer into a slot that the last one asked for is not in."""
+        slot = next(at for at, held in enumerate(self._held) if held is None or held != self._last)
+        self._held[slot] = layer
+        self.copies += 1
+        source = self._layers[layer]
+        target = self._slots[slot][: source.numel()]
+        if self._stream is None:
+            target.copy_(source)
+            return
+        # What reads the slot is launched already.
+        self._stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self._stream):
+            target.copy_(source, non_blocking=True)
+            self._arrived[slot].record(self._stream)
+
+    def close(self) -> None:
+        """Give the memory back; nothing can be fetched any more."""
+        for address, place in list(_PLACES.items()):
+            if place.weights is self:
+                del _PLACES[address]
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+            for layer in self._layers:
+                torch.cuda.cudart().cudaHostUnregister(layer.data_ptr())
+        self._layers = []
+        self._slots = []
+
+
+def aligned(size: int) -> int:
+    """Return the bytes that a part of so many takes among those of a layer."""
+    return -(-size // ALIGNMENT) * ALIGNMENT
+
+
+def _pinned(size: int, device: torch.device) -> torch.Tensor:
+    """Return bytes (size,) on the host, pinned where a GPU reads them.
+
+    torch's own allocator of pinned memory rounds each size up to a power of two.
+
+    Raises:
+        HostMemoryError: there is too little.
+    """
+    try:
+        memory = torch.empty(size, dtype=torch.uint8)
+    except RuntimeError as error:
+        raise HostMemoryError(f"no {size:,} bytes on the host: {error}") from error
+    if device.type == "cuda":
+        code = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), size, 0)
+        if int(code) != 0:
+            raise HostMemoryError(f"the host pins no {size:,} bytes more (CUDA error {int(code)})")
+    return memory
+
+
+def large_parts(parts: Parts) -> Parts:
+    """Return those parts of a packed weight that go to the host; the others are small."""
+    return parts[:_MOVED]
+
+
+@torch.library.custom_op("sweep::widened_from_host", mutates_args=())
+def widened_from_host(
+    parts: list[torch.Tensor], like: torch.Tensor, is_again: bool
+) -> torch.Tensor:
+    """Return what `eight_bit.widened` does, of a weight on the host.
+
+    Args:
+        parts: as `eight_bit.Parts` says, the large ones on the host.
+        like: of the device and the type of the result.
+        is_again: whether it is on the way back.
+    """
+    large = large_parts(parts)
+    there: Parts = []
+    for part in large:
+        place = _PLACES[part.data_ptr()]
+        layer = place.weights.fetched(place.layer)
+        there.append(layer[place.start : place.start + part.nbytes].view(part.dtype))
+    return widened(there + parts[len(large) :], like.dtype, is_again=is_again)
+
+
+@widened_from_host.register_fake
+def _(parts: list[torch.Tensor], like: torch.Tensor, is_again: bool) -> Any:
+    return like.new_empty(2 * parts[0].numel())

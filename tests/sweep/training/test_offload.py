@@ -1,0 +1,152 @@
+"""Experts whose weights lie on the host: what they compute is what it was, and where they are."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from qlora_sweep.search_spaces.config import TrialConfig
+from qlora_sweep.search_spaces.kinds import HOST_SLOTS
+from qlora_sweep.storage.records import Ineffective, Measured
+from qlora_sweep.sweep.training import offload
+from qlora_sweep.sweep.training.experts import dequantized, expert_modules, weight_names
+from qlora_sweep.sweep.training.model import Unavailable
+from qlora_sweep.sweep.training.offload import SLOTS, WeightsOnHost
+from tests import families
+from tests.sweep.training.tiny import BRIEF, outcome_of, tiny_base, tiny_loop, trial_on
+
+pytestmark = pytest.mark.filterwarnings("default")
+KINDS = ("qwen3_moe", "gpt_oss", "deepseek_v3", "nemotron_h")
+CPU = torch.device("cpu")
+
+
+def asked(kind: str, **settings: Any) -> TrialConfig:
+    return families.config_of(kind, "attention", "nf4").changed(**settings)
+
+
+def losses_and_gradients(config: TrialConfig, kind: str) -> tuple[list[float], list[torch.Tensor]]:
+    """Return the losses of some steps, and the last one's gradients."""
+    gradients: list[torch.Tensor] = []
+    with tiny_loop(config, spec=families.spec_of(kind)) as loop:
+
+        def keep() -> None:
+            gradients[:] = [p.grad.clone() for p in loop.attached.trainable_parameters()]
+
+        losses = [float(loop.step(on_gradients=keep)) for _ in range(3)]
+    return losses, gradients
+
+
+@pytest.mark.parametrize("checkpoint_fraction", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("kind", KINDS)
+def test_they_train_as_if_they_were_on_the_device(kind: str, checkpoint_fraction: float) -> None:
+    usual = asked(kind, checkpoint_fraction=checkpoint_fraction)
+    losses, gradients = losses_and_gradients(usual, kind)
+    for share in (0.5, 1.0):
+        found = losses_and_gradients(usual.changed(offload_fraction=share), kind)
+        assert found[0] == losses
+        for one, other in zip(found[1], gradients, strict=True):
+            assert one.equal(other)
+
+
+def test_compiled_layers_fetch_too() -> None:
+    config = asked("qwen3_moe", offload_fraction=0.5)
+    with tiny_loop(config, spec=families.spec_of("qwen3_moe")) as loop:
+        loss = float(loop.step())
+    with tiny_loop(config, spec=families.spec_of("qwen3_moe")) as loop:
+        for layer in loop.attached.layers:
+            layer.compile(backend="aot_eager", fullgraph=True)
+        assert float(loop.step()) == pytest.approx(loss, rel=1e-5)
+
+
+def test_a_layer_comes_once_in_each_pass_but_those_at_its_ends() -> None:
+    config = asked("qwen3_moe", offload_fraction=1.0, checkpoint_fraction=1.0)
+    with tiny_loop(config, spec=families.spec_of("qwen3_moe")) as loop:
+        loop.step()
+        host = loop.attached.offloaded
+        assert host is not None
+        layers = len(host)
+        assert layers > SLOTS
+        host.copies = 0
+        loop.step()
+        assert host.copies == 2 * (layers - SLOTS)
+
+
+def test_a_trial_proves_it_and_a_base_serves_others_after_it() -> None:
+    config = asked("gpt_oss", offload_fraction=0.5)
+    with tiny_base(config, spec=families.spec_of("gpt_oss")) as base:
+        for _ in range(2):
+            outcome = trial_on(base, config, steps=BRIEF).run()
+            assert isinstance(outcome, Measured), outcome
+        contradicted = trial_on(base, config.changed(offload_fraction=1.0), steps=BRIEF).run()
+    assert isinstance(contradicted, Ineffective)
+    assert contradicted.setting == "offload_fraction"
+
+
+@pytest.mark.parametrize("share", [0.5, 1.0])
+def test_a_checkpoint_is_read_onto_the_host(tmp_path: Path, share: float) -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    spec = families.spec_of("qwen3_moe")
+    source = AutoModelForCausalLM.from_config(AutoConfig.for_model(**spec.config))
+    source.save_pretrained(tmp_path)
+    saved = dataclasses.replace(spec, source="directory", path=tmp_path)
+    found: list[list[torch.Tensor]] = []
+    for config in (asked("qwen3_moe"), asked("qwen3_moe", offload_fraction=share)):
+        with tiny_base(config, spec=saved, weights="pretrained") as base:
+            weights = []
+            for _, experts in expert_modules(base.model):
+                weights += [dequantized(experts, name).clone() for name in weight_names(experts)]
+            found.append(weights)
+            held = 0 if base.offloaded is None else len(base.offloaded)
+    assert held == round(share * 4)
+    for one, other in zip(*found, strict=True):
+        assert one.equal(other)
+
+
+def test_whatever_is_asked_for_is_there() -> None:
+    parts = [[torch.full((97,), layer), torch.rand(5)] for layer in range(6)]
+    host = WeightsOnHost(CPU)
+    placed = [host.add(layer) for layer in parts]
+    host.open()
+    draws = random.Random(0)
+    for _ in range(500):
+        layer = draws.randrange(6)
+        there = host.fetched(layer)
+        start = 0
+        for part in placed[layer]:
+            assert there[start : start + part.nbytes].view(part.dtype).equal(part)
+            start += offload.aligned(part.nbytes)
+    assert host.bytes == sum(map(_bytes, parts))
+
+
+def _bytes(parts: Sequence[torch.Tensor]) -> int:
+    return sum(offload.aligned(part.nbytes) for part in parts)
+
+
+def test_nothing_is_left_of_a_base_that_was_closed() -> None:
+    before = dict(offload._PLACES)
+    with tiny_base(asked("qwen3_moe", offload_fraction=1.0), spec=families.spec_of("qwen3_moe")):
+        assert len(offload._PLACES) > len(before)
+    assert offload._PLACES == before
+
+
+def test_a_host_with_too_little_memory_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(size: int, device: torch.device) -> torch.Tensor:
+        raise offload.HostMemoryError(f"no {size} bytes on {device}")
+
+    before = dict(offload._PLACES)
+    monkeypatch.setattr(offload, "_pinned", refuse)
+    with pytest.raises(Unavailable, match="no .* bytes") as caught:
+        outcome_of(asked("qwen3_moe", offload_fraction=1.0), spec=families.spec_of("qwen3_moe"))
+    assert caught.value.setting == "offload_fraction"
+    assert offload._PLACES == before
+
+
+def test_those_who_predict_count_the_same_slots() -> None:
+    assert SLOTS == HOST_SLOTS
