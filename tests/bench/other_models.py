@@ -7,8 +7,8 @@ A row a configuration, each model in a worker of its own from random weights. Of
 of the layers are trained, which each row says: a step's parts keep their proportions. `--whole`
 trains all of them, where the GPU has room. Of mixtures the base is in 16 bits, or in 4, with
 adapters on attention or on experts too, or in the host's memory; or the configurations of 4 bits
-are trained in 16. Every row has both numbers of a step's seconds and of its peak, their ratios, and whether the measured
-seconds are in the stated interval; the last has the ratios' spread by model.
+are trained in 16. Every row has both numbers of a step's seconds and of its peak, their ratios, and
+whether the measured seconds are in the stated interval; the last has the ratios' spread by model.
 """
 
 from __future__ import annotations

@@ -133,7 +133,7 @@ def test_nothing_is_left_of_a_base_that_was_closed() -> None:
     before = dict(offload._PLACES)
     with tiny_base(asked("qwen3_moe", offload_fraction=1.0), spec=families.spec_of("qwen3_moe")):
         assert len(offload._PLACES) > len(before)
-    assert offload._PLACES == before
+    assert before == offload._PLACES
 
 
 def test_a_host_with_too_little_memory_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -142,10 +142,10 @@ def test_a_host_with_too_little_memory_is_told(monkeypatch: pytest.MonkeyPatch) 
 
     before = dict(offload._PLACES)
     monkeypatch.setattr(offload, "_pinned", refuse)
-    with pytest.raises(Unavailable, match="no .* bytes") as caught:
+    with pytest.raises(Unavailable, match=r"no .* bytes") as caught:
         outcome_of(asked("qwen3_moe", offload_fraction=1.0), spec=families.spec_of("qwen3_moe"))
     assert caught.value.setting == "offload_fraction"
-    assert offload._PLACES == before
+    assert before == offload._PLACES
 
 
 def test_those_who_predict_count_the_same_slots() -> None:
