@@ -476,7 +476,7 @@ def unquantized(model: ModelSpec, bits: int = 4) -> str | None:
     """
     if model.model_type in _LEFT:
         return _LEFT[model.model_type]
-    is_packed = bits == 4 and model.model_type not in _OWN_EXPERTS and model.stored is None
+    is_packed = bits < 16 and model.model_type not in _OWN_EXPERTS and model.stored is None
     if not has_experts(model) or is_packed:
         return None
     weights = expert_weights(model)

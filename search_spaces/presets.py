@@ -20,7 +20,7 @@ from qlora_sweep.search_spaces.config import TrialConfig, as_typed
 from qlora_sweep.search_spaces.documents import parse_yaml, validate
 from qlora_sweep.search_spaces.gpus import GIB, GpuSpec, find_gpu
 from qlora_sweep.search_spaces.kinds import AMPERE, COMPUTE_DTYPES, EIGHT_BIT
-from qlora_sweep.search_spaces.linears import parameters, unquantized
+from qlora_sweep.search_spaces.linears import has_experts, parameters, unquantized
 from qlora_sweep.search_spaces.models import ModelSpec, load_model_spec
 from qlora_sweep.search_spaces.rules import (
     LIGER_MODEL_TYPES,
@@ -310,8 +310,10 @@ def _searched(spec: GpuSpec, model: ModelSpec) -> str:
     for name in EIGHT_BIT:
         is_taken = unquantized(model, bits=8) is None
         if is_taken and COMPUTE_DTYPES[name].runs_on(spec.compute_capability):
-            types.append(name)
             bases.append(name)
+            # Experts multiply in 16 bits, whatever they are held in.
+            if not has_experts(model):
+                types.append(name)
     lines = [
         "dimensions:",
         f"  micro_batch_size: {_flow(batches.model_dump(exclude={'step'}))}",

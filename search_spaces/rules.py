@@ -424,8 +424,8 @@ def _not_of_experts(config: TrialConfig, model: ModelSpec) -> str | None:
             f"adapters on all linear layers of model type '{kind}' do not compile: use compile "
             "false, or name the layers"
         )
-    if config.is_4bit and config.is_sharded:
-        return "experts in 4 bits cannot be shared out among GPUs: use sharding none"
+    if config.is_quantized and config.is_sharded:
+        return "packed experts cannot be shared out among GPUs: use sharding none"
     return None
 
 

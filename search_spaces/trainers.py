@@ -119,8 +119,8 @@ class Trainer:
         return self.runs.get(key)
 
     def widens_experts(self, config: TrialConfig, model: ModelSpec) -> bool:
-        """Whether it keeps experts in 16 bits that a configuration has in 4."""
-        return not self.runs_everything and config.is_4bit and has_experts(model)
+        """Whether it keeps experts in 16 bits that a configuration has in 4 or 8."""
+        return not self.runs_everything and config.is_quantized and has_experts(model)
 
     def recomputable(self, share: float, layers: int) -> bool:
         """Whether it can recompute a share of so many decoder layers."""

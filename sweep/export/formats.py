@@ -44,7 +44,7 @@ _OF_ROWS = ("files", "kinds", "collation", "encoding")
 _KERNELS = "eight_bit.py"
 """Stores and computes in 8 bits."""
 _EXPERTS = "experts.py"
-"""Holds experts in 4 bits."""
+"""Holds packed experts."""
 _OFFLOAD = "offload.py"
 """Holds their weights on the host."""
 _GROUPED = "grouped.py"
@@ -227,7 +227,7 @@ def _script(record: Record) -> Export:
         dataset = _ANY_PAIRS
     collator_keys = ["packing", "attention", "compile"]
     files_beside = {_ROWS: joined_rows()}
-    has_packed_experts = config.is_4bit and record.model.has_experts
+    has_packed_experts = config.is_quantized and record.model.has_experts
     if config.is_8bit_compute or config.weight_bits == 8 or has_packed_experts:
         files_beside[_KERNELS] = _alone(_KERNELS)
     if config.is_8bit_compute:

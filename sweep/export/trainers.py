@@ -192,7 +192,7 @@ def cases_of(record: Record) -> dict[str, str]:
         cases["image_size"] = "images"
     if PART_OF in record.model.config:
         cases["model"] = "part"
-    elif config.is_4bit and record.model.has_experts:
+    elif config.is_quantized and record.model.has_experts:
         cases["model"] = "experts"
     elif record.has_named_experts:
         cases["model"] = "named experts"

@@ -263,7 +263,7 @@ class EightBitLinear(RoundedInputs, torch.nn.Linear):
             UnfitWeightError: 8 bits cannot hold it.
         """
         narrow, scales = rounded(weight, self.kind)
-        _check_finite(scales, name)
+        check_finite(scales, name)
         self.weight = torch.nn.Parameter(narrow.view(torch.int8), requires_grad=False)
         self.row_scales = scales[:, 0]
 
@@ -399,7 +399,7 @@ def _become_eight_bit(layer: Any, kind: str, name: str) -> None:
         assert state.state2.blocksize == _SCALES_BLOCK, "so have those of their scales"
     wide = bnb.functional.dequantize_4bit(layer.weight.data, state)
     largest = _largest_of_rows(wide)
-    _check_finite(largest, name)
+    check_finite(largest, name)
     for index, part in enumerate(parts):
         layer.register_buffer(f"part_{index}", part, persistent=False)
     layer.register_buffer("row_scales", largest / _LARGEST[kind], persistent=False)
@@ -496,7 +496,12 @@ def changed(changes: Iterable[tuple[Any, str, Any]]) -> Iterator[None]:
         yield
 
 
-def _check_finite(scales: torch.Tensor, name: str) -> None:
+def check_finite(scales: torch.Tensor, name: str) -> None:
+    """See that a weight's scales are numbers.
+
+    Raises:
+        UnfitWeightError: they are not, as the weight's values are none.
+    """
     if not bool(scales.isfinite().all()):
         raise UnfitWeightError(
             f"{name} has values that are infinite or no numbers, which 8 bits cannot hold"
@@ -545,6 +550,22 @@ def widened(parts: Parts, dtype: torch.dtype, *, is_again: bool = False) -> torc
     return _unpacked(parts).to(dtype)
 
 
+def widened_rows(
+    weight: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype, *, is_again: bool = False
+) -> torch.Tensor:
+    """Return the values of matrices (groups, rows, columns) that are held in 8 bits.
+
+    Args:
+        weight: in FP8 or INT8.
+        scales: of the rows (groups, rows, 1) or of the columns (groups, 1, columns), in fp32.
+        dtype: of the values.
+        is_again: see `widened`.
+    """
+    if weight.is_cuda:
+        return _rows_at_once(weight, scales, dtype, is_again)
+    return (weight.float() * scales).to(dtype)
+
+
 def _unpacked(parts: Parts) -> torch.Tensor:
     """Return the values of a packed weight, in fp32 and one row; the kernels' reference."""
     packed, scales, code, *outer = parts
@@ -587,6 +608,18 @@ if triton is not None:
             values *= tl.load(input_scales + column)
         values = _narrow(values, out.dtype.element_ty)
         tl.store(out + 2 * first + tl.arange(0, 2 * size), values)
+
+    @triton.jit
+    def _widen_rows(  # type: ignore[no-untyped-def]
+        weight, scales, out, columns, matrix,
+        is_of_columns: tl.constexpr, size: tl.constexpr, reader: tl.constexpr,
+    ):  # fmt: skip
+        at = tl.program_id(0).to(tl.int64) * size + tl.arange(0, size)
+        row = at // columns
+        if is_of_columns:
+            row = at // matrix * columns + at % columns
+        values = tl.load(weight + at).to(tl.float32) * tl.load(scales + row)
+        tl.store(out + at, values.to(out.dtype.element_ty))
 
     @triton.jit
     def _transpose(  # type: ignore[no-untyped-def]
@@ -663,6 +696,20 @@ if triton is not None:
         """Return what `widened` does, by one kernel."""
         out = parts[0].new_empty(2 * parts[0].numel(), dtype=dtype)
         _decode_into(out, parts, None, None, reader=int(is_again))
+        return out
+
+    @torch.library.triton_op("sweep::widened_rows", mutates_args=())
+    def _rows_at_once(
+        weight: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype, is_again: bool
+    ) -> torch.Tensor:
+        """Return what `widened_rows` does, by one kernel."""
+        out = torch.empty_like(weight, dtype=dtype)
+        _, rows, columns = weight.shape
+        size = math.gcd(weight.numel(), 4096)
+        torch.library.wrap_triton(_widen_rows)[(weight.numel() // size,)](
+            weight, scales, out, columns, rows * columns,
+            is_of_columns=scales.shape[1] == 1, size=size, reader=int(is_again),
+        )  # fmt: skip
         return out
 
     def _turned(values: torch.Tensor) -> torch.Tensor:

@@ -1,8 +1,9 @@
-"""Experts whose weights are held in 4 bits, and products by them over the tokens of each expert.
+"""Experts whose weights are held in 4 or 8 bits, and products by them over each expert's tokens.
 
 transformers keeps all experts of a layer in one parameter (experts, out, in), which bitsandbytes
-leaves in 16 bits. Here it is packed as bitsandbytes packs the weight of a linear layer. Each pass
-decodes it for as long as its product takes and keeps nothing decoded. An exported script carries
+leaves in 16 bits. Here it is packed as bitsandbytes packs the weight of a linear layer, or held in
+FP8 or INT8 with a scale for each output feature of each expert. Each pass decodes it for as long as
+its product takes, in 16 bits, and keeps nothing decoded. An exported script carries
 this file beside it: it needs torch, transformers, bitsandbytes,
 PEFT, `eight_bit`, `grouped` and `offload` alone.
 """
@@ -24,7 +25,14 @@ from transformers.quantizers.quantizer_bnb_4bit import Bnb4BitHfQuantizer
 from transformers.quantizers.quantizers_utils import should_convert_module
 
 from qlora_sweep.sweep.training import grouped
-from qlora_sweep.sweep.training.eight_bit import Parts, widened
+from qlora_sweep.sweep.training.eight_bit import (
+    TYPES,
+    Parts,
+    check_finite,
+    rounded,
+    widened,
+    widened_rows,
+)
 from qlora_sweep.sweep.training.offload import WeightsOnHost, widened_from_host
 
 _MARKS = ("_apply_gate", "is_transposed")
@@ -79,10 +87,8 @@ def pack_experts(
     packed = [m for path, m in expert_modules(model) if should_convert_module(path, list(left))]
     chosen = offloaded(len(packed))
     for index, experts in enumerate(packed):
+        _become_packed(experts)
         experts.is_on_host = index in chosen
-        experts.compute_dtype = getattr(experts, weight_names(experts)[0]).dtype
-        experts.adapters = {}
-        experts.forward = MethodType(_forward, experts)
         for name in weight_names(experts):
             weight = getattr(experts, name)
             packed = bnb.nn.Params4bit(
@@ -92,6 +98,85 @@ def pack_experts(
                 quant_type=quant_type,
             )
             setattr(experts, name, packed)
+
+
+def _become_packed(experts: Any) -> None:
+    experts.is_on_host = False
+    experts.compute_dtype = getattr(experts, weight_names(experts)[0]).dtype
+    experts.adapters = {}
+    experts.forward = MethodType(_forward, experts)
+
+
+def hold_in_8_bits(
+    model: torch.nn.Module,
+    kind: str,
+    *,
+    left: Collection[str] = (),
+    device: torch.device | None = None,
+) -> None:
+    """Hold the experts of a model in 8 bits, one layer's after the other, and have them multiply
+    by what that stands for.
+
+    Args:
+        model: its weights in 16 bits, wherever they are; on the meta device they get no values.
+        kind: ``fp8`` or ``int8``.
+        left: names of modules that stay as they are.
+        device: where these weights are put, one at a time; None for where they are.
+
+    Raises:
+        UnfitWeightError: a weight that 8 bits cannot hold.
+    """
+    for path, experts in expert_modules(model):
+        if path in left:
+            continue
+        _become_packed(experts)
+        experts.kind = kind
+        for name in weight_names(experts):
+            wide = getattr(experts, name).data
+            if wide.is_meta:
+                narrow = torch.empty_like(wide, dtype=torch.int8)
+                _put_8_bits(experts, name, narrow, _scales_like(experts, wide))
+            else:
+                give_8_bits(experts, name, wide.to(device))
+
+
+def give_8_bits(experts: Any, name: str, wide: torch.Tensor) -> None:
+    """Give experts that are held in 8 bits the values of a weight (experts, out, in), or
+    (experts, in, out), on their device.
+
+    Raises:
+        UnfitWeightError: 8 bits cannot hold it.
+    """
+    scales = torch.empty_like(_scales_like(experts, wide))
+    narrow = torch.empty_like(wide, dtype=TYPES[experts.kind])
+    # One expert after another: of all there would be a copy, and one of its transpose.
+    for index, matrix in enumerate(wide):
+        if experts.is_transposed:
+            values, row_scales = rounded(matrix.t().contiguous(), experts.kind)
+            values = values.t()
+            row_scales = row_scales.t()
+        else:
+            values, row_scales = rounded(matrix, experts.kind)
+        narrow[index] = values
+        scales[index] = row_scales
+    check_finite(scales, name)
+    _put_8_bits(experts, name, narrow.view(torch.int8), scales)
+
+
+def _scales_like(experts: Any, wide: torch.Tensor) -> torch.Tensor:
+    """Return a scale for each output feature of each expert, (experts, out, 1) or (experts, 1,
+    out), without values."""
+    if experts.is_transposed:
+        of_features = wide[:, :1]
+    else:
+        of_features = wide[..., :1]
+    return torch.empty_like(of_features, dtype=torch.float32, memory_format=torch.contiguous_format)
+
+
+def _put_8_bits(experts: Any, name: str, narrow: torch.Tensor, scales: torch.Tensor) -> None:
+    # As bytes, which is no type that adapters or norms could have.
+    setattr(experts, name, torch.nn.Parameter(narrow, requires_grad=False))
+    experts.register_buffer(f"{name}_scales", scales, persistent=False)
 
 
 def hold_on_host(experts: Any, host: WeightsOnHost) -> None:
@@ -127,8 +212,9 @@ def hold_all_on_host(model: torch.nn.Module, host: WeightsOnHost) -> None:
 
 
 def is_packed(weight: Any) -> bool:
-    """Whether a parameter is that of experts in 4 bits, or is to be."""
-    return isinstance(weight, bnb.nn.Params4bit) and len(shape_of(weight)) == 3
+    """Whether a parameter is that of experts in 4 or 8 bits, or is to be."""
+    is_narrow = isinstance(weight, bnb.nn.Params4bit) or weight.dtype == torch.int8
+    return is_narrow and len(shape_of(weight)) == 3
 
 
 def shape_of(weight: Any) -> torch.Size:
@@ -211,7 +297,7 @@ def dequantized(experts: Any, name: str) -> torch.Tensor:
     weight = getattr(experts, name)
     if not is_packed(weight):
         return weight
-    parts = _parts(weight)
+    parts = _parts(experts, name)
     like = torch.empty(0, dtype=experts.compute_dtype, device=parts[-1].device)
     return _decoded(parts, like, experts.is_on_host).view(shape_of(weight))
 
@@ -219,13 +305,25 @@ def dequantized(experts: Any, name: str) -> torch.Tensor:
 def _decoded(
     parts: Parts, like: torch.Tensor, is_on_host: bool, *, is_again: bool = False
 ) -> torch.Tensor:
-    """Return the values of a packed weight in one row, on the device and of the type of another."""
+    """Return the values of a weight, those of a packed one in one row, on the device and of the
+    type of another."""
+    if len(parts) == _IN_8_BITS:
+        weight, scales = parts
+        return widened_rows(weight, scales, like.dtype, is_again=is_again)
     if is_on_host:
         return widened_from_host(parts, like, is_again)
     return widened(parts, like.dtype, is_again=is_again)
 
 
-def _parts(weight: Any) -> Parts:
+_IN_8_BITS = 2
+"""Parts of a weight that is held so: its bytes and its scales."""
+
+
+def _parts(experts: Any, name: str) -> Parts:
+    """Return what a weight of experts is held as."""
+    weight = getattr(experts, name)
+    if weight.dtype == torch.int8:
+        return [weight.data.view(TYPES[experts.kind]), getattr(experts, f"{name}_scales")]
     state = weight.quant_state
     parts = [weight.data.reshape(-1), state.absmax, state.code]
     if state.nested:
@@ -315,7 +413,7 @@ def _projected(experts: Any, name: str, rows: torch.Tensor, ends: torch.Tensor) 
     weight = getattr(experts, name)
     shape = tuple(shape_of(weight))
     how = (shape, experts.is_transposed, experts.is_on_host)
-    product = _PackedProduct.apply(rows, ends, *how, *_parts(weight))
+    product = _PackedProduct.apply(rows, ends, *how, *_parts(experts, name))
     adapter = experts.adapters.get(name)
     if adapter is not None:
         product = product + adapter.product(rows, ends)
@@ -403,7 +501,7 @@ class ExpertsAdapter(ParamWrapper):
             ValueError: always.
         """
         raise ValueError(
-            "experts in 4 bits take no adapter into their weights: `sweep merge` adds it to the "
+            "packed experts take no adapter into their weights: `sweep merge` adds it to the "
             "16-bit base"
         )
 
@@ -415,7 +513,7 @@ class ExpertsAdapter(ParamWrapper):
 
 
 def show_shapes(model: torch.nn.Module) -> None:
-    """Tell PEFT the shapes of experts in 4 bits, as DeepSpeed tells it those of parameters that it
+    """Tell PEFT the shapes of packed experts, as DeepSpeed tells it those of parameters that it
     holds in another one."""
     weight: Any
     for weight in filter(is_packed, model.parameters()):
@@ -423,7 +521,7 @@ def show_shapes(model: torch.nn.Module) -> None:
 
 
 def adapt_experts(model: torch.nn.Module) -> None:
-    """Let PEFT's adapters on experts that are held in 4 bits multiply for themselves."""
+    """Let PEFT's adapters on packed experts multiply for themselves."""
     module: Any
     for module in list(model.modules()):
         if type(module) is ParamWrapper and is_packed(module.get_param()):

@@ -54,7 +54,9 @@ from qlora_sweep.sweep.training.eight_bit import (
 )
 from qlora_sweep.sweep.training.experts import (
     Choice,
+    give_8_bits,
     hold_all_on_host,
+    hold_in_8_bits,
     hold_on_host,
     is_packed,
     pack_experts,
@@ -466,7 +468,9 @@ def load_pretrained(
         with packed_when_loaded(config.offloaded_layers):
             model = auto.from_pretrained(name, **arguments, trust_remote_code=False)
     if config.weight_bits == 8:
-        to_8_bits(model, config.quantization, left=never_quantized(model), device=device)
+        left = never_quantized(model)
+        hold_in_8_bits(model, config.quantization, left=left, device=device)
+        to_8_bits(model, config.quantization, left=left, device=device)
     return model
 
 
@@ -526,19 +530,21 @@ def give_weights(
 
 
 def _give_experts(experts: torch.nn.Module, config: TrialConfig, *, device: torch.device) -> None:
-    """Give experts of a skeleton random weights in 4 bits, one product's after the other, and
+    """Give experts of a skeleton random weights in 4 or 8 bits, one product's after the other, and
     biases of zero."""
     dtype = compute_type(config)
     parameter: Any
     for name, parameter in list(experts.named_parameters(recurse=False)):
         if is_packed(parameter):
             wide = torch.empty(shape_of(parameter), device=device, dtype=dtype).normal_(0.0, 0.02)
-            value = quantized(wide, parameter, device)
+            if config.weight_bits == 8:
+                give_8_bits(experts, name, wide)
+            else:
+                setattr(experts, name, quantized(wide, parameter, device))
             del wide
         else:
             bias = torch.zeros(parameter.shape, device=device, dtype=dtype)
-            value = torch.nn.Parameter(bias, requires_grad=False)
-        setattr(experts, name, value)
+            setattr(experts, name, torch.nn.Parameter(bias, requires_grad=False))
 
 
 def take_weights(
@@ -609,7 +615,9 @@ def skeleton(config: TrialConfig, *, spec: ModelSpec) -> PreTrainedModel:
         model.quantization_method = quantization.quantization_method()
         model.config.quantization_config = quantization
     if config.weight_bits == 8:
-        to_8_bits(model, config.quantization, left=never_quantized(model))
+        left = never_quantized(model)
+        hold_in_8_bits(model, config.quantization, left=left)
+        to_8_bits(model, config.quantization, left=left)
     return model
 
 

@@ -198,7 +198,10 @@ class StepEvidence:
         states: list[Any] = []
         for layer in layers:
             states.append(getattr(layer.weight, "quant_state", None) or layer.quant_state)
-        return states + [p.quant_state for p in self.base.parameters() if is_packed(p)]
+        for parameter in self.base.parameters():
+            if is_packed(parameter) and hasattr(parameter, "quant_state"):
+                states.append(parameter.quant_state)
+        return states
 
     def states(self, *, from_elements: int) -> list[tuple[torch.nn.Parameter, dict[str, Any]]]:
         """Return the optimizer's state of each trained tensor of so many elements or more."""
@@ -234,6 +237,9 @@ def _rank(config: TrialConfig, seen: StepEvidence) -> str | None:
 def _quantization(config: TrialConfig, seen: StepEvidence) -> str | None:
     kinds = {getattr(state, "quant_type", None) for state in seen.four_bit_states()}
     kinds |= set(map(attrgetter("kind"), seen.modules(EightBitLinear)))
+    for _, experts in expert_modules(seen.base):
+        if hasattr(experts, "kind"):
+            kinds.add(experts.kind)
     if not config.is_quantized and not kinds:
         return None
     if not config.is_quantized:

@@ -1,11 +1,11 @@
 """What steps take and need of model types whose layers are read off a walk: predicted and measured.
 
     python -m tests.bench.other_models [--model NAME] [--whole] [--budget GIB] [-o OUT.jsonl]
-        [--in-4-bits | --offloaded | --on-experts | --in-16-bits]
+        [--in-4-bits | --in-8-bits | --offloaded | --on-experts | --in-16-bits]
 
 A row a configuration, each model in a worker of its own from random weights. Of most models some
 of the layers are trained, which each row says: a step's parts keep their proportions. `--whole`
-trains all of them, where the GPU has room. Of mixtures the base is in 16 bits, or in 4, with
+trains all of them, where the GPU has room. Of mixtures the base is in 16 bits, or in 8 or 4, with
 adapters on attention or on experts too, or in the host's memory; or the configurations of 4 bits
 are trained in 16. Every row has both numbers of a step's seconds and of its peak, their ratios, and
 whether the measured seconds are in the stated interval; the last has the ratios' spread by model.
@@ -124,6 +124,13 @@ OFFLOADED: Sequence[dict[str, Any]] = (
         "offload_fraction": 1.0,
     },
 )
+IN_8_BITS: Sequence[dict[str, Any]] = (
+    {**_FAST, "micro_batch_size": 16, "seq_len": 512, "quantization": "int8"},
+    {**_FAST, "micro_batch_size": 1, "seq_len": 8192, "quantization": "int8"},
+    {**LEAN, "micro_batch_size": 8, "seq_len": 512, "quantization": "int8"},
+    {**_FAST, "micro_batch_size": 16, "seq_len": 512, "quantization": "fp8"},
+    {**LEAN, "micro_batch_size": 4, "seq_len": 512, "quantization": "fp8", "lora_rank": 64},
+)
 ON_EXPERTS: Sequence[dict[str, Any]] = (
     {**LEAN, "micro_batch_size": 2, "seq_len": 512, "lora_rank": 4},
     {**LEAN, "micro_batch_size": 4, "seq_len": 512, "lora_rank": 8, "checkpoint_fraction": 0.5},
@@ -156,6 +163,8 @@ def asked_of(model: ModelSpec, wanted: str | None) -> list[TrialConfig]:
     settings = OTHERS
     if wanted == "in-4-bits":
         settings = IN_4_BITS
+    elif wanted == "in-8-bits":
+        settings = IN_8_BITS
     elif wanted == "offloaded":
         settings = OFFLOADED
     elif wanted == "on-experts":
@@ -214,7 +223,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", choices=MODELS)
     parser.add_argument("--whole", action="store_true", help="train all layers")
-    for wanted in ("in-4-bits", "offloaded", "on-experts", "in-16-bits"):
+    for wanted in ("in-4-bits", "in-8-bits", "offloaded", "on-experts", "in-16-bits"):
         parser.add_argument(f"--{wanted}", dest="wanted", action="store_const", const=wanted)
     parser.add_argument("--budget", type=float, help="GiB that a training may take")
     parser.add_argument("-o", "--output", type=Path)

@@ -1,10 +1,11 @@
-"""Experts in 4 bits on a GPU: the kernel that decodes them, and what they train beside 16 bits."""
+"""Experts in 4 and 8 bits on a GPU: their decoders, and what they train beside 16 bits."""
 
 from __future__ import annotations
 
 import copy
 import dataclasses
 import gc
+import types
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from qlora_sweep.search_spaces.config import TrialConfig
 from qlora_sweep.search_spaces.models import ModelSpec, checked_config
 from qlora_sweep.sweep.training import grouped
 from qlora_sweep.sweep.training.adapters import Attached, attached, compile_each
-from qlora_sweep.sweep.training.eight_bit import widened
+from qlora_sweep.sweep.training.eight_bit import TYPES, widened, widened_rows
 from qlora_sweep.sweep.training.experts import (
     _parts,
     adapt_experts,
@@ -61,7 +62,7 @@ def test_decoding_is_bitsandbytes(
         weight, requires_grad=False, compress_statistics=is_nested, quant_type="nf4"
     ).to("cuda")
     expected = bnb.functional.dequantize_4bit(packed.data, packed.quant_state)
-    found = widened(_parts(packed), dtype).view(shape)
+    found = widened(_parts(types.SimpleNamespace(weight=packed), "weight"), dtype).view(shape)
     # A scale may be rounded otherwise where it is multiplied and offset at once.
     torch.testing.assert_close(found, expected, rtol=torch.finfo(dtype).eps, atol=0)
     assert bool(found.equal(expected)) or float((found != expected).float().mean()) < 0.01
@@ -105,12 +106,38 @@ def test_the_kernel_is_compiled_for_other_gpus_tensor_cores(capability: int, kin
     assert compiled.metadata.shared < 99 * 1024
 
 
-@pytest.fixture(params=["qwen3_moe bf16", "gpt_oss bf16", "qwen3_moe fp16"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("is_of_columns", [False, True])
+@pytest.mark.parametrize("kind", ["fp8", "int8"])
+def test_rows_of_8_bits_are_widened_as_on_a_cpu(
+    kind: str, is_of_columns: bool, dtype: torch.dtype
+) -> None:
+    torch.manual_seed(0)
+    weight = (torch.randn(5, 192, 72) * 50).to(TYPES[kind])
+    scales = torch.rand((5, 1, 72) if is_of_columns else (5, 192, 1))
+    found = widened_rows(weight.cuda(), scales.cuda(), dtype)
+    assert found.cpu().equal(widened_rows(weight, scales, dtype))
+
+
+@pytest.fixture(
+    params=[
+        "qwen3_moe bf16 nf4",
+        "gpt_oss bf16 nf4",
+        "qwen3_moe fp16 nf4",
+        "qwen3_moe bf16 fp8",
+        "gpt_oss bf16 int8",
+    ]
+)
 def base(request: pytest.FixtureRequest) -> Iterator[Any]:
-    kind, dtype = request.param.split()
+    kind, dtype, quantization = request.param.split()
     config = {"model_type": kind, **SIZES, **MIXTURES[kind]}
     spec = ModelSpec(kind, "directory", checked_config(config, label=kind))
-    asked = TrialConfig(attention=ATTENTION[kind], compute_dtype=dtype, upcast_fp32=False)
+    asked = TrialConfig(
+        attention=ATTENTION[kind],
+        compute_dtype=dtype,
+        quantization=quantization,
+        upcast_fp32=False,
+    )
     device = torch.device("cuda")
     found = build_base(asked, spec=spec, weights="random", device=device, seed=0)
     yield found.model
@@ -118,7 +145,7 @@ def base(request: pytest.FixtureRequest) -> Iterator[Any]:
 
 
 def in_16_bits(model: Any) -> Any:
-    """Return a copy of a model whose experts are transformers' own, of the values in 4 bits."""
+    """Return a copy of a model whose experts are transformers' own, of the packed values."""
     wide = copy.deepcopy(model)
     for _, experts in expert_modules(wide):
         for name in weight_names(experts):

@@ -345,8 +345,9 @@ def dequantization(layout: KernelShapes, rows: int, columns: int) -> Work:
 def expert_dequantization(layout: KernelShapes, of: Product) -> Work:
     """One expansion of the matrices of all experts, by one kernel that expands scales too."""
     scales = np.where(layout.is_doubly_quantized, SCALE_BYTES / FP32_BYTES, SCALE_BYTES)
-    moved = of.groups * of.rows * of.columns * (PACKED_BYTES + scales + layout.compute)
-    return asked(layout, moved=moved, launches=1) * (layout.is_4bit & of.is_routed)
+    stored = np.where(layout.is_4bit, PACKED_BYTES + scales, BYTE)
+    moved = of.groups * of.rows * of.columns * (stored + layout.compute)
+    return asked(layout, moved=moved, launches=1) * (layout.is_quantized & of.is_routed)
 
 
 def linear_casts(layout: KernelShapes, name: str) -> Work:

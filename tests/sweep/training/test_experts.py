@@ -1,4 +1,4 @@
-"""Experts in 4 bits beside transformers' own in the widths that those 4 bits stand for."""
+"""Experts in 4 and 8 bits beside transformers' own of the values that those stand for."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from qlora_sweep.sweep.training.experts import (
     adapt_experts,
     dequantized,
     expert_modules,
+    give_8_bits,
     is_packed,
     quantized,
     shape_of,
@@ -24,7 +25,7 @@ from qlora_sweep.sweep.training.experts import (
     weight_names,
 )
 from tests import families
-from tests.sweep.training.tiny import BRIEF, outcome_of, tiny_base, tiny_loop
+from tests.sweep.training.tiny import BRIEF, measured, outcome_of, tiny_base, tiny_loop
 
 pytestmark = pytest.mark.filterwarnings("default")
 FAMILIES = ("qwen3_moe", "gpt_oss", "deepseek_v3", "nemotron_h")
@@ -35,7 +36,7 @@ TARGETS: Any = {
 
 
 def widened(model: Any) -> Any:
-    """Return a copy of a model whose experts are transformers' own, of the values in 4 bits."""
+    """Return a copy of a model whose experts are transformers' own, of the packed values."""
     wide = copy.deepcopy(model)
     for _, experts in expert_modules(wide):
         for name in weight_names(experts):
@@ -44,10 +45,11 @@ def widened(model: Any) -> Any:
     return wide
 
 
-@pytest.fixture(params=FAMILIES)
+@pytest.fixture(params=[*FAMILIES, "qwen3_moe fp8", "gpt_oss int8"])
 def base(request: pytest.FixtureRequest) -> Iterator[Any]:
-    config = families.config_of(request.param, "attention", "nf4").changed(compute_dtype="fp32")
-    with tiny_base(config, spec=families.spec_of(request.param)) as found:
+    kind, _, quantization = request.param.partition(" ")
+    config = families.config_of(kind, "attention", quantization or "nf4")
+    with tiny_base(config.changed(compute_dtype="fp32"), spec=families.spec_of(kind)) as found:
         for parameter in found.model.parameters():
             if parameter.is_floating_point():
                 torch.nn.init.normal_(parameter, std=0.2)
@@ -55,7 +57,10 @@ def base(request: pytest.FixtureRequest) -> Iterator[Any]:
             for name in weight_names(experts):
                 packed = getattr(experts, name)
                 wide = torch.randn(shape_of(packed)) * 0.3
-                setattr(experts, name, quantized(wide, packed, wide.device))
+                if quantization:
+                    give_8_bits(experts, name, wide)
+                else:
+                    setattr(experts, name, quantized(wide, packed, wide.device))
         yield found.model
 
 
@@ -81,7 +86,7 @@ def test_nothing_decoded_is_kept(base: Any) -> None:
     kept: list[torch.Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
         loss_and_gradient(base)
-    floating = [tensor for tensor in kept if tensor.is_floating_point()]
+    floating = [tensor for tensor in kept if tensor.is_floating_point() and tensor.itemsize > 1]
     assert weights
     assert max(tensor.numel() for tensor in floating if tensor.ndim != 2) < least
 
@@ -139,6 +144,35 @@ def test_a_checkpoint_is_read_as_it_would_be_quantized(tmp_path: Path) -> None:
     assert set(kinds) == {True, False}
 
 
+@pytest.mark.parametrize("quantization", ["fp8", "int8"])
+@pytest.mark.parametrize("kind", ["qwen3_moe", "gpt_oss"])
+def test_a_checkpoint_is_rounded_to_8_bits(tmp_path: Path, kind: str, quantization: str) -> None:
+    import dataclasses
+
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    spec = families.spec_of(kind)
+    source: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model(**spec.config))
+    for _, experts in expert_modules(source):
+        # Output features of very different sizes: each has its scale.
+        features = 2 if experts.is_transposed else 1
+        outputs = experts.down_proj.data.movedim(features, -1)
+        outputs *= torch.logspace(-3, 1, outputs.shape[-1])
+    source.save_pretrained(tmp_path)
+    saved = dataclasses.replace(spec, source="directory", path=tmp_path)
+    config = families.config_of(kind, "attention", quantization)
+    with tiny_base(config, spec=saved, weights="pretrained") as base:
+        assert base.quantized_share == 1.0
+        for (_, experts), (_, wide) in zip(
+            expert_modules(base.model), expert_modules(source), strict=True
+        ):
+            found = dequantized(experts, "down_proj").float()
+            features = 2 if wide.is_transposed else 1
+            rows = wide.down_proj.movedim(features, 1).float()  # (experts, out, in)
+            errors = (found.movedim(features, 1) - rows).abs().amax(-1) / rows.abs().amax(-1)
+            assert float(errors.max()) < 0.045
+
+
 def test_all_linear_trains_experts_too() -> None:
     config = families.config_of("qwen3_moe", "all-linear", "nf4")
     with tiny_loop(config, spec=families.spec_of("qwen3_moe")) as loop:
@@ -162,6 +196,14 @@ def test_experts_that_are_named_get_adapters_of_the_rank_and_compile() -> None:
     assert len(trained) == 6 * layers
 
 
+@pytest.mark.parametrize("quantization", ["fp8", "int8"])
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_a_trial_proves_experts_in_8_bits(kind: str, quantization: str) -> None:
+    config = families.config_of(kind, "attention", quantization)
+    found = measured(outcome_of(config, spec=families.spec_of(kind), steps=BRIEF))
+    assert found.final_loss == pytest.approx(6.24, abs=0.15)
+
+
 def test_a_trial_proves_adapters_on_experts() -> None:
     config = families.config_of("gpt_oss", "attention", "nf4")
     config = config.changed(target_modules=("o_proj", "gate_up_proj"))
@@ -177,9 +219,12 @@ def test_a_target_that_peft_would_put_on_experts_is_refused() -> None:
     assert "in the place of" in str(outcome)
 
 
-def test_weights_in_4_bits_take_no_adapter(base: Any) -> None:
+def test_packed_weights_take_no_adapter(base: Any) -> None:
     show_shapes(base)
     model = adapted(base)
     adapt_experts(model)
-    with pytest.raises(ValueError, match="sweep merge"):
-        model.merge_adapter()
+    adapters = [module for module in model.modules() if isinstance(module, ExpertsAdapter)]
+    assert adapters
+    for adapter in adapters:
+        with pytest.raises(ValueError, match="sweep merge"):
+            adapter.merge()

@@ -328,6 +328,7 @@ def product_kernels(*, is_compiled: bool) -> AbstractContextManager[None]:
         "_RANK_MULTIPLE": 1,
         "_parts": _packed_alone,
         "widened": _decoded_experts,
+        "widened_rows": _widened_rows,
     }
     of_groups = {
         "product": _GroupedProduct.of,
@@ -342,12 +343,21 @@ def product_kernels(*, is_compiled: bool) -> AbstractContextManager[None]:
     return changed(changes)
 
 
-def _packed_alone(weight: torch.Tensor) -> Parts:
+def _packed_alone(of: Any, name: str) -> Parts:
+    weight = getattr(of, name)
+    if weight.dtype == torch.int8:
+        return [weight.data, getattr(of, f"{name}_scales")]
     return [weight.data]
 
 
 def _decoded_experts(parts: Parts, dtype: torch.dtype, **_: bool) -> torch.Tensor:
     return torch.empty(2 * parts[0].numel(), dtype=dtype, device="meta")
+
+
+def _widened_rows(
+    weight: torch.Tensor, _: torch.Tensor, dtype: torch.dtype, **__: bool
+) -> torch.Tensor:
+    return torch.empty_like(weight, dtype=dtype)
 
 
 class _GroupedProduct(torch.autograd.Function):

@@ -43,7 +43,7 @@ from qlora_sweep.search_spaces.models import WHOLE, ModelSpec
 from qlora_sweep.search_spaces.quantized import of_chosen_layers, unquantized_of_layer
 from qlora_sweep.search_spaces.recurrent import recurrent_kind
 from qlora_sweep.search_spaces.vision import vision_kind, whole_config
-from qlora_sweep.sweep.predict.memory.allocator import CachingAllocator
+from qlora_sweep.sweep.predict.memory.allocator import GRAIN_BYTES, CachingAllocator, grains
 from qlora_sweep.sweep.predict.memory.profiles import (
     NEIGHBOURS,
     Structure,
@@ -74,7 +74,6 @@ from qlora_sweep.sweep.training.model import (
     skeleton,
     upcast,
 )
-from qlora_sweep.sweep.training.offload import aligned
 
 _FP16 = re.compile(r"(?<!b)float16|\.half\b")
 _SHAPE_FAULTS = ("shape", "size of tensor", "invalid for input", "must match", "split")
@@ -527,12 +526,13 @@ def _experts_by_layer(base: torch.nn.Module, positions: tuple[int, ...]) -> list
     sizes: dict[int, int] = {}
     for layer, module in _in_order(base, positions):
         for weight in filter(is_packed, module.parameters(recurse=False)):
-            assert isinstance(weight, Params4bit), "an excerpt's weights have no data"
+            if not isinstance(weight, Params4bit):
+                continue
             scales = weight.scales
             if not weight.compress_statistics:
                 scales *= _FP32_BYTES
-            moved = aligned(weight.numel()) + aligned(scales)
-            sizes[layer] = sizes.get(layer, 0) + moved
+            moved = grains(weight.numel()) + grains(scales)
+            sizes[layer] = sizes.get(layer, 0) + moved * GRAIN_BYTES
     return list(sizes.values())
 
 
@@ -547,12 +547,16 @@ def _building(modules: Sequence[_LayerModule], width: int) -> Iterator[tuple[Has
         if isinstance(module, EightBitLinear):
             yield "wide", module.weight.numel() * width
         for tensor in _plain_tensors(module):
+            if is_packed(tensor):
+                yield "wide", tensor.numel() * width
             key: Hashable = (layer, id(tensor))
             if key in there:
                 key = (layer, id(tensor), len(twice))
                 twice.append(key)
             there.add(key)
             yield key, tensor.numel() * _built_width(tensor, width)
+            if is_packed(tensor):
+                yield "wide", 0
         if isinstance(module, EightBitLinear):
             yield "wide", 0
     # Tied weights are built apart and then tied.
