@@ -413,6 +413,7 @@ class TrialConfig(BaseModel):
             },
             applies=lambda config: config.offload_fraction > 0,
             memory="shrinks",
+            survives_compiler=True,
             shapes_base=True,
         ),
     ] = Field(default=0.0, ge=0.0, le=1.0)

@@ -22,6 +22,7 @@ _LEAST_WEIGHT_BYTES = 0.5
 """Of a parameter in 4 bits."""
 
 _TIGHT_SHARE = 0.5
+"""Of a budget: more than so much in experts is worth a look at the host's memory."""
 
 
 def most_tokens(model: ModelSpec, budget_bytes: int) -> int:

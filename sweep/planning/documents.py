@@ -151,6 +151,8 @@ def forecast_document(forecast: Forecast, *, bills: Sequence[Bill]) -> dict[str,
     if memory is not None:
         document["breakdown"] = {part: memory.breakdown[part] for part in PARTS}
         document["peak_moment"] = memory.moment
+        if memory.host_bytes:
+            document["host_bytes"] = memory.host_bytes
     pairs = pairs_per_second(forecast)
     if pairs is not None:
         # By the name that a trial has for them.

@@ -17,7 +17,7 @@ from qlora_sweep.search_spaces.config import CAPACITY_KEYS, TrialConfig, as_opti
 from qlora_sweep.search_spaces.costs import Bill
 from qlora_sweep.search_spaces.errors import listed
 from qlora_sweep.search_spaces.estimates import Estimate
-from qlora_sweep.search_spaces.gpus import Interconnect
+from qlora_sweep.search_spaces.gpus import GpuSpec, Interconnect
 from qlora_sweep.search_spaces.linears import standard_capacity, unquantized
 from qlora_sweep.search_spaces.prices import PRICE_OPTION
 from qlora_sweep.search_spaces.quality import quality_in_words
@@ -48,7 +48,7 @@ from qlora_sweep.sweep.planning.survey import Survey
 from qlora_sweep.sweep.predict.forecast import Forecast
 from qlora_sweep.sweep.predict.memory.prediction import Fit
 from qlora_sweep.sweep.predict.speed.predictor import NINE_IN_TEN
-from qlora_sweep.sweep.predict.speed.steps import LINK_SHARES, link_of
+from qlora_sweep.sweep.predict.speed.steps import HOST_SHARE, LINK_SHARES, link_of
 from qlora_sweep.sweep.terminal import plan_details
 from qlora_sweep.sweep.terminal.drawing import Fact, facts, grid, section
 
@@ -383,6 +383,8 @@ def _facts(plan: GpuPlan, shown: Forecast, bill: Bill | None) -> Iterator[Fact]:
     elif whole is not None:
         beside = "its other parts, as a vision tower, are not loaded and not counted"
         yield "model", f"the text decoder of a {whole}: {beside}"
+    if shown.memory is not None and shown.memory.host_bytes:
+        yield "host", _host_words(plan.gpu, shown.memory.host_bytes)
     by = "published advice"
     if shown.config.method == "sft":
         by = "by rank, alpha, batch and model"
@@ -413,6 +415,14 @@ def _facts(plan: GpuPlan, shown: Forecast, bill: Bill | None) -> Iterator[Fact]:
     quality = quality_in_words(forecast.config for forecast in answers)
     if quality:
         yield "quality", quality
+
+
+def _host_words(gpu: GpuSpec, size: int) -> str:
+    """Return what lies in the host's memory, and what it comes through."""
+    rate = gpu.host_bytes_per_second / 1e9
+    share = units.percent(HOST_SHARE)
+    link = f"it comes through PCIe, {rate:.1f} GB/s, of which {share} is counted on"
+    return f"{units.gib(size)} of its memory is pinned: {link}"
 
 
 def _images(images: ImagePlan) -> Iterator[Fact]:

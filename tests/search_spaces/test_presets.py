@@ -153,6 +153,19 @@ def test_a_gpu_without_bf16_starts_without_it() -> None:
     assert space.baseline_config().compute_dtype == "fp16"
 
 
+def test_experts_may_go_to_the_host_where_they_take_much_of_a_gpu() -> None:
+    for gpu, model, offers in (
+        ("rtx-3060", "qwen3-30b-a3b", True),
+        ("a10", "qwen3-30b-a3b", True),
+        ("h200", "qwen3-30b-a3b", False),
+        ("rtx-3060", "qwen3-8b", False),
+    ):
+        space = parse_space(starting_text(gpu, model), label="mine.yaml")
+        assert ("offload_fraction" in space.dimensions) == offers
+        types = set(space.values_of("compute_dtype"))
+        assert bool(types & {"fp8", "int8"}) == (model == "qwen3-8b")
+
+
 def test_an_editor_finds_the_schema_of_a_starting_space() -> None:
     first, _, _ = starting_text("a10", None).partition("\n")
     assert first == f"# yaml-language-server: $schema={schema_path()}"

@@ -90,14 +90,19 @@ unknown-target-module | did you mean 'qkv_proj'? | {target_modules: qv} | phi3
 unknown-target-module | or all-linear | {target_modules: qv} | deepseek_v3
 unknown-target-module | be attention or all-linear here) | {target_modules: qv} | gpt_neox
 unknown-target-module | qv or attention | {target_modules: all-linear, quantization: none} | phimoe
-quantization-leaves-weights | 54 GiB. Use quantization nf4 or | {quantization: int8} | qwen3-30b
 quantization-leaves-weights | of a class of their own | {} | falcon
 quantization-leaves-weights | "one tensor a layer. Use quantization none" | {} | dbrx
 quantization-leaves-weights | reads the weights of its linear layers | {} | jamba
 experts | use lora_dropout 0 | {target_modules: all-linear, lora_dropout: 0.1} | qwen3-30b
 experts | use compile | {target_modules: all-linear, compile: true} | qwen3-30b
 experts | use sharding none | {sharding: fsdp} | qwen3-30b
+experts | use sharding none | {sharding: fsdp, quantization: int8} | qwen3-30b
 experts | use compute_dtype bf16 or fp16 | {compute_dtype: int8} | qwen3-30b
+offload | no experts | {offload_fraction: 1.0}
+offload | in 4 bits alone | {offload_fraction: 1.0, quantization: int8} | qwen3-30b
+offload | in 4 bits alone | {offload_fraction: 1.0, quantized_fraction: 0.5} | qwen3-30b
+offload | one GPU alone | {offload_fraction: 1.0, data_parallel: 2} | qwen3-30b
+offload | none of 48 layers | {offload_fraction: 0.01} | qwen3-30b
 attention-not-in-model | use attention eager | {} | bloom
 checkpointing-not-in-model | use checkpoint_fraction 0 | {} | ctrl
 packing-needs-texts | yours with --data | {packing: grouped}

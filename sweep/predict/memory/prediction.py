@@ -165,6 +165,13 @@ class MemoryPrediction:
             return None
         return self.step.profile.quantized_share
 
+    @property
+    def host_bytes(self) -> int:
+        """What lies pinned in the host's memory."""
+        if self.step is None:
+            return 0
+        return self.step.profile.base.host_bytes
+
     @cached_property
     def peak_reserved_bytes(self) -> int:
         """What `torch.cuda.max_memory_reserved` would read where nothing caps it.

@@ -309,6 +309,8 @@ class Base:
     experts: tuple[int, ...] = ()
     """What the packed experts of each layer that has some take of it, as far as it can lie on the
     host instead."""
+    host_bytes: int = 0
+    """Of them, what does."""
 
 
 @dataclass(frozen=True)
@@ -590,6 +592,7 @@ def offloaded(profile: Profile, config: TrialConfig) -> Profile:
         allocated_bytes=profile.base.allocated_bytes - less,
         requested_bytes=profile.base.requested_bytes - less,
         reserved_bytes=profile.base.reserved_bytes - less,
+        host_bytes=sum(gone),
     )
     return replace(profile, base=base)
 

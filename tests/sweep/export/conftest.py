@@ -40,12 +40,20 @@ def script_of(
     """Return a study's script as a module, on one thread; a process has its neighbours once."""
     import torch
 
-    from qlora_sweep.sweep.training import eight_bit, experts, fitting, grouped, preference
+    from qlora_sweep.sweep.training import (
+        eight_bit,
+        experts,
+        fitting,
+        grouped,
+        offload,
+        preference,
+    )
 
     monkeypatch.setitem(sys.modules, "eight_bit", eight_bit)
     monkeypatch.setitem(sys.modules, "experts", experts)
     monkeypatch.setitem(sys.modules, "fitting", fitting)
     monkeypatch.setitem(sys.modules, "grouped", grouped)
+    monkeypatch.setitem(sys.modules, "offload", offload)
     monkeypatch.setitem(sys.modules, "preference", preference)
     monkeypatch.setitem(sys.modules, "rows", rows_module())
     # The script says how memory is allocated; other tests shall not find it.

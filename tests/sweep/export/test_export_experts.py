@@ -1,4 +1,4 @@
-"""A script of a model whose experts are in 4 bits trains them so; other trainers get no file."""
+"""A script of a model whose experts are packed trains them so; other trainers get no file."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
+import torch
 
 from qlora_sweep.search_spaces.errors import InputError
 from qlora_sweep.search_spaces.models import ModelSpec
@@ -74,6 +76,30 @@ def test_a_script_trains_what_sweep_train_trains_and_its_adapter_loads_elsewhere
     loaded = PeftModel.from_pretrained(model, theirs).state_dict()
     wide = [key for key in loaded if ".experts." in key and "lora_B" in key]
     assert any(bool(loaded[key].any()) for key in wide)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"offload_fraction": 0.5}, {"quantization": "int8"}, {"quantization": "fp8"}],
+    ids=str,
+)
+def test_a_script_has_experts_on_the_host_and_in_8_bits_as_the_trial_had(
+    mixture: ModelSpec,
+    script_of: Callable[[StudySnapshot], ModuleType],
+    settings: dict[str, Any],
+) -> None:
+    from qlora_sweep.sweep.training.experts import expert_modules
+
+    config = CONFIG.changed(target_modules="attention", **settings)
+    script = script_of(a_study(config, model=mixture))
+    model = script.load_model(str(mixture.path)).get_base_model()
+    held = [experts for _, experts in expert_modules(model)]
+    on_host = {index for index, experts in enumerate(held) if experts.is_on_host}
+    assert on_host == config.offloaded_layers(len(held))
+    kinds = {getattr(experts, "kind", "nf4") for experts in held}
+    assert kinds == {config.quantization}
+    tokens = torch.arange(30)[None]
+    model(input_ids=tokens, labels=tokens).loss.backward()
 
 
 @pytest.mark.parametrize("quantization", ["nf4", "none"])

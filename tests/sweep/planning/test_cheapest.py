@@ -245,10 +245,11 @@ RECIPE = TrialConfig(micro_batch_size=8)
 UNTURNED = {
     *("lora_alpha", "effective_batch_size", "learning_rate", "packing"),
     *("data_parallel", "sharding", "method", "loss_type", "dpo_beta", "reference", "trainer"),
-    "image_size",
+    *("image_size", "offload_fraction"),
 }
 """Some change nothing that is asked about, one is not there to be halved, and what is asked about
-is one GPU and one training: preference tuning is another, and so are rows of another kind."""
+is one GPU and one training: preference tuning is another, and so are rows of another kind. It has
+no experts."""
 
 
 def test_each_change_is_of_one_setting_and_every_setting_that_matters_is_changed() -> None:

@@ -151,6 +151,31 @@ def test_experts_in_16_bits_are_predicted_and_count_twice_their_number(predictor
     assert predictor(model("llama")).predict(TrialConfig()).quantized_share == 1.0
 
 
+def test_experts_on_the_host_leave_two_layers_here(predictor: Any) -> None:
+    tracing = predictor(model("mixtral", **MOE))
+    shares = (0.0, 1 / 3, 0.5, 2 / 3, 1.0)
+    found = [tracing.predict(TrialConfig(offload_fraction=share)) for share in shares]
+    weights = 4 * 3 * 256 * 256  # experts, matrices, hidden, inner
+    layer = weights // 2 + weights // 64  # in 4 bits, a byte for the scale of each block
+    for prediction, gone in zip(found[1:], (0, 1, 2, 4), strict=True):
+        assert found[0].peak_allocated_bytes - prediction.peak_allocated_bytes == gone * layer
+        less = found[0].breakdown["weights"] - prediction.breakdown["weights"]
+        assert less == gone * layer
+
+
+@pytest.mark.parametrize("kind", ["int8", "fp8"])
+def test_experts_in_8_bits_take_a_byte_and_a_scale(predictor: Any, kind: str) -> None:
+    tracing = predictor(model("mixtral", **MOE))
+    wide = tracing.predict(IN_16_BITS)
+    narrow = tracing.predict(TrialConfig(quantization=kind))
+    assert narrow.quantized_share == 1.0
+    weights = 6 * 4 * 3 * 256 * 256  # layers, experts, matrices, hidden, inner
+    scales = 6 * 4 * 4 * (2 * 256 + 256)
+    of_attention = 6 * (2 * 256 * 256 + 2 * 256 * 128)
+    less = wide.breakdown["weights"] - narrow.breakdown["weights"]
+    assert less == pytest.approx(weights - scales + of_attention, rel=0.01)
+
+
 def test_layers_that_differ_by_their_index_are_all_traced(predictor: Any) -> None:
     """The first two layers are dense: an excerpt of three could not tell."""
     spec = model(

@@ -133,6 +133,35 @@ def test_without_a_kernel_for_all_experts_the_host_launches_each() -> None:
     assert slow.type_spread[0] > fast.type_spread[0] > TYPE_SPREAD
 
 
+def test_a_step_takes_as_long_as_what_comes_from_the_host() -> None:
+    """Where little is computed the link decides, where much is it hides."""
+    nf4: dict[str, Any] = {**PLAIN, "quantization": "nf4"}
+    size: dict[str, Any] = {**nf4, "micro_batch_size": 1, "seq_len": 64, "compile": True}
+    weights = 48 * 128 * 3 * 2048 * 768
+    layers = 48 - 2
+    sent = 2 * weights / 48 * layers * (0.5 + 4 / 64)
+    little = seconds(QWEN, **size, offload_fraction=1.0)
+    assert little > sent / H200.host_bytes_per_second
+    assert seconds(QWEN, find_gpu("a10"), **size, offload_fraction=1.0) > 1.5 * little
+    half = seconds(QWEN, **size, offload_fraction=0.5)
+    assert seconds(QWEN, **size) < half < little
+    much: dict[str, Any] = {**nf4, "micro_batch_size": 64, "seq_len": 2048}
+    assert seconds(QWEN, **much, offload_fraction=1.0) < 1.02 * seconds(QWEN, **much)
+    accumulated = {**size, "effective_batch_size": 4}
+    four = seconds(QWEN, **accumulated, offload_fraction=1.0)
+    assert four - seconds(QWEN, **accumulated) == pytest.approx(
+        4 * (little - seconds(QWEN, **size)), rel=0.05
+    )
+
+
+def test_experts_in_8_bits_are_decoded_from_a_byte() -> None:
+    size: dict[str, Any] = {"micro_batch_size": 8, "seq_len": 512, "compile": True}
+    wide, narrow = (
+        seconds(QWEN, **{**PLAIN, **size, "quantization": kind}) for kind in ("none", "int8")
+    )
+    assert wide < narrow < 1.5 * wide
+
+
 def test_adapters_on_experts_have_no_speed_but_a_reason() -> None:
     everywhere = TrialConfig(**PLAIN, target_modules="all-linear")
     assert "adapters on experts" in str(layers_refusal(everywhere, QWEN))
