@@ -198,6 +198,13 @@ def hold_on_host(experts: Any, host: WeightsOnHost) -> None:
         weight.data = next(placed)
         weight.quant_state.to(host.device)
         weight.quant_state.absmax = next(placed)
+    experts._apply = MethodType(_stay, experts)
+
+
+def _stay(self: Any, *_: Any, **__: Any) -> Any:
+    """Move nothing: what puts a whole model on the device (accelerate, Trainer) asks each module
+    to."""
+    return self
 
 
 def hold_all_on_host(model: torch.nn.Module, host: WeightsOnHost) -> None:

@@ -109,6 +109,19 @@ def test_a_checkpoint_is_read_onto_the_host(tmp_path: Path, share: float) -> Non
         assert one.equal(other)
 
 
+def test_they_stay_where_the_whole_model_is_moved() -> None:
+    config = asked("qwen3_moe", offload_fraction=0.5)
+    with tiny_base(config, spec=families.spec_of("qwen3_moe")) as base:
+        for _, experts in expert_modules(base.model):
+            if not experts.is_on_host:
+                continue
+            experts.to("meta")
+            for name in weight_names(experts):
+                weight: Any = getattr(experts, name)
+                assert weight.device == CPU
+                assert weight.quant_state.absmax.device == CPU
+
+
 def test_whatever_is_asked_for_is_there() -> None:
     parts = [[torch.full((97,), layer), torch.rand(5)] for layer in range(6)]
     host = WeightsOnHost(CPU)
