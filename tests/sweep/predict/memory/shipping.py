@@ -2,8 +2,8 @@
 
 Run as ``python -m tests.sweep.predict.memory.shipping`` with ``profiles`` (`make profiles`: all is
 traced, which takes hours) or ``surveys`` (`make surveys`: only what is asked and does not ship),
-and with the names of models where only those are to be looked over. The same contents make the same
-file.
+and with the names of models where only those are to be looked over, or traced anew: of the others
+what ships is kept. The same contents make the same file.
 """
 
 from __future__ import annotations
@@ -161,23 +161,34 @@ def write(archive: Path, members: Iterable[tuple[str, Any]]) -> None:
             file.writestr(ZipInfo(name, _DATE), text, ZIP_LZMA)
 
 
-def profiles(tracer: Tracer, kept: Path, names: Sequence[str] = ()) -> Iterator[tuple[str, Any]]:
-    """All that a study or a plan of a preset asks of a shipped model, what is kept and what is not;
-    of models that are not among ``names``, where any are given, what is kept."""
+def profiles(
+    tracer: Tracer, names: Sequence[str] = (), *, is_anew: bool = False
+) -> Iterator[tuple[str, Any]]:
+    """All that a study or a plan of a preset asks of a shipped model; of models that are not among
+    ``names``, where any are given, what ships.
+
+    Args:
+        tracer: traces what does not ship.
+        names: of models.
+        is_anew: whether nothing is kept of what ships of those.
+    """
     yield VERSIONS, versions()
     tracer = Kept(tracer)
     with TemporaryDirectory() as empty:
-
-        def about(model: ModelSpec) -> dict[str, Any]:
-            shipped = ShippedProfiles(model, kept)
-            return {"cache_dir": Path(empty), "tracer": tracer, "shipped": shipped}
-
         for model in shipped_models():
-            asked = TracingPredictor(model, **about(model))
-            for preset in preset_texts() if not names or model.name in names else ():
+            is_asked = not names or model.name in names
+            kept = NOTHING if is_anew and is_asked else PROFILES
+            shipped = ShippedProfiles(model, kept)
+            about: dict[str, Any] = {
+                "cache_dir": Path(empty),
+                "tracer": tracer,
+                "shipped": shipped,
+            }
+            asked = TracingPredictor(model, **about)
+            for preset in preset_texts() if is_asked else ():
                 space = preset_space(preset, model=None if preset == DEMO else model.name)
                 if space.gpu != "cpu":
-                    for config in recommended(space, model, **about(model)):
+                    for config in recommended(space, model, **about):
                         changes = single_changes(config, forecaster_of(space, model))
                         asked.predict_all(list(changes))
                 elif space.model == model.name:
@@ -210,10 +221,10 @@ def surveys() -> Iterator[tuple[str, Any]]:
 
 
 def main() -> None:
-    kept = PROFILES if sys.argv[1] == "surveys" else NOTHING
+    is_anew = sys.argv[1] == "profiles"
     LAYERS.write_text(json.dumps(layers(), indent=1, sort_keys=True) + "\n", encoding="utf-8")
     with closing(TracingChildren(outlive=True)) as children:
-        members = sorted(profiles(children, kept, sys.argv[2:]))
+        members = sorted(profiles(children, sys.argv[2:], is_anew=is_anew))
     write(PROFILES, members)
     write(SURVEYS, surveys())
 
