@@ -48,7 +48,8 @@ __rmatmul__
 """
 _FP32 = """
 acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan pow __pow__ __rpow__
-square softplus layer_norm rms_norm group_norm cosine_similarity nll_loss cross_entropy kl_div l1_loss
+square
+softplus layer_norm rms_norm group_norm cosine_similarity nll_loss cross_entropy kl_div l1_loss
 smooth_l1_loss huber_loss mse_loss binary_cross_entropy_with_logits logsumexp cdist
 """
 _FP32_RESULT = "prod softmax log_softmax cumprod cumsum sum norm"
