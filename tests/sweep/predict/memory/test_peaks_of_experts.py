@@ -37,11 +37,14 @@ def memory(rows: list[dict[str, Any]], tmp_path: Path) -> Iterator[TracingPredic
 
 @pytest.mark.integration
 def test_a_peak_is_predicted(rows: list[dict[str, Any]], memory: TracingPredictor) -> None:
-    """Within a quarter of a percent in 4 bits where layers are compiled. Those of 4 bits that are
-    not were measured before one kernel summed the rows, which takes up to 0.4 % less."""
+    """Within a quarter of a percent in 4 bits where layers are compiled; as much is more of what is
+    left where experts are on the host. Those of 4 bits that are not compiled were measured before
+    one kernel summed the rows, which takes up to 0.4 % less."""
     assert len(rows) >= 2
     for row in rows:
         config = parse_config(row["config"])
         predicted = memory.predict(config).peak_allocated_bytes
         allowed = 0.0025 if config.is_4bit and config.compile else 0.01
+        if config.offload_fraction > 0:
+            allowed = 0.0125
         assert row["peak_allocated_bytes"] == pytest.approx(predicted, rel=allowed), config
