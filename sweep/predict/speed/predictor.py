@@ -65,21 +65,20 @@ Types of which steps were are 0.049 apart within a session: 20 means of a type o
 steps, of seven sessions with several types. This is the upper end of what nineteen in twenty of
 such estimates are below (`pytest tests/sweep/predict/speed/test_other_types.py`).
 """
-EXPERTS_SPREAD = 0.36
+EXPERTS_SPREAD = 0.29
 """The same of a type with experts, where one kernel multiplies by all of them.
 
-The root mean square of the logarithms of 38 steps of three types on H200s of two hosts, measured
+The root mean square of the logarithms of 50 steps of three types on H200s of four hosts, measured
 over predicted (`tests/bench/results/experts_h200.jsonl`): micro-batches of 8,192 tokens and more
-0.94 to 1.12 times, smaller ones 0.92 to 2.4 times, as the host's work on compiled layers with
-experts is not counted enough.
+0.92 to 1.11 times, smaller ones 0.92 to 2.0 times, as they wait for their host, and hosts differ.
 """
 LOOPED_SPREAD = 0.56
 """The same where torch multiplies by one after another: nine in ten within 2.5 times, by which a
 kernel of Unsloth's is said to be faster on an A100 (https://unsloth.ai/docs/new/faster-moe, read
 2026-11-28)."""
-TOWER_SPREAD = EXPERTS_SPREAD
+TOWER_SPREAD = 0.36
 """The same of a step in which a vision tower sees images, as no such step was measured: as much as
-of experts before any of those was."""
+of experts while the host's part of theirs was not counted enough."""
 FACTOR_SPREAD: dict[Factor, float] = {
     "matmul": 0.1,
     "eight_bit": EIGHT_BIT_SPREAD,

@@ -88,6 +88,13 @@ OVERLAP_EXPONENT = 4.0
 LINK_SHARES = {"nvlink": 0.75, "pcie": 0.5}
 """Of a link's rate, what a collective of large tensors reaches. A share of NVLink as collectives
 commonly report it; through PCIe most hosts copy by way of their own memory, so half."""
+COMPILED_ROUTED = 2.1
+RECOMPUTED_ROUTED = 4.7
+"""Times as long as counted, the host takes over a compiled layer whose tokens go to experts, and
+over recomputing one, whose every kept tensor goes through Python. Nine steps of Qwen3-30B-A3B on
+three H200 hosts, with few tokens, took 0.19 s without recomputing and 0.46 to 0.80 with it, where
+0.08 and 0.10 to 0.14 were counted; eager steps say how slow each host was
+(`tests/bench/results/experts_h200.jsonl`)."""
 HOST_SHARE = 0.8
 """Of the link to the host, what a copy of pinned memory reaches."""
 UNKNOWN_LINK = Interconnect(kind="pcie", bytes_per_second=15.75e9)
@@ -398,6 +405,11 @@ def _layers(layout: KernelShapes) -> Work:
     if last is not None:
         is_skipped = ~(layout.is_compiled | layout.adapted[last])
         again = forward - _by_term(layout, _frozen(layout, last))[0] * is_skipped
+    if any(product.is_routed for product in layout.kind.products):
+        forward, backward, again = (work.copy() for work in (forward, backward, again))
+        forward[:, LAUNCHES] *= np.where(layout.is_compiled, COMPILED_ROUTED, 1.0)
+        backward[:, LAUNCHES] *= np.where(layout.is_compiled, COMPILED_ROUTED, 1.0)
+        again[:, LAUNCHES] *= np.where(layout.is_compiled, RECOMPUTED_ROUTED, 1.0)
     # What is recomputed is spread over the layers, whatever their kinds.
     trained = count - layout.before
     recomputed = layout.recomputed * (trained / layout.layers)

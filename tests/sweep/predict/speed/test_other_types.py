@@ -150,7 +150,7 @@ def test_a_step_takes_as_long_as_what_comes_from_the_host() -> None:
     accumulated = {**size, "effective_batch_size": 4}
     four = seconds(QWEN, **accumulated, offload_fraction=1.0)
     assert four - seconds(QWEN, **accumulated) == pytest.approx(
-        4 * (little - seconds(QWEN, **size)), rel=0.05
+        4 * (little - seconds(QWEN, **size)), rel=0.1
     )
 
 
