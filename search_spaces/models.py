@@ -293,6 +293,10 @@ class ModelSpec:
         """The same of a decoder with the tower that it is stored with."""
         return _digest([self.fingerprint, self.config.get(WHOLE)])
 
+    def fingerprint_of(self, *, sees: bool) -> str:
+        """Return that of what is built: the whole where rows have images, else the decoder."""
+        return self.whole_fingerprint if sees else self.fingerprint
+
     @cached_property
     def vision_fault(self) -> str | None:
         """Why what it is stored with cannot see for it; None where it can, or has no such part. The

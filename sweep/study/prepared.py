@@ -329,7 +329,7 @@ def _checked(
     definition = StudyDefinition(
         space=space,
         model=model.to_json(),
-        model_fingerprint=model.whole_fingerprint if has_images else model.fingerprint,
+        model_fingerprint=model.fingerprint_of(sees=has_images),
         target=resolved.target,
         texts=None if dataset is None else dataset.summary,
     )

@@ -277,9 +277,7 @@ class ProfileStore:
             missing = self._missing(missing)
 
     def _path(self, structure: Structure) -> Path:
-        model = self._model.fingerprint
-        if structure.config.image_size is not None:
-            model = self._model.whole_fingerprint
+        model = self._model.fingerprint_of(sees=structure.config.image_size is not None)
         parts = [model, structure.to_json(), tracing_fingerprint()]
         digest = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
         return self._cache_dir / f"{digest[:32]}.json"

@@ -331,29 +331,15 @@ def excerpt(spec: ModelSpec, *, first_trained: int = 0, sees: bool = False) -> E
         ValueError, KeyError, TypeError: it cannot read the config.
     """
     config = architecture_of(spec)
-    added = 0
-    if sees:
-        added = _added_layers(spec)
     values = config.to_dict()
     count = int(config.num_hidden_layers)
     lists = {k: v for k, v in values.items() if isinstance(v, list) and len(v) == count}
-    left: Sequence[str] = ()
-    if spec.stored is not None:
-        left = spec.stored.left or ()
-    is_each_its_own = False
-    for key, least in _BY_INDEX.items():
-        is_each_its_own = is_each_its_own or _means_a_layer(values.get(key), least)
+    added = _added_layers(spec) if sees else 0
+    kinds = _kinds_of_layers(spec, values, lists, count, added=added)
     # The first trained layer and the last one are walked, and of the others the first of each kind.
     first_of: dict[str, int] = {}
-    stands_for = [0] * count
-    for layer in range(count):
-        kind = str(layer)
-        # The first after those to which something is added finds what they alone have left.
-        is_plain = added == 0 or layer > added
-        if is_plain and not is_each_its_own:
-            own = [column[layer] for column in lists.values()]
-            kind = repr([own, unquantized_of_layer(left, layer)])
-        stands_for[layer] = layer
+    stands_for = list(range(count))
+    for layer, kind in enumerate(kinds):
         if layer < first_trained - 1:
             stands_for[layer] = first_of.setdefault(f"before {kind}", layer)
         elif first_trained < layer < count - 1:
@@ -383,6 +369,34 @@ def excerpt(spec: ModelSpec, *, first_trained: int = 0, sees: bool = False) -> E
         window=min((w for w in windows if isinstance(w, int) and w > 0), default=None),
         steps=tuple(_steps(values)),
     )
+
+
+def _kinds_of_layers(
+    spec: ModelSpec, values: dict[str, Any], lists: dict[str, list[Any]], count: int, *, added: int
+) -> list[str]:
+    """Return a word for each layer of a model that is the same for layers that are alike.
+
+    Args:
+        spec: the model.
+        values: its config's.
+        lists: those of them with a value for each layer.
+        count: of layers.
+        added: to the output of how many of the first ones something is added.
+    """
+    left: Sequence[str] = ()
+    if spec.stored is not None:
+        left = spec.stored.left or ()
+    is_each_its_own = any(_means_a_layer(values.get(key), _BY_INDEX[key]) for key in _BY_INDEX)
+    kinds: list[str] = []
+    for layer in range(count):
+        # The first after those to which something is added finds what they alone have left.
+        is_among_added = added > 0 and layer <= added
+        if is_each_its_own or is_among_added:
+            kinds.append(str(layer))
+        else:
+            own = [column[layer] for column in lists.values()]
+            kinds.append(repr([own, unquantized_of_layer(left, layer)]))
+    return kinds
 
 
 def _added_layers(spec: ModelSpec) -> int:
