@@ -51,6 +51,7 @@ ELSEWHERE: dict[str, str] = {
     "loss_type": "sweep/training/test_preference.py",
     "dpo_beta": "sweep/training/test_preference.py",
     "image_size": "gpu/test_images_on_a_gpu.py",
+    "offload_fraction": "gpu/test_experts_on_a_gpu.py",
     "attention=flash_attention_2": "gpu/test_knobs.py",
     "packing=packed": "gpu/test_texts_on_a_gpu.py",
     "packing=grouped": "gpu/test_texts_on_a_gpu.py",
