@@ -135,6 +135,8 @@ class GpuSpec(Strict):
     measured_8bit: tuple[Numerics, ...] = ()
     """The 8-bit types that trainings on it were measured in."""
     compute_capability: tuple[int, int]
+    shares_host_memory: bool = False
+    """Whether its memory is the host's, so that nothing is saved by having weights there."""
     interconnect: Interconnect | None = None
     """With its neighbours in one host; None where that is not known."""
     sources: tuple[Citation, ...] = ()

@@ -328,7 +328,8 @@ def _searched(spec: GpuSpec, model: ModelSpec) -> str:
     lines += [f"  {key}: {_flow([value])}" for key, (value, _) in decided.items()]
     if not decided:
         lines.append(f"  quantization: {_flow(bases)}")
-    if bases[0] == "nf4" and is_tight(model, spec.budget_bytes):
+    can_offload = bases[0] == "nf4" and not spec.shares_host_memory
+    if can_offload and is_tight(model, spec.budget_bytes):
         lines.append("  offload_fraction: [0.0, 0.25, 0.5, 0.75, 1.0]")
     if model.model_type not in LIGER_MODEL_TYPES:
         lines.append("  kernels: [hf]")

@@ -436,14 +436,14 @@ def _not_offloaded(config: TrialConfig, model: ModelSpec) -> str | None:
             f"{model.name} has no experts of one tensor a layer, and nothing else goes to the "
             "host: use offload_fraction 0"
         )
-    if not config.is_4bit or config.quantized_fraction < 1:
-        return "experts go to the host in 4 bits alone: use quantization nf4 of all layers"
-    if config.data_parallel > 1:
-        return "experts on the host are tried with one GPU alone: use data_parallel 1"
     layers = expert_layers(model)
     if layers is not None and not config.offloaded_layers(layers):
         share = f"offload_fraction {config.offload_fraction:g}"
         return f"{share} takes none of {layers} layers to the host: use offload_fraction 0"
+    if not config.is_4bit or config.quantized_fraction < 1:
+        return "experts go to the host in 4 bits alone: use quantization nf4 of all layers"
+    if config.data_parallel > 1:
+        return "experts on the host are tried with one GPU alone: use data_parallel 1"
     return None
 
 

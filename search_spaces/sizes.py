@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from qlora_sweep.search_spaces.config import SEQ_LEN_MAX
 from qlora_sweep.search_spaces.dimensions import VALUES_MAX, IntRange
-from qlora_sweep.search_spaces.linears import expert_weights, parameters
+from qlora_sweep.search_spaces.linears import expert_weights, has_experts, parameters
 from qlora_sweep.search_spaces.models import ModelSpec
 from qlora_sweep.search_spaces.space import SearchSpace
 
@@ -28,7 +28,7 @@ _TIGHT_SHARE = 0.5
 def most_tokens(model: ModelSpec, budget_bytes: int) -> int:
     """Return the tokens of a micro-batch that surely do not fit a budget with one more, be the
     experts on the host or not."""
-    weights = _LEAST_WEIGHT_BYTES * ((parameters(model) or 0) - (expert_weights(model) or 0))
+    weights = _LEAST_WEIGHT_BYTES * ((parameters(model) or 0) - _in_experts(model))
     each = model.hidden_layers * model.hidden_size * _BYTES_EACH
     return max(0, int((budget_bytes - weights) // each))
 
@@ -36,7 +36,15 @@ def most_tokens(model: ModelSpec, budget_bytes: int) -> int:
 def is_tight(model: ModelSpec, budget_bytes: int) -> bool:
     """Whether the experts of a model, in 4 bits, take so much of a budget that having them on the
     host is worth a look."""
-    return _LEAST_WEIGHT_BYTES * (expert_weights(model) or 0) > _TIGHT_SHARE * budget_bytes
+    return _LEAST_WEIGHT_BYTES * _in_experts(model) > _TIGHT_SHARE * budget_bytes
+
+
+def _in_experts(model: ModelSpec) -> int:
+    """Return the weights of a model's experts; of types whose experts are not counted, all that it
+    has."""
+    if not has_experts(model):
+        return 0
+    return expert_weights(model) or parameters(model) or 0
 
 
 def offered_lengths(model: ModelSpec, budget_bytes: int) -> tuple[int, ...]:

@@ -8,6 +8,7 @@ import hashlib
 import os
 import sys
 import warnings
+import weakref
 from collections.abc import Callable, Collection
 from functools import partial
 from pathlib import Path
@@ -148,6 +149,8 @@ def load_model(record: Record, name: str, *, seed: int) -> PeftModel:
     weights: Weights = "random" if is_shipped else "pretrained"
     base = build_base(config, spec=spec, weights=weights, device=device, seed=seed)
     _patched.append(base.undo)
+    if base.offloaded is not None:
+        weakref.finalize(base.model, base.offloaded.close)
     model = with_adapters(base, config)
     layers = decoder_layers(base.model)
     name_quantizer(model)

@@ -4,6 +4,7 @@ in memory at a time.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from qlora_sweep.search_spaces.models import load_model_spec
 from qlora_sweep.sweep.json_child import Say
 from qlora_sweep.sweep.merging.attached import Adapter, Form, forms_of, resize
 from qlora_sweep.sweep.training.model import DTYPES, load_pretrained
+from qlora_sweep.sweep.training.offload import WeightsOnHost
 
 _ROW_TOKENS = 64
 _CHEAP_BYTES = 2 * 10**9
@@ -98,8 +100,13 @@ class Models:
             attention = "sdpa"
         config = config.changed(compute_dtype=self.dtype, attention=attention)
         _free()
-        model = load_pretrained(config, spec=spec, device=torch.device(self.device))
-        return self._beside(model, tokens)[1]
+        device = torch.device(self.device)
+        with contextlib.ExitStack() as undo:
+            host: WeightsOnHost | None = None
+            if config.offload_fraction > 0:
+                host = undo.enter_context(contextlib.closing(WeightsOnHost(device)))
+            model = load_pretrained(config, spec=spec, device=device, host=host)
+            return self._beside(model, tokens)[1]
 
     def _loaded(self, checkpoint: Path) -> Any:
         _free()

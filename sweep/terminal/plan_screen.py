@@ -419,10 +419,15 @@ def _facts(plan: GpuPlan, shown: Forecast, bill: Bill | None) -> Iterator[Fact]:
 
 def _host_words(gpu: GpuSpec, size: int) -> str:
     """Return what lies in the host's memory, and what it comes through."""
+    if gpu.shares_host_memory:
+        return (
+            f"{units.gib(size)} of its memory is pinned, which is the GPU's own: nothing is saved"
+        )
     rate = gpu.host_bytes_per_second / 1e9
     share = units.percent(HOST_SHARE)
     link = f"it comes through PCIe, {rate:.1f} GB/s, of which {share} is counted on"
-    return f"{units.gib(size)} of its memory is pinned: {link}"
+    seen = "steps with experts there were measured on an H200 alone"
+    return f"{units.gib(size)} of its memory is pinned, which has to be free: {link}; {seen}"
 
 
 def _images(images: ImagePlan) -> Iterator[Fact]:

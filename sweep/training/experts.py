@@ -84,9 +84,10 @@ def pack_experts(
         offloaded: of so many layers with experts the numbers of those whose weights are to lie on
             the host.
     """
-    packed = [m for path, m in expert_modules(model) if should_convert_module(path, list(left))]
-    chosen = offloaded(len(packed))
-    for index, experts in enumerate(packed):
+    all_experts = expert_modules(model)
+    layers = [one for path, one in all_experts if should_convert_module(path, list(left))]
+    chosen = offloaded(len(layers))
+    for index, experts in enumerate(layers):
         _become_packed(experts)
         experts.is_on_host = index in chosen
         for name in weight_names(experts):
@@ -179,6 +180,19 @@ def _put_8_bits(experts: Any, name: str, narrow: torch.Tensor, scales: torch.Ten
     experts.register_buffer(f"{name}_scales", scales, persistent=False)
 
 
+def packed_experts(model: torch.nn.Module) -> Iterator[Any]:
+    """Yield the experts' modules of a model whose weights are packed."""
+    for _, experts in expert_modules(model):
+        if hasattr(experts, "is_on_host"):
+            yield experts
+
+
+def device_of(experts: Any) -> torch.device:
+    """Return the device on which packed experts multiply, wherever their weights lie."""
+    device: torch.device = _parts(experts, weight_names(experts)[0])[-1].device
+    return device
+
+
 def hold_on_host(experts: Any, host: WeightsOnHost) -> None:
     """Move the weights of packed experts to the host, but for what is small of them.
 
@@ -213,7 +227,7 @@ def hold_all_on_host(model: torch.nn.Module, host: WeightsOnHost) -> None:
     Raises:
         HostMemoryError: the host has too little memory.
     """
-    for _, experts in expert_modules(model):
+    for experts in packed_experts(model):
         if experts.is_on_host:
             hold_on_host(experts, host)
 
@@ -263,6 +277,13 @@ class _Quantizer(Bnb4BitHfQuantizer):
     def param_needs_quantization(self, model: Any, param_name: str, **kwargs: Any) -> bool:
         is_linear: bool = super().param_needs_quantization(model, param_name, **kwargs)
         return is_linear or is_packed(model.get_parameter_or_buffer(param_name))
+
+    def param_element_size(self, model: Any, param_name: str, param: torch.Tensor) -> float:
+        # transformers takes as much memory at once as all of them need on the device.
+        if getattr(model.get_submodule(param_name.rpartition(".")[0]), "is_on_host", False):
+            return 0.0
+        size: float = super().param_element_size(model, param_name, param)
+        return size
 
     def get_quantize_ops(self) -> Any:
         return _Quantize(self)
@@ -314,7 +335,7 @@ def _decoded(
 ) -> torch.Tensor:
     """Return the values of a weight, those of a packed one in one row, on the device and of the
     type of another."""
-    if len(parts) == _IN_8_BITS:
+    if len(parts) == _PARTS_IN_8_BITS:
         weight, scales = parts
         return widened_rows(weight, scales, like.dtype, is_again=is_again)
     if is_on_host:
@@ -322,8 +343,8 @@ def _decoded(
     return widened(parts, like.dtype, is_again=is_again)
 
 
-_IN_8_BITS = 2
-"""Parts of a weight that is held so: its bytes and its scales."""
+_PARTS_IN_8_BITS = 2
+"""Of a weight that is held so: its bytes and its scales."""
 
 
 def _parts(experts: Any, name: str) -> Parts:
@@ -502,7 +523,7 @@ class ExpertsAdapter(ParamWrapper):
         return total
 
     def merge(self, *args: Any, **kwargs: Any) -> None:
-        """Refuse, as weights in 4 bits take no adapter.
+        """Refuse, as packed weights take no adapter.
 
         Raises:
             ValueError: always.
@@ -533,4 +554,9 @@ def adapt_experts(model: torch.nn.Module) -> None:
     for module in list(model.modules()):
         if type(module) is ParamWrapper and is_packed(module.get_param()):
             module.__class__ = ExpertsAdapter
-            module.get_base_layer().adapters[module.parameter_name] = module
+            experts = module.get_base_layer()
+            experts.adapters[module.parameter_name] = module
+            if experts.is_on_host:
+                # PEFT puts them where the weight is.
+                module.lora_A.to(device_of(experts))
+                module.lora_B.to(device_of(experts))

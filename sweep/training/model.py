@@ -123,6 +123,8 @@ class BaseModel:
     def close(self) -> None:
         """Drop the weights and every patch."""
         self.undo.close()
+        if self.offloaded is not None:
+            self.offloaded.close()
         del self.model
         gc.collect()
 
@@ -140,12 +142,12 @@ def build_base(
             memory.
     """
     torch.manual_seed(seed)
-    with contextlib.ExitStack() as undo:
+    with contextlib.ExitStack() as undo, contextlib.ExitStack() as unless_built:
         host: WeightsOnHost | None = None
-        if config.offload_fraction > 0:
-            host = WeightsOnHost(device)
-            undo.callback(host.close)
         try:
+            if config.offload_fraction > 0:
+                host = WeightsOnHost(device)
+                unless_built.callback(host.close)
             with _needing("attention", is_own=config.attention == "flash_attention_2"):
                 model = _with_weights(config, spec, weights, device=device, host=host)
                 on_host: dict[torch.nn.Module, torch.nn.Module] = {}
@@ -172,6 +174,7 @@ def build_base(
         if config.has_head_of_trl:
             with _needing("trainer", cure="TRL 1.16 or newer is needed"):
                 add_head(model)
+        unless_built.pop_all()
         return BaseModel(
             config.base(),
             spec,
@@ -204,13 +207,10 @@ def _with_weights(
         for module in model.modules():
             give_weights(module, model, config, device=device, host=host)
         model.tie_weights()
-    else:
-        model = load_pretrained(config, spec=spec, device=device)
         if host is not None:
-            hold_all_on_host(model, host)
-    if host is not None:
-        host.open()
-    return model
+            host.open()
+        return model
+    return load_pretrained(config, spec=spec, device=device, host=host)
 
 
 def _loaded_on_host(
@@ -452,9 +452,20 @@ def _class_of(config: TrialConfig) -> Any:
 
 
 def load_pretrained(
-    config: TrialConfig, *, spec: ModelSpec, device: torch.device
+    config: TrialConfig,
+    *,
+    spec: ModelSpec,
+    device: torch.device,
+    host: WeightsOnHost | None = None,
 ) -> PreTrainedModel:
-    """Return a model loaded as a configuration quantizes it, and computes in."""
+    """Return a model loaded as a configuration quantizes it, and computes in.
+
+    Args:
+        config: the configuration.
+        spec: the model.
+        device: where it is put.
+        host: takes what is offloaded; needed where anything is.
+    """
     arguments = loading_arguments(config, spec=spec, device=device)
     if config.weight_bits == 8:
         # What is rounded to 8 bits goes to the device layer by layer.
@@ -471,6 +482,9 @@ def load_pretrained(
         left = never_quantized(model)
         hold_in_8_bits(model, config.quantization, left=left, device=device)
         to_8_bits(model, config.quantization, left=left, device=device)
+    if host is not None:
+        hold_all_on_host(model, host)
+        host.open()
     return model
 
 

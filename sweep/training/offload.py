@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,6 +22,8 @@ from qlora_sweep.sweep.training.eight_bit import Parts, widened
 SLOTS = 2
 ALIGNMENT = 512
 """Bytes that each part of a layer begins at a multiple of."""
+_KEPT_BYTES = 2**30
+"""Of the host's memory, left to all else."""
 _MOVED = 2
 """Of the parts of a packed weight, those that are large: what is packed, and its scales."""
 
@@ -49,9 +52,16 @@ class WeightsOnHost:
 
     Args:
         device: what asks for them.
+
+    Raises:
+        HostMemoryError: the device has no memory beside the host's.
     """
 
     def __init__(self, device: torch.device) -> None:
+        if device.type == "cuda":
+            properties = torch.cuda.get_device_properties(device)
+            if getattr(properties, "is_integrated", False):
+                raise HostMemoryError("this GPU shares the host's memory, so that nothing is saved")
         self.device = device
         self._layers: list[torch.Tensor] = []
         """What lies on the host (bytes,), by layer."""
@@ -163,6 +173,22 @@ def aligned(size: int) -> int:
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 
+def _available_bytes() -> int:
+    """Return what the host, or the container, has left to give without swapping."""
+    lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+    sizes = dict(line.split(":") for line in lines)
+    available = int(sizes["MemAvailable"].split()[0]) * 1024
+    group = Path("/sys/fs/cgroup")
+    try:
+        limit = (group / "memory.max").read_text(encoding="ascii").strip()
+        used = int((group / "memory.current").read_text(encoding="ascii"))
+    except OSError:
+        return available
+    if limit == "max":
+        return available
+    return min(available, int(limit) - used)
+
+
 def _pinned(size: int, device: torch.device) -> torch.Tensor:
     """Return bytes (size,) on the host, pinned where a GPU reads them.
 
@@ -171,6 +197,12 @@ def _pinned(size: int, device: torch.device) -> torch.Tensor:
     Raises:
         HostMemoryError: there is too little.
     """
+    available = _available_bytes()
+    if size + _KEPT_BYTES > available:
+        raise HostMemoryError(
+            f"experts on the host need {size / 2**30:.2f} GiB more of its memory, of which "
+            f"{available / 2**30:.2f} GiB are left"
+        )
     try:
         memory = torch.empty(size, dtype=torch.uint8)
     except RuntimeError as error:

@@ -28,10 +28,10 @@ from qlora_sweep.search_spaces.linears import LEAST_QUANTIZED_SHARE
 from qlora_sweep.storage.records import Ineffective
 from qlora_sweep.sweep.data.batches import TrialBatches, trained_epoch
 from qlora_sweep.sweep.data.collation import is_flattened
-from qlora_sweep.sweep.training.adapters import local
+from qlora_sweep.sweep.training.adapters import first_trained, local
 from qlora_sweep.sweep.training.eight_bit import TYPES as EIGHT_BIT_TYPES
 from qlora_sweep.sweep.training.eight_bit import EightBitLinear
-from qlora_sweep.sweep.training.experts import expert_modules, is_packed
+from qlora_sweep.sweep.training.experts import expert_modules, is_packed, packed_experts
 from qlora_sweep.sweep.training.images import SeeingRows
 from qlora_sweep.sweep.training.in_trl import InTrl
 from qlora_sweep.sweep.training.model import DTYPES, compute_type, vision_modules
@@ -624,22 +624,18 @@ def _sharding(config: TrialConfig, seen: StepEvidence) -> str | None:
 
 
 def _offload(config: TrialConfig, seen: StepEvidence) -> str | None:
-    """The experts of the chosen layers lie on the host, and came from there in each micro-step, but
-    for those that were there from the one before."""
-    on_host = set[int]()
-    layers = 0
-    for _, experts in expert_modules(seen.base):
-        # Experts in 16 bits are no layer that could be there.
-        if hasattr(experts, "is_on_host"):
-            if experts.is_on_host:
-                on_host.add(layers)
-            layers += 1
-    asked = config.offloaded_layers(layers)
+    """The experts of the chosen layers lie on the host, and came from there for each pass of a
+    micro-step, but for those that were there from the one before; with no gradient to go back to
+    the first layers the way back is shorter."""
+    packed = list(packed_experts(seen.base))
+    on_host = {layer for layer, experts in enumerate(packed) if experts.is_on_host}
+    asked = config.offloaded_layers(len(packed))
     if on_host != asked:
         return f"the experts of {len(on_host)} layers are on the host, not of {len(asked)}"
     host = seen.loop.attached.offloaded
     copies = 0 if host is None else host.copies
-    least = seen.loop.micro_step * max(0, len(asked) - SLOTS)
+    passes = 1 if first_trained(seen.layers) else 2
+    least = seen.loop.micro_step * passes * max(0, len(asked) - SLOTS)
     if copies < least:
         return f"experts came from the host {copies} times, not {least}"
     return None

@@ -159,6 +159,8 @@ def test_experts_may_go_to_the_host_where_they_take_much_of_a_gpu() -> None:
         ("a10", "qwen3-30b-a3b", True),
         ("h200", "qwen3-30b-a3b", False),
         ("rtx-3060", "qwen3-8b", False),
+        ("rtx-3060", "gemma-4-26b-a4b", True),
+        ("gb10", "qwen3-next-80b-a3b", False),
     ):
         space = parse_space(starting_text(gpu, model), label="mine.yaml")
         assert ("offload_fraction" in space.dimensions) == offers

@@ -102,7 +102,7 @@ offload | no experts | {offload_fraction: 1.0}
 offload | in 4 bits alone | {offload_fraction: 1.0, quantization: int8} | qwen3-30b
 offload | in 4 bits alone | {offload_fraction: 1.0, quantized_fraction: 0.5} | qwen3-30b
 offload | one GPU alone | {offload_fraction: 1.0, data_parallel: 2} | qwen3-30b
-offload | none of 48 layers | {offload_fraction: 0.01} | qwen3-30b
+offload | none of 48 layers | {offload_fraction: 0.01, quantization: int8} | qwen3-30b
 attention-not-in-model | use attention eager | {} | bloom
 checkpointing-not-in-model | use checkpoint_fraction 0 | {} | ctrl
 packing-needs-texts | yours with --data | {packing: grouped}

@@ -15,8 +15,15 @@ from qlora_sweep.search_spaces.config import TrialConfig
 from qlora_sweep.search_spaces.kinds import HOST_SLOTS
 from qlora_sweep.storage.records import Ineffective, Measured
 from qlora_sweep.sweep.training import offload
-from qlora_sweep.sweep.training.experts import dequantized, expert_modules, weight_names
-from qlora_sweep.sweep.training.model import Unavailable
+from qlora_sweep.sweep.training.adapters import with_adapters
+from qlora_sweep.sweep.training.experts import (
+    _Quantizer,
+    dequantized,
+    expert_modules,
+    packed_experts,
+    weight_names,
+)
+from qlora_sweep.sweep.training.model import Unavailable, skeleton
 from qlora_sweep.sweep.training.offload import SLOTS, WeightsOnHost
 from tests import families
 from tests.sweep.training.tiny import BRIEF, outcome_of, tiny_base, tiny_loop, trial_on
@@ -120,6 +127,41 @@ def test_they_stay_where_the_whole_model_is_moved() -> None:
                 weight: Any = getattr(experts, name)
                 assert weight.device == CPU
                 assert weight.quant_state.absmax.device == CPU
+
+
+def test_adapters_on_them_are_where_they_multiply() -> None:
+    config = asked("qwen3_moe", offload_fraction=1.0)
+    config = config.changed(target_modules=("q_proj", "gate_up_proj", "down_proj"), lora_rank=4)
+    device = torch.device("meta")
+    with tiny_base(config, spec=families.spec_of("qwen3_moe")) as base:
+        for experts in packed_experts(base.model):
+            for name in weight_names(experts):
+                # As on a GPU: what is small is on the device.
+                getattr(experts, name).quant_state.to(device)
+        model = with_adapters(base, config)
+        of_experts = [p for n, p in model.named_parameters() if "lora_" in n and ".experts." in n]
+        assert {parameter.device for parameter in of_experts} == {device}
+
+
+@pytest.mark.parametrize(("share", "size"), [(0.0, 0.5), (1.0, 0.0)])
+def test_a_checkpoints_experts_take_nothing_of_the_device_at_first(
+    share: float, size: float
+) -> None:
+    """transformers takes as much at once as it is told of."""
+    config = asked("qwen3_moe", offload_fraction=share)
+    model = skeleton(config, spec=families.spec_of("qwen3_moe"))
+    quantizer: Any = _Quantizer(model.config.quantization_config)
+    weights = [name for name, _ in model.named_parameters() if name.endswith("experts.down_proj")]
+    for name in weights:
+        assert quantizer.param_element_size(model, name, model.get_parameter(name)) == size
+    assert weights
+
+
+def test_a_host_that_has_too_little_left_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(offload, "_available_bytes", lambda: 2**30 + 100)
+    host = WeightsOnHost(CPU)
+    with pytest.raises(offload.HostMemoryError, match=r"1\.00 GiB are left"):
+        host.add([torch.zeros(1000)])
 
 
 def test_whatever_is_asked_for_is_there() -> None:
