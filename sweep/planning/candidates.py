@@ -89,6 +89,8 @@ def single_changes(config: TrialConfig, forecaster: Forecaster) -> dict[TrialCon
     """Return every valid configuration with one setting changed, and which."""
     changes: dict[TrialConfig, str] = {}
     for key in SETTINGS:
+        if key == "offload_fraction" and forecaster.gpu.shares_host_memory:
+            continue
         for value in _other_values(key, config):
             try:
                 changed = config.changed(**{key: value})

@@ -237,10 +237,11 @@ def spec() -> ModelSpec:
     return ModelSpec("qwen3_moe", "directory", checked_config(config, label="qwen3_moe"))
 
 
+@pytest.mark.parametrize("targets", ["attention", ("q_proj", "gate_up_proj", "down_proj")])
 @pytest.mark.parametrize("is_compiled", [False, True])
 @pytest.mark.parametrize("checkpoint_fraction", [0.0, 1.0])
 def test_experts_on_the_host_train_as_if_they_were_here(
-    spec: ModelSpec, checkpoint_fraction: float, is_compiled: bool
+    spec: ModelSpec, checkpoint_fraction: float, is_compiled: bool, targets: Any
 ) -> None:
     found: list[tuple[list[float], torch.Tensor]] = []
     for share in (0.0, 0.5, 1.0):
@@ -248,6 +249,7 @@ def test_experts_on_the_host_train_as_if_they_were_here(
             micro_batch_size=4,
             upcast_fp32=False,
             offload_fraction=share,
+            target_modules=targets,
             checkpoint_fraction=checkpoint_fraction,
             compile=is_compiled,
         )

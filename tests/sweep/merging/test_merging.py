@@ -22,6 +22,7 @@ from qlora_sweep.sweep.cli import main
 from qlora_sweep.sweep.merging.job import merge
 from qlora_sweep.sweep.subprocess_jobs import run_subprocess
 from qlora_sweep.sweep.terminal import finishing
+from tests import families
 from tests.sweep.merging.made import make_adapter, make_base
 from tests.sweep.vision_language import make_checkpoint
 from tests.tables import cases
@@ -391,3 +392,17 @@ def test_an_adapter_of_an_8_bit_base_is_compared_on_that_base(
     errors = [one["mean_abs"] for one in (compared, compared["trained"], in_4_bits)]
     assert errors == sorted(errors)
     assert f"quantized base ({kind})" in [*finishing.comparison_lines(compared)][-1]
+
+
+def test_an_adapter_that_was_trained_with_experts_on_the_host_is_compared(tmp_path: Path) -> None:
+    from qlora_sweep.sweep.merging.comparing import Models, compare
+
+    base = make_base(tmp_path / "base", families.spec_of("qwen3_moe").config)
+    adapter = make_adapter(tmp_path / "adapter", base)
+    models = Models(base, adapter, merged_here(adapter, base, tmp_path / "merged"), dtype="bf16")
+    found = []
+    for share in (0.0, 1.0):
+        config = {"quantization": "nf4", "compute_dtype": "bf16", "offload_fraction": share}
+        (adapter / "training.json").write_text(json.dumps({"config": config}))
+        found.append(compare(models, rows=1)["trained"])
+    assert found[0]["mean_abs"] == found[1]["mean_abs"] > 0
