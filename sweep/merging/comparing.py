@@ -20,7 +20,7 @@ from qlora_sweep.search_spaces.models import load_model_spec
 from qlora_sweep.sweep.json_child import Say
 from qlora_sweep.sweep.merging.attached import Adapter, Form, forms_of, resize
 from qlora_sweep.sweep.training.model import DTYPES, load_pretrained
-from qlora_sweep.sweep.training.offload import WeightsOnHost
+from qlora_sweep.sweep.training.offload import WeightsOnHost, available_bytes
 
 _ROW_TOKENS = 64
 _CHEAP_BYTES = 2 * 10**9
@@ -32,18 +32,11 @@ _ROOM = 1.25
 """A model takes more than its weights: activations, logits, what is being copied."""
 
 
-def _available_bytes() -> int:
-    """Return how much of the host's memory a new process may take without swapping."""
-    with open("/proc/meminfo", encoding="ascii") as file:
-        sizes = dict(line.split(":") for line in file)
-    return int(sizes["MemAvailable"].split()[0]) * 1024
-
-
 def compare_if_there_is_room(order: Mapping[str, Any], say: Say) -> dict[str, Any]:
     """Compare as `sweep.merging.job` asks: ``comparison``, or why not in ``not_compared``."""
     nbytes = order["weights_bytes"]
     has_gpu = torch.cuda.is_available() and torch.cuda.mem_get_info()[0] > _ROOM * nbytes
-    lacking = 1.1 * nbytes - _available_bytes()
+    lacking = 1.1 * nbytes - available_bytes()
     if lacking > 0 and not has_gpu:
         short = f"this machine's memory lacks {lacking / 2**30:.1f} GiB for it"
         return {"comparison": None, "not_compared": short}

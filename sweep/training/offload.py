@@ -173,7 +173,7 @@ def aligned(size: int) -> int:
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 
-def _available_bytes() -> int:
+def available_bytes() -> int:
     """Return what the host, or the container, has left to give without swapping."""
     lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
     sizes = dict(line.split(":") for line in lines)
@@ -197,7 +197,7 @@ def _pinned(size: int, device: torch.device) -> torch.Tensor:
     Raises:
         HostMemoryError: there is too little.
     """
-    available = _available_bytes()
+    available = available_bytes()
     if size + _KEPT_BYTES > available:
         raise HostMemoryError(
             f"experts on the host need {size / 2**30:.2f} GiB more of its memory, of which "

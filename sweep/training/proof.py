@@ -31,7 +31,7 @@ from qlora_sweep.sweep.data.collation import is_flattened
 from qlora_sweep.sweep.training.adapters import first_trained, local
 from qlora_sweep.sweep.training.eight_bit import TYPES as EIGHT_BIT_TYPES
 from qlora_sweep.sweep.training.eight_bit import EightBitLinear
-from qlora_sweep.sweep.training.experts import expert_modules, is_packed, packed_experts
+from qlora_sweep.sweep.training.experts import is_packed, packed_experts
 from qlora_sweep.sweep.training.images import SeeingRows
 from qlora_sweep.sweep.training.in_trl import InTrl
 from qlora_sweep.sweep.training.model import DTYPES, compute_type, vision_modules
@@ -237,7 +237,7 @@ def _rank(config: TrialConfig, seen: StepEvidence) -> str | None:
 def _quantization(config: TrialConfig, seen: StepEvidence) -> str | None:
     kinds = {getattr(state, "quant_type", None) for state in seen.four_bit_states()}
     kinds |= set(map(attrgetter("kind"), seen.modules(EightBitLinear)))
-    for _, experts in expert_modules(seen.base):
+    for experts in packed_experts(seen.base):
         if hasattr(experts, "kind"):
             kinds.add(experts.kind)
     if not config.is_quantized and not kinds:

@@ -158,7 +158,7 @@ def test_a_checkpoints_experts_take_nothing_of_the_device_at_first(
 
 
 def test_a_host_that_has_too_little_left_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(offload, "_available_bytes", lambda: 2**30 + 100)
+    monkeypatch.setattr(offload, "available_bytes", lambda: 2**30 + 100)
     host = WeightsOnHost(CPU)
     with pytest.raises(offload.HostMemoryError, match=r"1\.00 GiB are left"):
         host.add([torch.zeros(1000)])
