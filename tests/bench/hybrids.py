@@ -419,6 +419,7 @@ def main() -> None:
     parser.add_argument("--whole", action="store_true", help="train all layers")
     parser.add_argument("--predicted", type=Path, help="what --dry wrote")
     parser.add_argument("--model", choices=MODELS, help="one of the models")
+    parser.add_argument("--skip", type=int, default=0, help="leave out the first so many cases")
     parser.add_argument("--seconds", type=float, default=420.0, help="then nothing is begun")
     parser.add_argument("--triton-as", help="the version that workers take Triton for")
     parser.add_argument("-o", "--output", type=Path)
@@ -428,6 +429,7 @@ def main() -> None:
     for part, own in cases(is_whole=typed.whole).items():
         if typed.part in (None, part):
             asked += [case for case in own if typed.model in (None, case.model.name)]
+    asked = asked[typed.skip :]
     known: dict[str, Row] = {}
     if typed.predicted is not None:
         known = read_predictions(typed.predicted)

@@ -1,6 +1,11 @@
 """Measure Unsloth in 4, 16 and 8 bits beside this tool's configurations, turn by turn.
 
-    python -m tests.bench.unsloth_beside OUT.jsonl [--cap 21.48 38.39] [--ours JSON ...]
+    python -m tests.bench.unsloth_beside OUT.jsonl [--cap 21.48 38.39] [--model NAME] [--layers N]
+        [--ours JSON ...] [--theirs JSON ...]
+
+Without `--ours` and `--theirs` both sides train Mistral-7B on rows of 512 tokens, as the tables
+say. `--theirs '{"precision": "4", "micro_batch_size": 1, "seq_len": 8192, "checkpointing":
+"unsloth"}'` asks Unsloth for one configuration, where what is not said is `THEIRS`.
 
 Each configuration has a process of its own with the model in it, capped to the same memory once it
 is loaded; one that runs out of memory is a row too. The first turn loads and compiles; the second
@@ -33,14 +38,12 @@ from typing import Any
 import torch
 
 from qlora_sweep.search_spaces.config import parse_config
-from qlora_sweep.search_spaces.models import load_model_spec
+from qlora_sweep.search_spaces.models import ModelSpec, checked_config, load_model_spec
 from tests.bench.harness import ROOT, Row, stamp, word_tokenizer, write
 
 GIB = 2**30
 SEED = 0
 STEPS_WARMUP, STEPS = 3, 12
-PATIENCE_SECONDS = 150
-"""A process that has not answered by then is ended, and its row says so."""
 FAST = {
     "lora_rank": 16,
     "target_modules": "attention",
@@ -60,7 +63,12 @@ PRECISIONS: dict[str, Row] = {
     "fp8": {"load_in_4bit": False, "load_in_fp8": True},
 }
 """Unsloth's, as arguments of `FastLanguageModel.from_pretrained`."""
-UNSLOTH = {21.48: "fp8:6/5/7,4:8,16:4", 38.39: "fp8:16/12/20,4:16,16:12"}
+THEIRS: Row = {"seq_len": 512, "checkpointing": False}
+"""What configurations of Unsloth have where they do not say otherwise."""
+UNSLOTH: dict[float, list[tuple[str, int]]] = {
+    21.48: [("fp8", 6), ("fp8", 5), ("fp8", 7), ("4", 8), ("16", 4)],
+    38.39: [("fp8", 16), ("fp8", 12), ("fp8", 20), ("4", 16), ("16", 12)],
+}
 """Precisions with their micro-batches that Unsloth is asked for under each cap in GiB."""
 EIGHT, PLAIN = {"compute_dtype": "fp8", "quantization": "fp8"}, {"quantization": "none"}
 OURS: dict[float, list[tuple[int, Row]]] = {
@@ -86,7 +94,8 @@ def ours(question: Row) -> Callable[[], Row]:
     from qlora_sweep.sweep.training.model import build_base
     from qlora_sweep.sweep.training.step import TrainingLoop
 
-    config, spec = parse_config(question["asked"]), load_model_spec(question["model"])
+    config = parse_config(question["asked"])
+    spec = model_of(question["model"], question["layers"])
     device = torch.device("cuda")
     base = build_base(config, spec=spec, weights="random", device=device, seed=SEED)
 
@@ -113,9 +122,13 @@ def unsloth(question: Row) -> Callable[[], Row]:
     from trl import SFTConfig, SFTTrainer
 
     asked = question["asked"]
-    batch, precision = asked["micro_batch_size"], PRECISIONS[asked["precision"]]
+    batch, length = asked["micro_batch_size"], asked["seq_len"]
     loaded, tokenizer = FastLanguageModel.from_pretrained(
-        question["directory"], max_seq_length=512, dtype=torch.bfloat16, **precision
+        question["directory"],
+        max_seq_length=length,
+        dtype=torch.bfloat16,
+        use_gradient_checkpointing=asked["checkpointing"],
+        **PRECISIONS[asked["precision"]],
     )
     model = FastLanguageModel.get_peft_model(
         loaded,
@@ -123,7 +136,7 @@ def unsloth(question: Row) -> Callable[[], Row]:
         lora_alpha=32,
         lora_dropout=0,
         target_modules=["q_proj", "k_proj", "v_proj", "o_proj"],
-        use_gradient_checkpointing=False,
+        use_gradient_checkpointing=asked["checkpointing"],
         random_state=SEED,
     )
     ends = [STEPS_WARMUP + STEPS * stretch for stretch in range(3)]
@@ -139,16 +152,18 @@ def unsloth(question: Row) -> Callable[[], Row]:
 
     def measure() -> Row:
         clock = Clock()
-        ids = torch.randint(model.config.vocab_size, (batch * ends[-1], 512))
+        ids = torch.randint(model.config.vocab_size, (batch * ends[-1], length))
         with tempfile.TemporaryDirectory() as directory:
             arguments = SFTConfig(
                 output_dir=directory,
                 per_device_train_batch_size=batch,
+                gradient_accumulation_steps=1,
+                gradient_checkpointing=bool(asked["checkpointing"]),
                 max_steps=ends[-1],
                 bf16=True,
                 optim="adamw_torch_fused",
                 logging_steps=1000,
-                max_length=512,
+                max_length=length,
                 save_strategy="no",
                 report_to="none",
                 dataset_kwargs={"skip_prepare_dataset": True},
@@ -161,7 +176,7 @@ def unsloth(question: Row) -> Callable[[], Row]:
                 callbacks=[clock],
             ).train()
         seconds = [(end - begin) / STEPS for begin, end in pairwise(clock.marks)]
-        return rates(seconds, batch * 512, done.training_loss)
+        return rates(seconds, batch * length, done.training_loss)
 
     return measure
 
@@ -192,11 +207,19 @@ def serve(question: Row) -> None:
         print(json.dumps(answer), file=answers, flush=True)
 
 
-def save_model(name: str, directory: Path) -> None:
+def model_of(name: str, layers: int | None) -> ModelSpec:
+    """Return a model that ships with the tool, or the first of its layers."""
+    whole = load_model_spec(name)
+    if layers is None:
+        return whole
+    config = {**whole.config, "num_hidden_layers": layers}
+    return ModelSpec(name, "directory", checked_config(config, label=name))
+
+
+def save_model(spec: ModelSpec, directory: Path) -> None:
     """Write a random 16-bit model with a tokenizer, as Unsloth loads one."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    spec = load_model_spec(name)
     values = {key: value for key, value in spec.config.items() if key != "model_type"}
     config = AutoConfig.for_model(spec.config["model_type"], **values)
     with torch.device("cuda"):
@@ -239,7 +262,7 @@ class Process:
         with suppress(BrokenPipeError):
             print("turn", file=process.stdin, flush=True)
         begun = time.perf_counter()
-        timer = threading.Timer(PATIENCE_SECONDS, process.kill)
+        timer = threading.Timer(self.question["patience_seconds"], process.kill)
         timer.start()
         line = process.stdout.readline()
         timer.cancel()
@@ -253,16 +276,16 @@ class Process:
             self._process.kill()
 
 
-def questions(cap: float, given: Sequence[str]) -> Iterator[Row]:
+def questions(cap: float, typed: argparse.Namespace) -> Iterator[Row]:
     """Yield what both sides are asked for under a cap, in turns."""
-    theirs = [
-        {"precision": precision, "micro_batch_size": int(batch)}
-        for precision, batches in (word.split(":") for word in UNSLOTH[cap].split(","))
-        for batch in batches.split("/")
-    ]
-    own = [FAST | asked for asked in map(json.loads, given)] or [
-        FAST | {"micro_batch_size": batch, **changes} for batch, changes in OURS[cap]
-    ]
+    own = [FAST | asked for asked in typed.ours]
+    theirs = [THEIRS | asked for asked in typed.theirs]
+    if not own and not theirs:
+        own = [FAST | {"micro_batch_size": batch, **changes} for batch, changes in OURS[cap]]
+        theirs = [
+            THEIRS | {"precision": precision, "micro_batch_size": batch}
+            for precision, batch in UNSLOTH[cap]
+        ]
     for pair in itertools.zip_longest(theirs, own):
         for side, asked in zip(("unsloth", "ours"), pair, strict=True):
             if asked is not None:
@@ -272,13 +295,14 @@ def questions(cap: float, given: Sequence[str]) -> Iterator[Row]:
 def compare(asked: argparse.Namespace, cap: float, shared: Row) -> Row:
     """Return what the bests of both sides reach in turns under a cap, and their ratio."""
     bests: dict[str, tuple[float, Process]] = {}
-    for question in questions(cap, asked.ours):
+    for question in questions(cap, asked):
         process = Process(shared | question, asked.unsloth_path)
-        process.turn()
         row = process.turn()
+        if "tokens_per_second" in row:
+            row = process.turn()
         write(row, asked.path)
         known = bests.get(row["side"], (0.0, None))
-        slower = process
+        slower: Process | None = process
         if row.get("tokens_per_second", 0.0) > known[0]:
             bests[row["side"]], slower = (row["tokens_per_second"], process), known[1]
         if slower is not None:
@@ -293,10 +317,13 @@ def compare(asked: argparse.Namespace, cap: float, shared: Row) -> Row:
             versions |= row.get("versions", {})
     for _, process in bests.values():
         process.close()
+    ratio = None
+    if len(speeds) == 2:
+        ratio = statistics.mean(speeds["ours"]) / statistics.mean(speeds["unsloth"])
     return {
         "summary": "best of ours over best of Unsloth's, means of the rounds",
         "cap_gib": cap,
-        "ratio": statistics.mean(speeds["ours"]) / statistics.mean(speeds["unsloth"]),
+        "ratio": ratio,
         "tokens_per_second": speeds,
         **{side: process.question["asked"] for side, (_, process) in bests.items()},
         "versions": versions,
@@ -309,7 +336,19 @@ def main() -> None:
     parser.add_argument("path", type=Path, help="JSON lines are added to it")
     parser.add_argument("--cap", type=float, nargs="+", default=list(OURS), help="in GiB")
     parser.add_argument("--model", default="mistral-7b-v0.3")
-    parser.add_argument("--ours", action="append", default=[], help="a configuration as JSON")
+    parser.add_argument(
+        "--layers", type=int, help="how many of the model's layers; all unless said"
+    )
+    for side in ("--ours", "--theirs"):
+        parser.add_argument(
+            side, action="append", default=[], type=json.loads, help="a configuration as JSON"
+        )
+    parser.add_argument(
+        "--patience",
+        type=float,
+        default=150.0,
+        help="a process that has not answered after so many seconds is ended, and its row says so",
+    )
     parser.add_argument("--rounds", type=int, default=3, help="of the bests")
     parser.add_argument("--unsloth-path", type=Path, help="put first on the path of Unsloth's side")
     parser.add_argument("--serve", type=json.loads, help=argparse.SUPPRESS)
@@ -317,12 +356,14 @@ def main() -> None:
     if asked.serve:
         serve(asked.serve)
         return
-    write({**stamp(), "model": asked.model}, asked.path)
+    about = {"model": asked.model, "layers": asked.layers}
+    write(stamp() | about, asked.path)
     with tempfile.TemporaryDirectory() as scratch:
-        save_model(asked.model, Path(scratch))
-        torch.cuda.empty_cache()
+        if asked.theirs or not asked.ours:
+            save_model(model_of(asked.model, asked.layers), Path(scratch))
+            torch.cuda.empty_cache()
+        shared = about | {"directory": scratch, "patience_seconds": asked.patience}
         for cap in asked.cap:
-            shared = {"model": asked.model, "directory": scratch}
             write(compare(asked, cap, shared), asked.path)
 
 
