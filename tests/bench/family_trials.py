@@ -33,7 +33,7 @@ from qlora_sweep.search_spaces.gpus import find_gpu
 from qlora_sweep.search_spaces.kinds import DeviceName
 from qlora_sweep.search_spaces.linears import resolve_targets
 from qlora_sweep.search_spaces.models import ModelSpec, checked_config
-from qlora_sweep.search_spaces.recurrent import recurrent_kind
+from qlora_sweep.search_spaces.recurrent import FLASH_LINEAR_ATTENTION, recurrent_kind
 from qlora_sweep.search_spaces.rules import WITHOUT_CHECKPOINTING, attention_of, violation
 from qlora_sweep.search_spaces.space import StepBudget, Weights
 from qlora_sweep.storage.records import Measured
@@ -187,6 +187,13 @@ class Workplace:
         """Compute capability of the GPU; None on a CPU."""
         return torch.cuda.get_device_capability() if self.device == "cuda" else None
 
+    def device_of(self, spec: ModelSpec) -> DeviceName:
+        """Return where a model's numbers are compared: a CPU, unless its kernels have none."""
+        kind = recurrent_kind(spec)
+        if kind is not None and kind.package == FLASH_LINEAR_ATTENTION:
+            return self.device
+        return "cpu"
+
 
 def tried(kind: str, place: Workplace) -> OfType:
     """Return what comes of a type."""
@@ -209,7 +216,7 @@ def _tried(kind: str, config: dict[str, Any], place: Workplace) -> OfType:
     if spec.is_part:
         return _of_part(spec)
     spec = _as_on_a_gpu(spec)
-    refused = _is_no_decoder(spec)
+    refused = _is_no_decoder(spec, place.device_of(spec))
     if refused:
         return OfType(refused=refused)
     found = of_targets(spec, place)
@@ -220,8 +227,10 @@ def _tried(kind: str, config: dict[str, Any], place: Workplace) -> OfType:
             found,
             speed=_without_name(_said(lambda: speed(spec, found.quantization)), spec),
             faithful=_said(lambda: faithful(spec, found, place)),
-            merged=_said(lambda: merged(spec, found, Path(directory))).replace(directory, ""),
-            exported=_said(lambda: is_exported(spec, found, Path(directory))),
+            merged=_said(lambda: merged(spec, found, place, Path(directory))).replace(
+                directory, ""
+            ),
+            exported=_said(lambda: is_exported(spec, found, place, Path(directory))),
         )
 
 
@@ -253,11 +262,11 @@ def _as_on_a_gpu(spec: ModelSpec) -> ModelSpec:
     return dataclasses.replace(spec, config={**spec.config, **changes})
 
 
-def _is_no_decoder(spec: ModelSpec) -> str:
+def _is_no_decoder(spec: ModelSpec, device: DeviceName) -> str:
     """Return why a type is not trained on texts at all; empty where it is."""
     config = _config(spec, "attention", "none").changed(compute_dtype="fp32")
     try:
-        with _base(config, spec, "cpu") as base:
+        with _base(config, spec, device) as base:
             check_is_causal(base.model)
     except InputError as error:
         return str(error)
@@ -300,7 +309,8 @@ def _of_targets(
         planned = _without_name(str(error), spec)
     # Adapters on experts in 16 bits have no prediction, and kernels of linear attention no CPU.
     kind = recurrent_kind(spec)
-    if planned == YES and (kind is None or kind.package is None):
+    has_kernels = kind is None or kind.package is None or place.device == "cuda"
+    if planned == YES and has_kernels:
         with contextlib.suppress(SweepError):
             predicted = [predictor.predict(each).peak_allocated_bytes for each in held_out]
     measured: list[int] = []
@@ -393,9 +403,9 @@ def faithful(spec: ModelSpec, found: OfType, place: Workplace) -> None:
     """
     targets = found.widest or ""
     config = _config(spec, targets, "none").changed(compute_dtype="fp32")
-    loss, gradient = _gradient(config, spec)
+    loss, gradient = _gradient(config, spec, place)
     plain = config.changed(attention="eager", checkpoint_fraction=0.0)
-    plain_loss, plain_gradient = _gradient(plain, spec)
+    plain_loss, plain_gradient = _gradient(plain, spec, place)
     if abs(loss / plain_loss - 1.0) > SAME_LOSS:
         raise NotSoError(f"the loss is {loss / plain_loss - 1.0:.1%} off eager attention's")
     off = float((gradient - plain_gradient).norm() / plain_gradient.norm())
@@ -414,9 +424,10 @@ def faithful(spec: ModelSpec, found: OfType, place: Workplace) -> None:
     _peaks([narrow], spec, place)
 
 
-def _gradient(config: TrialConfig, spec: ModelSpec) -> tuple[float, torch.Tensor]:
+def _gradient(config: TrialConfig, spec: ModelSpec, place: Workplace) -> tuple[float, torch.Tensor]:
     """Return loss and gradient, (parameters,), of a micro-batch."""
-    with _base(config, spec, "cpu") as base, attached(base, config) as attachment:
+    device = place.device_of(spec)
+    with _base(config, spec, device) as base, attached(base, config) as attachment:
         loop = TrainingLoop(attachment, config, seed=0)
         trained = attachment.trainable_parameters()
         torch.manual_seed(1)
@@ -429,7 +440,7 @@ def _gradient(config: TrialConfig, spec: ModelSpec) -> tuple[float, torch.Tensor
         return loss, torch.cat(gradients).clone()
 
 
-def merged(spec: ModelSpec, found: OfType, directory: Path) -> None:
+def merged(spec: ModelSpec, found: OfType, place: Workplace, directory: Path) -> None:
     """See that a merged checkpoint says what base and adapter say.
 
     Raises:
@@ -444,13 +455,14 @@ def merged(spec: ModelSpec, found: OfType, directory: Path) -> None:
     output = directory / "merged"
     output.mkdir()
     Merge(adapter, stored).write(output)
-    tokens = torch.arange(3, 50)[None]
+    device = place.device_of(spec)
+    tokens = torch.arange(3, 50, device=device)[None]
     with torch.no_grad():
-        base = _read(stored)
+        base = _read(stored, device)
         before = base(input_ids=tokens).logits
         adapted: Any = PeftModel.from_pretrained(base, adapter).eval()
         together = adapted(input_ids=tokens).logits
-        written = _read(output)
+        written = _read(output, device)
         after = written(input_ids=tokens).logits
     changed = float((together - before).norm() / before.norm())
     off = float((after - together).norm() / together.norm())
@@ -482,12 +494,12 @@ def _stored(spec: ModelSpec, directory: Path) -> Path:
     return path
 
 
-def _read(path: Path) -> Any:
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-    return model.eval()
+def _read(path: Path, device: DeviceName) -> Any:
+    model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    return model.to(device).eval()
 
 
-def is_exported(spec: ModelSpec, found: OfType, directory: Path) -> None:
+def is_exported(spec: ModelSpec, found: OfType, place: Workplace, directory: Path) -> None:
     """See that the exported script builds the tensors that the trial trained.
 
     Raises:
@@ -501,7 +513,7 @@ def is_exported(spec: ModelSpec, found: OfType, directory: Path) -> None:
     )
     built = described(script.load_model(str(stored.path)).get_base_model())
     with (
-        _base(config, stored, "cpu", weights="pretrained") as base,
+        _base(config, stored, place.device_of(spec), weights="pretrained") as base,
         attached(base, config) as attachment,
     ):
         trained = described(attachment.model.get_base_model())

@@ -6,8 +6,8 @@ beside its loop in plain PyTorch.
     python -m tests.bench.hybrids --part speed --predicted PREDICTED.jsonl -o OUT.jsonl
 
 Shapes are the defaults of transformers' own config classes, half of the layers (`--whole` for all):
-Qwen3.5-9B, as its documentation names them, OLMo Hybrid 7B, and LFM2 with two convolutions before
-each attention. Weights are random.
+Qwen3.5-9B, as its documentation names them, OLMo Hybrid 7B, LFM2 with two convolutions before each
+attention, and eight layers of Kimi Linear 48B-A3B, a mixture. Weights are random.
 
 The first command predicts, without a GPU. The second measures the peak of each configuration, with
 kernels of linear attention that are not tuned for the GPU, as tuning takes minutes for each type of
@@ -87,10 +87,20 @@ LFM: dict[str, Any] = {
     "max_position_embeddings": 128_000,
     "layer_types": ["conv", "conv", "full_attention"] * 10,
 }
+KIMI: dict[str, Any] = {
+    "model_type": "kimi_linear",
+    "vocab_size": 163_840,
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 27,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 32,
+}
 MODELS: dict[str, tuple[dict[str, Any], int]] = {
     "qwen3.5-9b": (QWEN, 16),
     "olmo-hybrid-7b": (OLMO, 16),
     "lfm2-2.6b": (LFM, 15),
+    "kimi-linear-48b-a3b": (KIMI, 8),
 }
 """A config, and how many layers are trained where not all are."""
 LEAN: dict[str, Any] = {"upcast_fp32": False, "optimizer": "adamw_torch_fused"}
@@ -132,6 +142,11 @@ LISTED: Mapping[str, Sequence[dict[str, Any]]] = {
         {**LEAN, **EVERY, "micro_batch_size": 2, "seq_len": 1000, "lora_rank": 64},
         {"micro_batch_size": 1, "seq_len": 1024, "checkpoint_fraction": 0.5},
     ),
+    "kimi-linear-48b-a3b": (
+        {**LEAN, "micro_batch_size": 4, "seq_len": 1024},
+        {**LEAN, "micro_batch_size": 2, "seq_len": 777, "checkpoint_fraction": 0.0},
+        {**FUSED, "micro_batch_size": 1, "seq_len": 8192, "lora_rank": 64},
+    ),
 }
 STEPS = StepBudget(warmup_min=1, warmup_max=2, measured_min=2, measured_max=4, seconds_max=3)
 _FIXED_KERNELS: Mapping[str, tuple[dict[str, int], int]] = {
@@ -146,6 +161,15 @@ _FIXED_KERNELS: Mapping[str, tuple[dict[str, int], int]] = {
     "chunk_local_cumsum_scalar_kernel": ({}, 2),
     "l2norm_fwd_kernel": ({"BT": 16}, 4),
     "l2norm_bwd_kernel": ({"BT": 16}, 4),
+    "chunk_gla_fwd_kernel_o": ({"BK": 64, "BV": 64}, 4),
+    "chunk_kda_bwd_kernel_dAv": ({}, 4),
+    "chunk_kda_bwd_kernel_intra": ({}, 4),
+    "chunk_kda_bwd_kernel_wy_dqkg_fused": ({"BK": 32, "BV": 64}, 4),
+    "chunk_kda_fwd_kernel_inter_solve_fused": ({"BK": 32}, 2),
+    "chunk_kda_fwd_kernel_intra_sub_chunk": ({}, 4),
+    "chunk_kda_fwd_kernel_intra_token_parallel": ({"BH": 4}, 4),
+    "chunk_local_cumsum_vector_kernel": ({"BS": 32}, 4),
+    "recompute_w_u_fwd_kda_kernel": ({}, 4),
 }
 """Blocks and warps of kernels that are not tuned: some of those that would be tried."""
 _START = """
