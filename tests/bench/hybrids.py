@@ -145,7 +145,7 @@ LISTED: Mapping[str, Sequence[dict[str, Any]]] = {
     "kimi-linear-48b-a3b": (
         {**LEAN, "micro_batch_size": 4, "seq_len": 1024},
         {**LEAN, "micro_batch_size": 2, "seq_len": 777, "checkpoint_fraction": 0.0},
-        {**FUSED, "micro_batch_size": 1, "seq_len": 8192, "lora_rank": 64},
+        {**LEAN, "micro_batch_size": 1, "seq_len": 8192, "lora_rank": 64},
     ),
 }
 STEPS = StepBudget(warmup_min=1, warmup_max=2, measured_min=2, measured_max=4, seconds_max=3)
