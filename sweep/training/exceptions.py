@@ -100,10 +100,14 @@ def setting_at_fault(error: BaseException, config: TrialConfig) -> str | None:
         if config.compile and is_compilers:
             return "compile"
         return None
+    # What is kept from being compiled passes through dynamo's files too.
+    sources = [
+        (part, name) for part, name in _SOURCES.items() if name != "compile" or config.compile
+    ]
     for cause in _causes(error):
         # From where it was raised outwards.
         for frame, _ in reversed(list(traceback.walk_tb(cause.__traceback__))):
-            for part, setting in _SOURCES.items():
+            for part, setting in sources:
                 if part in frame.f_code.co_filename:
                     return setting
     if config.compile:

@@ -485,6 +485,15 @@ class _PackedProduct(torch.autograd.Function):
         return of_rows, *nothing
 
 
+def _in_rows(weight: torch.Tensor) -> torch.Tensor:
+    """Return a weight (experts, rank, out) whose rows lie one after the other.
+
+    Of `contiguous` alone inductor makes whatever strides it likes, and `grouped_mm` refuses them.
+    """
+    _, rank, width = weight.shape
+    return weight.contiguous().as_strided(weight.shape, (rank * width, width, 1))
+
+
 class ExpertsAdapter(ParamWrapper):
     """PEFT's adapter on a parameter of experts, multiplied for the tokens of each expert.
 
@@ -518,7 +527,7 @@ class ExpertsAdapter(ParamWrapper):
                 down = pad(down, (0, 0, 0, missing))
                 up = pad(up, (0, 0, 0, missing))
             inner = grouped.trained_product(rows, down.transpose(-2, -1), ends)
-            outer = grouped.trained_product(inner, up.contiguous(), ends)
+            outer = grouped.trained_product(inner, _in_rows(up), ends)
             total = total + outer * self.scaling[adapter]
         return total
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -194,6 +195,22 @@ def test_experts_that_are_named_get_adapters_of_the_rank_and_compile() -> None:
     of_experts = [name for name in trained if ".experts." in name]
     assert len(of_experts) == 4 * layers
     assert len(trained) == 6 * layers
+
+
+@pytest.mark.usefixtures("dynamo")
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
+def test_the_compiler_leaves_an_adapters_factors_as_products_take_them() -> None:
+    config = families.config_of("qwen3_moe", "attention", "nf4")
+    config = config.changed(target_modules=("q_proj", "gate_up_proj", "down_proj"), lora_rank=16)
+    with tiny_loop(config, spec=families.spec_of("qwen3_moe")) as loop:
+        modules = loop.attached.model.modules()
+        adapter = next(module for module in modules if isinstance(module, ExpertsAdapter))
+        every = adapter.num_experts
+        rows = torch.randn(8 * every, adapter.in_features, dtype=torch.bfloat16)
+        ends = torch.arange(8, 8 * every + 1, 8, dtype=torch.int32)
+        torch.nn.init.normal_(adapter.lora_B["default"].weight)
+        compiled = torch.compile(adapter.product, backend="inductor")(rows, ends)
+        assert torch.equal(compiled, adapter.product(rows, ends))
 
 
 @pytest.mark.parametrize("quantization", ["fp8", "int8"])

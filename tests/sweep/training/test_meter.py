@@ -323,6 +323,7 @@ def test_every_failure_is_of_one_kind(kind: str, made: Any) -> None:
         flash_attn/flash_attn_interface.py | {kernels: liger} | attention
         somewhere.py | {kernels: liger} | kernels
         somewhere.py | {compile: true} | compile
+        torch/_dynamo/eval_frame.py | {kernels: hf} | attention
         """
     ),
 )

@@ -138,6 +138,22 @@ class Cuda(TorchFunctionMode):
             if not self._depth:
                 self._casts.clear()
 
+    @contextlib.contextmanager
+    def maybe_autocast(self, *_: Any, enabled: bool = True, **__: Any) -> Iterator[None]:
+        """Leave out autocast inside, where a layer asks for it: as transformers' function of that
+        name does on a GPU, which on the meta device does nothing."""
+        if enabled:
+            yield
+            return
+        dtype, self._dtype = self._dtype, None
+        was_enabled = torch.is_autocast_enabled("cuda")
+        torch.set_autocast_enabled("cuda", False)
+        try:
+            yield
+        finally:
+            self._dtype = dtype
+            torch.set_autocast_enabled("cuda", was_enabled)
+
     def __torch_function__(
         self,
         func: Any,

@@ -29,11 +29,13 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import sys
 import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -297,10 +299,10 @@ def walk(target: Traceable, symbols: Symbols, structure: Structure) -> Walk:
         layers=len(target.layers),
         is_odd=lambda size: config.image_size is None and symbols.is_unexplained(size),
     )
-    # transformers is to find several texts in a packed row, whose positions have no values to say.
-    found: list[tuple[Any, str, Any]] = []
+    found = [(module, "maybe_autocast", cuda.maybe_autocast) for module in _asking(target.model)]
     if is_packed:
-        found = [(masking_utils, "find_packed_sequence_indices", _texts_of_tokens)]
+        # transformers is to find several texts in a row, whose positions have no values to say.
+        found.append((masking_utils, "find_packed_sequence_indices", _texts_of_tokens))
     if config.is_on_pairs:
         # One chunk stands for all of them.
         found.append((preference, "chunks", lambda *_: [slice(0, symbols.c)]))
@@ -409,6 +411,12 @@ def _checkpoint(target: Traceable, cuda: Cuda) -> None:
     keep_nothing_before(target.base, target.layers)
     for layer in target.layers:
         layer.gradient_checkpointing = True
+
+
+def _asking(model: torch.nn.Module) -> list[ModuleType]:
+    """Return the modules of Python that say a model's layers, and ask for less autocast there."""
+    names = {type(layer).__module__ for layer in model.modules()}
+    return [sys.modules[name] for name in names if hasattr(sys.modules[name], "maybe_autocast")]
 
 
 def _texts_of_tokens(position_ids: torch.Tensor) -> torch.Tensor:
