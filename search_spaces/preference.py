@@ -43,15 +43,17 @@ def compute_order(config: TrialConfig) -> int:
     return config.compute_kind.plainness
 
 
-def plainness(config: TrialConfig, peak_bytes: int) -> tuple[int, int, int, int]:
+def plainness(config: TrialConfig, peak_bytes: int) -> tuple[int, float, int, int, int]:
     """Return what sorts configurations that tie in speed, the one to recommend first.
 
-    16-bit compute comes before 8 bits, bf16 before fp16, and less memory before more. Of about as
-    much memory the one with fewer settings that are not the standard recipe's comes first.
+    16-bit compute comes before 8 bits, bf16 before fp16, experts on the GPU before experts on the
+    host, which has to have room for them, and less memory before more. Of about as much memory the
+    one with fewer settings that are not the standard recipe's comes first.
 
     Args:
         config: the configuration.
         peak_bytes: its peak allocated memory, measured or predicted.
     """
     memory = round(math.log(max(1, peak_bytes)) / ALIKE_MEMORY)
-    return compute_order(config), memory, unusual_settings(config), peak_bytes
+    compute, settings = compute_order(config), unusual_settings(config)
+    return compute, config.offload_fraction, memory, settings, peak_bytes
