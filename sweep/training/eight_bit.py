@@ -39,6 +39,8 @@ _TINY = 1e-30
 """The least that a row's largest value is taken for, so that one of zeros stays zeros."""
 _INT8_ROWS = 16
 """`torch._int_mm` takes more rows than these."""
+_WIDTH = 16
+"""Of which the features on both sides of a kernel's product are a multiple."""
 _BLOCK = 64
 """4-bit weights that share a scale."""
 _SCALES_BLOCK = 256
@@ -100,14 +102,16 @@ def _multiplied(
 ) -> torch.Tensor:
     """Return ``left`` (m, k) times the transpose of ``right`` (n, k), times the scales of both:
     (m, 1) and (n,)."""
-    if left.is_cuda and left.dtype != torch.int8:
+    # Of a few heads there may be fewer features: linear attention has such layers.
+    has_kernel = left.is_cuda and left.shape[1] % _WIDTH == 0 and len(right) % _WIDTH == 0
+    if has_kernel and left.dtype != torch.int8:
         scaling: dict[str, Any] = {
             "scale_a": left_scales,
             "scale_b": scales[None],
             "out_dtype": torch.bfloat16,
         }
         return torch._scaled_mm(left, right.t(), **scaling, use_fast_accum=True)
-    if left.is_cuda and len(left) > _INT8_ROWS:
+    if has_kernel and len(left) > _INT8_ROWS:
         return torch._int_mm(left, right.t()).float() * left_scales * scales
     with torch.autocast(left.device.type, enabled=False):
         return left.float() @ right.float().t() * left_scales * scales

@@ -13,7 +13,7 @@ from qlora_sweep.sweep.training.eight_bit import TYPES, compute_in_8_bits, to_8_
 from qlora_sweep.sweep.training.fitting import multiplying_in
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]
-SHAPES = [(1024, 4096), (14336, 4096), (4096, 14336), (48, 112), (16, 16)]
+SHAPES = [(1024, 4096), (14336, 4096), (4096, 14336), (48, 112), (16, 16), (30, 256)]
 """Output and input features, of a 7B model and odd ones."""
 BASES = [("fp8", "fp8"), ("int8", "int8"), ("nf4", "fp8"), ("nf4", "int8")]
 """What a base is stored in, and computed in."""

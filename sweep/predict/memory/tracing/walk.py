@@ -299,7 +299,9 @@ def walk(target: Traceable, symbols: Symbols, structure: Structure) -> Walk:
         layers=len(target.layers),
         is_odd=lambda size: config.image_size is None and symbols.is_unexplained(size),
     )
-    found = [(module, "maybe_autocast", cuda.maybe_autocast) for module in _asking(target.model)]
+    found: list[tuple[Any, str, Any]] = []
+    for module in _asking(target.model):
+        found.append((module, "maybe_autocast", cuda.maybe_autocast))
     if is_packed:
         # transformers is to find several texts in a row, whose positions have no values to say.
         found.append((masking_utils, "find_packed_sequence_indices", _texts_of_tokens))
