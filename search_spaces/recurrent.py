@@ -30,8 +30,6 @@ class RecurrentKind:
     kernels are not modelled."""
     is_built: bool = False
     """Whether the package is built from source where it is installed."""
-    has_measured_peaks: bool = False
-    """Whether predictions of its memory were held to peaks that were measured on a GPU."""
 
     @property
     def is_predicted(self) -> bool:
@@ -58,10 +56,7 @@ backward pass wrongly for Hopper GPUs; flash-linear-attention 0.6.0 raises an er
 _HOPPER = 9
 SLOWER = "more than ten times slower on an H100, as transformers says"
 GATED_DELTA_RULE = RecurrentKind(
-    "linear attention layers",
-    FLASH_LINEAR_ATTENTION,
-    "torch_chunk_gated_delta_rule",
-    has_measured_peaks=True,
+    "linear attention layers", FLASH_LINEAR_ATTENTION, "torch_chunk_gated_delta_rule"
 )
 KIMI_DELTA_ATTENTION = RecurrentKind(
     "Kimi linear attention layers", FLASH_LINEAR_ATTENTION, "chunk_kimi_delta_attention"

@@ -387,7 +387,7 @@ class Shortlist:
     def _plainest(self, of: _Class, speed: float) -> tuple[_Row, int]:
         """Return the plainest of a class that surely fits and is within a tie of a speed."""
         least = speed / (1.0 + TIE)
-        found: list[tuple[tuple[int, ...], _Row, int]] = []
+        found: list[tuple[tuple[float, ...], _Row, int]] = []
         for row in of.rows_from(least):
             # Speed hardly falls with the micro-batch, so the smallest needs least.
             for at, known in sorted(row.speeds.items()):

@@ -29,7 +29,7 @@ from qlora_sweep.search_spaces.dimensions import Dimension, FloatRange
 from qlora_sweep.search_spaces.errors import InputError
 from qlora_sweep.search_spaces.kinds import AMPERE
 from qlora_sweep.search_spaces.models import ModelSpec
-from qlora_sweep.search_spaces.recurrent import plain_loop, recurrent_kind
+from qlora_sweep.search_spaces.recurrent import plain_loop
 from qlora_sweep.search_spaces.space import SearchSpace
 from qlora_sweep.storage.records import TrialRecord
 from qlora_sweep.sweep.predict.memory.allocator import MIB
@@ -162,8 +162,6 @@ class TracingPredictor(MemoryPredictor):
         self._workspace_bytes = workspace_bytes
         self._benchmark_bytes = _BENCHMARK_BYTES.get(capability, _OLDER_BENCHMARK_BYTES)
         self._has_flash = capability >= AMPERE
-        kind = recurrent_kind(model)
-        self._is_unseen = kind is not None and not kind.has_measured_peaks
         self._tracer = tracer or TracingChildren()
         self._profiles = ProfileStore(
             model, cache_dir=cache_dir, tracer=self._tracer, shipped=shipped
@@ -243,7 +241,6 @@ class TracingPredictor(MemoryPredictor):
             values=_values(config, self._model),
             workspace_bytes=self._workspace_bytes,
             benchmark_bytes=self._benchmark_bytes,
-            is_unseen=self._is_unseen or config.image_size is not None,
         )
 
     def _profile(self, config: TrialConfig, is_checkpointed: bool, shape: _Shape) -> Profile:

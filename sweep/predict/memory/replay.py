@@ -89,8 +89,6 @@ class Step:
     """What the libraries keep for themselves."""
     benchmark_bytes: int = 0
     """What the compiler clears between the runs of a kernel that it tries out."""
-    is_unseen: bool = False
-    """Whether layers of a kind, or images, are in it of which no peak was measured."""
 
     @property
     def first_step_bytes(self) -> int:
