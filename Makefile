@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 RUNS := $(VENV)/.runs
 RUNS_SAYS := qlora-sweep with torch, transformers, PEFT, bitsandbytes and Optuna into $(VENV): 1.3 GB, one to three minutes
 READY := $(VENV)/.ready
-READY_EXTRAS := [dev,docs,images,postgresql,dashboard,ray]
+READY_EXTRAS := [dev,docs,images,postgresql,dashboard,ray,mcp]
 READY_SAYS := what the tests need besides: 0.5 GB, about a minute
 # What is imported is compiled then: all that is installed would take a minute, and most of it is never imported.
 # Many images forbid it, and each process that imports torch would compile it again: ten seconds instead of four.

@@ -11,6 +11,7 @@ autodoc_typehints = "description"
 myst_heading_anchors = 3
 myst_links_external_new_tab = True
 add_module_names = False
+exclude_patterns = ["skill"]  # for agents
 html_theme = "furo"
 html_title = f"qlora-sweep {version}"
 html_copy_source = False

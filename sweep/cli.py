@@ -492,6 +492,14 @@ def dashboard(
     """Show a study in Optuna's dashboard, on this machine alone."""
 
 
+@command("agents.serve", "sweep mcp", name="mcp")
+def serve() -> None:
+    """Serve an agent: plan, run, train and more as tools of the Model Context Protocol.
+
+    An agent starts it and speaks to it by standard input and output.
+    """
+
+
 @command("commands.doctor", "sweep doctor")
 def doctor() -> None:
     """Check this machine, and say what to do."""

@@ -28,7 +28,7 @@ CONTRIBUTION = path_of("h100_studies_mistral-7b-v0.3.jsonl")
 SURFACE = Path(__file__).parents[1] / "data" / "surfaces" / "tinyllama-1.1b_h200.jsonl"
 TEXTS = Path(__file__).parents[2] / "docs" / "examples" / "dataset.jsonl"
 TOKENIZER = Path(__file__).parents[2] / "search_spaces" / "tokenizers" / "demo"
-NOT_RUN = ("train", "verify", "merge", "doctor")
+NOT_RUN = ("train", "verify", "merge", "doctor", "mcp")
 """Commands whose examples are not run."""
 RUN_ELSEWHERE = (
     "sweep run cpu-demo --for trl --trials 3 --no-confirm",
