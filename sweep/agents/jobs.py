@@ -83,7 +83,7 @@ class Jobs:
             (directory / "log.txt").open("wb") as log,
         ):
             process = subprocess.Popen(
-                [*SWEEP, *words, "--json"],
+                SWEEP + words + ("--json",),
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=log,

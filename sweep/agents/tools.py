@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import json
 import subprocess
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import Field
 
 from qlora_sweep.search_spaces.errors import EnvironmentFault, InputError, NothingFits
+from qlora_sweep.search_spaces.gpus import find_gpu
 from qlora_sweep.sweep.agents.jobs import SWEEP, Job, Jobs
 from qlora_sweep.sweep.paths import report_path
 
@@ -47,17 +48,20 @@ _SECONDS = 600.0
 _NOTHING_FITS = 1
 
 
-def words_of(**options: Any) -> Iterator[str]:
-    """Yield options as they are typed; what is None, False or empty is not."""
+def words_of(**options: Any) -> list[str]:
+    """Return options as they are typed; what is None or False is not."""
+    words: list[str] = []
     for name, value in options.items():
         option = f"--{name.replace('_', '-')}"
         if isinstance(value, Mapping):
             for key, one in value.items():
-                yield from ("--set", f"{key}={one if isinstance(one, str) else json.dumps(one)}")
+                written = one if isinstance(one, str) else json.dumps(one)
+                words += ["--set", f"{key}={written}"]
         elif value is True:
-            yield option
+            words.append(option)
         elif value not in (None, False):
-            yield from (option, str(value))
+            words += [option, str(value)]
+    return words
 
 
 def printed(*words: str) -> str:
@@ -69,7 +73,7 @@ def printed(*words: str) -> str:
     """
     try:
         done = subprocess.run(
-            [*SWEEP, *words],
+            SWEEP + words,
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
@@ -133,10 +137,8 @@ def gpus(
     if name is None:
         kept = ("name", "product", "memory_bytes")
         return {"gpus": [{key: gpu[key] for key in kept} for gpu in every]}
-    for gpu in every:
-        if name.casefold() in (gpu["name"].casefold(), *map(str.casefold, gpu["aliases"])):
-            return dict(gpu)
-    raise InputError(f"no GPU '{name}': `gpus` without a name lists them")
+    wanted = find_gpu(name).name
+    return next(gpu for gpu in every if gpu["name"] == wanted)
 
 
 def models() -> Document:
@@ -154,7 +156,9 @@ def status(
     study: Annotated[str | None, Field(description="one study; None for all")] = None,
 ) -> Document:
     """Say what a study has measured, whether it runs, and the best so far; or list all studies."""
-    return document_of("status", *([] if study is None else [study]))
+    if study is None:
+        return document_of("status")
+    return document_of("status", study)
 
 
 def best(study: Study, parts: Parts = None) -> Document:
@@ -193,20 +197,17 @@ class Started:
         """Start a study on the GPU of this machine, which measures configurations until the fastest
         is confirmed: some two minutes for a 7B model. Returns at once, with the study's name for
         `status` and `best`, and the job's for `job` and `stop`. The same call resumes a study."""
-        words = [
-            space,
-            *words_of(
-                model=model,
-                data=data,
-                study=study,
-                settings=settings,
-                trials=trials,
-                time_budget=time_budget,
-                max_dollars=max_dollars,
-            ),
-        ]
-        named = json.loads(printed("run", *words, "--dry-run", "--json"))["study"]
-        return {"study": named, **self._started("run", *words)}
+        words = words_of(
+            model=model,
+            data=data,
+            study=study,
+            settings=settings,
+            trials=trials,
+            time_budget=time_budget,
+            max_dollars=max_dollars,
+        )
+        named = json.loads(printed("run", space, *words, "--dry-run", "--json"))["study"]
+        return {"study": named} | self._started("run", space, *words)
 
     def verify(
         self,
@@ -241,7 +242,7 @@ class Started:
             resume=is_resumed,
             yes=is_cut,
         )
-        return {"output": str(Path(output).absolute()), **self._started("train", what, *words)}
+        return {"output": str(Path(output).absolute())} | self._started("train", what, *words)
 
     def job(
         self, name: Annotated[str, Field(description="as `run`, `verify` or `train` returned it")]

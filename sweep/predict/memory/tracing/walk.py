@@ -35,6 +35,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
+from inspect import unwrap
 from types import ModuleType
 from typing import Any
 
@@ -416,9 +417,18 @@ def _checkpoint(target: Traceable, cuda: Cuda) -> None:
 
 
 def _asking(model: torch.nn.Module) -> list[ModuleType]:
-    """Return the modules of Python that say a model's layers, and ask for less autocast there."""
-    names = {type(layer).__module__ for layer in model.modules()}
-    return [sys.modules[name] for name in names if hasattr(sys.modules[name], "maybe_autocast")]
+    """Return the modules of Python of layers that have autocast left out for what they do.
+
+    All rotary embeddings do, for a few numbers at the start of a step: those count as they are.
+    """
+    kinds = {type(layer) for layer in model.modules()}
+    modules = {
+        kind.__module__
+        for kind in kinds
+        if not kind.__name__.endswith("RotaryEmbedding")
+        and "maybe_autocast" in unwrap(kind.forward).__code__.co_names
+    }
+    return [sys.modules[name] for name in modules]
 
 
 def _texts_of_tokens(position_ids: torch.Tensor) -> torch.Tensor:
