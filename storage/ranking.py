@@ -967,7 +967,8 @@ def _leveled(quality: QualityReport, best: QualityReport) -> float:
 def _beats(trial: RankedTrial, other: RankedTrial) -> bool:
     """Whether a trial is no worse than another in speed and memory and better in one of them, one
     of a less plain compute dtype by more than a tie. One that made the allocator give memory back
-    beats none that did not."""
+    beats none that did not, and one with more experts on the host is faster by more than a tie:
+    what it needs less of the GPU's memory it needs of the host's."""
     if _gave_back(trial) > _gave_back(other):
         return False
     margin = 0.0
@@ -977,6 +978,8 @@ def _beats(trial: RankedTrial, other: RankedTrial) -> bool:
     mine = trial.measurement.peak_allocated_bytes
     theirs = other.measurement.peak_allocated_bytes
     is_no_worse = faster >= 1.0 and mine <= theirs
+    if trial.config.offload_fraction > other.config.offload_fraction:
+        return is_no_worse and faster > 1.0 + TIE
     return is_no_worse and (faster > 1.0 + margin or mine * (1.0 + margin) < theirs)
 
 

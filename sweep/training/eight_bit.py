@@ -40,7 +40,7 @@ _TINY = 1e-30
 _INT8_ROWS = 16
 """`torch._int_mm` takes more rows than these."""
 _WIDTH = 16
-"""Of which the features on both sides of a kernel's product are a multiple."""
+"""Of which the features on both sides of a GPU's product in 8 bits are multiples."""
 _BLOCK = 64
 """4-bit weights that share a scale."""
 _SCALES_BLOCK = 256
@@ -102,16 +102,14 @@ def _multiplied(
 ) -> torch.Tensor:
     """Return ``left`` (m, k) times the transpose of ``right`` (n, k), times the scales of both:
     (m, 1) and (n,)."""
-    # Of a few heads there may be fewer features: linear attention has such layers.
-    has_kernel = left.is_cuda and left.shape[1] % _WIDTH == 0 and len(right) % _WIDTH == 0
-    if has_kernel and left.dtype != torch.int8:
+    if left.is_cuda and left.dtype != torch.int8:
         scaling: dict[str, Any] = {
             "scale_a": left_scales,
             "scale_b": scales[None],
             "out_dtype": torch.bfloat16,
         }
         return torch._scaled_mm(left, right.t(), **scaling, use_fast_accum=True)
-    if has_kernel and len(left) > _INT8_ROWS:
+    if left.is_cuda and len(left) > _INT8_ROWS:
         return torch._int_mm(left, right.t()).float() * left_scales * scales
     with torch.autocast(left.device.type, enabled=False):
         return left.float() @ right.float().t() * left_scales * scales
@@ -365,9 +363,24 @@ def to_8_bits(
         model.to(device)
 
 
+def fits_products(layer: Any) -> bool:
+    """Whether a GPU multiplies by a linear layer in 8 bits. Linear attention has layers of as many
+    features as there are heads, for which it may not."""
+    return layer.in_features % _WIDTH == 0 and layer.out_features % _WIDTH == 0
+
+
+def narrow_layers(model: torch.nn.Module) -> dict[str, Any]:
+    """Return the layers that hold what 8-bit products need, by name."""
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if hasattr(module, "row_scales") and fits_products(module)
+    }
+
+
 def compute_in_8_bits(model: torch.nn.Module, kind: str) -> None:
-    """Let the layers of a model that are held in 4 or 8 bits multiply in 8, and its gated MLPs keep
-    their products in 8 bits for the way back.
+    """Let the layers of a model that are held in 4 or 8 bits multiply in 8, where a GPU can, and
+    its gated MLPs keep their products in 8 bits for the way back.
 
     Args:
         model: without adapters, on its device.
@@ -378,6 +391,8 @@ def compute_in_8_bits(model: torch.nn.Module, kind: str) -> None:
     """
     module: Any
     for name, module in model.named_modules():
+        if isinstance(module, bnb.nn.Linear4bit | EightBitLinear) and not fits_products(module):
+            continue
         if isinstance(module, bnb.nn.Linear4bit):
             _become_eight_bit(module, kind, name)
         elif isinstance(module, EightBitLinear):

@@ -490,8 +490,11 @@ def _in_rows(weight: torch.Tensor) -> torch.Tensor:
 
     Of `contiguous` alone inductor makes whatever strides it likes, and `grouped_mm` refuses them.
     """
+    weight = weight.contiguous()
+    if not torch.compiler.is_compiling():
+        return weight
     _, rank, width = weight.shape
-    return weight.contiguous().as_strided(weight.shape, (rank * width, width, 1))
+    return weight.as_strided(weight.shape, (rank * width, width, 1))
 
 
 class ExpertsAdapter(ParamWrapper):

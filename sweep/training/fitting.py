@@ -167,7 +167,7 @@ def fit(
             narrow_loss = float(run())
         with all_recomputed(model), multiplying_in(model, None):
             errors, wide_loss = _layer_errors(model, kind, run)
-    layers = _narrow_layers(model)
+    layers = eight_bit.narrow_layers(model)
     weights = sum(layer.in_features * layer.out_features for layer in layers.values())
     found = Fitted(tuple(errors), weights, narrow_loss, wide_loss)
     if dist.is_available() and dist.is_initialized():
@@ -260,17 +260,12 @@ def _eager(model: torch.nn.Module) -> AbstractContextManager[None]:
     return changed(changes)
 
 
-def _narrow_layers(model: torch.nn.Module) -> dict[str, Any]:
-    """Return the layers that hold what 8-bit products need, by name."""
-    return {name: m for name, m in model.named_modules() if hasattr(m, "row_scales")}
-
-
 def _layer_errors(
     model: torch.nn.Module, kind: str, run: Callable[[], torch.Tensor]
 ) -> tuple[list[LayerErrors], float]:
     """Return each layer's errors on what a pass in 16 bits gives it, and the loss of that pass.
     Nothing is kept of the pass."""
-    layers = _narrow_layers(model)
+    layers = eight_bit.narrow_layers(model)
     forward: dict[str, tuple[float, float]] = {}
     backward: dict[str, tuple[float, float]] = {}
 

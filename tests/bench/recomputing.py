@@ -6,7 +6,7 @@
 keeps through Python twice. A compiled layer of a base in 4 bits keeps some fifty, parts of weights
 among them, which takes the host milliseconds a layer. Here a layer may be one node of the graph,
 which keeps its input alone. Both train the same configuration on a GPU in turns, in one process: a
-row a turn has seconds a step, peak and losses, and the last row the ratio of the seconds. On a
+row a turn has seconds a step and the peak, and the last row the ratio of the seconds. On a
 machine without a GPU layers of a small network are timed instead.
 """
 
@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 from torch.autograd.graph import get_gradient_edge
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from qlora_sweep.search_spaces.config import parse_config
@@ -48,9 +49,8 @@ def recomputed(run: Callable[..., Any], *inputs: Any) -> Any:
         run: the layer's forward pass, with its other arguments bound to it.
         inputs: the hidden states (batch, tokens, width), and what else is given by position.
     """
-    given = [*inputs]
-    if isinstance(run, partial):
-        given += run.keywords.values()
+    by_name = run.keywords if isinstance(run, partial) else {}
+    given = tree_leaves((inputs, by_name))
     trained = [x for x in given if isinstance(x, torch.Tensor) and x.requires_grad]
     if len(trained) == 1 and trained[0] is inputs[0]:
         return _Recomputed.apply(partial(_of_first, run, inputs[1:]), inputs[0])
@@ -112,14 +112,15 @@ def on_gpu(typed: argparse.Namespace) -> Iterator[Row]:
                 torch.cuda.synchronize()
                 torch.cuda.reset_peak_memory_stats()
                 began = time.perf_counter()
-                losses = [loop.step() for _ in range(STEPS)]
+                for _ in range(STEPS):
+                    loop.step()
                 torch.cuda.synchronize()
                 seconds = (time.perf_counter() - began) / STEPS
                 peak = torch.cuda.max_memory_allocated()
                 row = {"way": way, "turn": turn, "seconds": seconds, "peak_allocated_bytes": peak}
                 # The first turn compiles.
                 if turn:
-                    yield row | {"losses": [loss.item() for loss in losses[:3]]}
+                    yield row
 
 
 class Layer(torch.nn.Module):
@@ -167,9 +168,14 @@ def main() -> None:
     parser.add_argument("--config", type=json.loads, default={}, help="changes, as JSON")
     parser.add_argument("-o", "--output", type=Path)
     typed = parser.parse_args()
-    write(stamp() | {"model": typed.model, "layers": typed.layers}, typed.output)
+    about: Row = {"model": "small layers"}
+    turns = on_host()
+    if torch.cuda.is_available():
+        about = {"model": typed.model, "layers": typed.layers}
+        turns = on_gpu(typed)
+    write(stamp() | about, typed.output)
     seconds: dict[str, list[float]] = {way: [] for way in WAYS}
-    for row in on_gpu(typed) if torch.cuda.is_available() else on_host():
+    for row in turns:
         write(row, typed.output)
         seconds[row["way"]].append(row["seconds"])
     means = {way: statistics.fmean(found) for way, found in seconds.items()}

@@ -3,9 +3,9 @@
     python -m tests.bench.unsloth_beside OUT.jsonl [--cap 21.48 38.39] [--model NAME] [--layers N]
         [--ours JSON ...] [--theirs JSON ...]
 
-Without `--ours` and `--theirs` both sides train Mistral-7B on rows of 512 tokens, as the tables
-say. `--theirs '{"precision": "4", "micro_batch_size": 1, "seq_len": 8192, "checkpointing":
-"unsloth"}'` asks Unsloth for one configuration, where what is not said is `THEIRS`.
+What a side is not told is in the tables, of rows of 512 tokens under these caps. `--theirs
+'{"precision": "4", "micro_batch_size": 1, "seq_len": 8192, "checkpointing": "unsloth"}'` asks
+Unsloth for one configuration, where what is not said is `THEIRS`.
 
 Each configuration has a process of its own with the model in it, capped to the same memory once it
 is loaded; one that runs out of memory is a row too. The first turn loads and compiles; the second
@@ -278,14 +278,15 @@ class Process:
 
 def questions(cap: float, typed: argparse.Namespace) -> Iterator[Row]:
     """Yield what both sides are asked for under a cap, in turns."""
-    own = [FAST | asked for asked in typed.ours]
-    theirs = [THEIRS | asked for asked in typed.theirs]
-    if not own and not theirs:
-        own = [FAST | {"micro_batch_size": batch, **changes} for batch, changes in OURS[cap]]
-        theirs = [
-            THEIRS | {"precision": precision, "micro_batch_size": batch}
-            for precision, batch in UNSLOTH[cap]
-        ]
+    asked_of_us = typed.ours or [
+        {"micro_batch_size": batch} | changes for batch, changes in OURS.get(cap, ())
+    ]
+    asked_of_them = typed.theirs or [
+        {"precision": precision, "micro_batch_size": batch}
+        for precision, batch in UNSLOTH.get(cap, ())
+    ]
+    own = [FAST | asked for asked in asked_of_us]
+    theirs = [THEIRS | asked for asked in asked_of_them]
     for pair in itertools.zip_longest(theirs, own):
         for side, asked in zip(("unsloth", "ours"), pair, strict=True):
             if asked is not None:
@@ -359,9 +360,8 @@ def main() -> None:
     about = {"model": asked.model, "layers": asked.layers}
     write(stamp() | about, asked.path)
     with tempfile.TemporaryDirectory() as scratch:
-        if asked.theirs or not asked.ours:
-            save_model(model_of(asked.model, asked.layers), Path(scratch))
-            torch.cuda.empty_cache()
+        save_model(model_of(asked.model, asked.layers), Path(scratch))
+        torch.cuda.empty_cache()
         shared = about | {"directory": scratch, "patience_seconds": asked.patience}
         for cap in asked.cap:
             write(compare(asked, cap, shared), asked.path)

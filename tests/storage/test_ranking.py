@@ -322,6 +322,16 @@ def test_of_a_tie_the_plainer_is_recommended() -> None:
     assert best(fp16, gave_back) == 0
 
 
+@pytest.mark.parametrize(("times", "winner"), [(0.99, 0), (1.0, 0), (1.015, 0), (1.05, 1)])
+def test_experts_go_to_the_host_for_more_than_a_tie(times: float, winner: int) -> None:
+    space = {"dimensions": {"offload_fraction": [0.0, 1.0]}}
+    here = classed(0, at(200, 10, **FEW), offload_fraction=0.0)
+    there = classed(1, at(200 * times, 5, **FEW), offload_fraction=1.0)
+    found = rank([here, there], a_definition(**space)).winner
+    assert found is not None
+    assert found.number == winner
+
+
 def test_the_recommendation_is_of_the_class_nearest_to_the_standard_recipes() -> None:
     small = classed(0, fits(300.0), lora_rank=8, target_modules="qv")
     standard = classed(1, fits(100.0), lora_rank=16)

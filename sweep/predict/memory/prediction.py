@@ -64,9 +64,9 @@ IN_TRL = Uncertainty(allocated=0.025, reserved=0.185)
 """Of the steps of TRL's trainers on one GPU: of ten rows of its GRPOTrainer, of two models, and one
 of its SFTTrainer 1.8 % and 14 % at worst."""
 UNSEEN = Uncertainty(allocated=0.15, reserved=0.3)
-"""Of a model that more GPUs share, or in other types, of steps of axolotl and LLaMA-Factory:
-derived, and measured on no GPU. Of Unsloth's too: its factors are of one model alone. And of
-images: of fourteen peaks of two models 11.5 % at worst."""
+"""Of a model that more GPUs share, or in other types, of compiled convolutions (LFM2), of steps of
+axolotl and LLaMA-Factory: derived, and measured on no GPU. Of Unsloth's too: its factors are of one
+model alone. And of images: of fourteen peaks of two models 11.5 % at worst."""
 CAPPED = 0.015
 """How far the least cap that a step runs under may be from the replay's, where its peak is known.
 
@@ -92,9 +92,14 @@ _NEED_GRAIN = 0.01
 """How closely the least cap is looked for."""
 
 
-def stated_uncertainty(config: TrialConfig) -> Uncertainty:
-    """Return how far predictions of configurations like this one may be off."""
-    if config.image_size is not None:
+def stated_uncertainty(config: TrialConfig, *, is_unseen: bool = False) -> Uncertainty:
+    """Return how far predictions of configurations like this one may be off.
+
+    Args:
+        config: a configuration.
+        is_unseen: whether it runs layers in a way in which no peak was measured.
+    """
+    if is_unseen or config.image_size is not None:
         return UNSEEN
     if config.is_sharded:
         is_measured = config.base_kind.sharded == "measured"
@@ -329,7 +334,7 @@ class WholeMemory:
         """How far each peak may be off, relative to it, as predictions state it."""
         stated = np.zeros(len(self._configs))
         for row, step in self.steps.items():
-            stated[row] = stated_uncertainty(step.config).allocated
+            stated[row] = stated_uncertainty(step.config, is_unseen=step.is_unseen).allocated
         least = self.least_allocated_bytes.astype(float)  # (configurations,), as is stated
         for group, rows in enumerate(self._alike):
             known_bytes = self._peaks_of(group).known_bytes.astype(float)
@@ -357,7 +362,7 @@ class WholeMemory:
             uncapped = self._uncapped(row)
             wasted_bytes = uncapped.wasted_bytes
         parts, moment = self._peaks_of(group).of(place, wasted_bytes=wasted_bytes)
-        stated = stated_uncertainty(step.config)
+        stated = stated_uncertainty(step.config, is_unseen=step.is_unseen)
         peak = sum(parts.values())
         known_bytes = sum(parts[part] for part in KNOWN_PARTS)
         return MemoryPrediction(

@@ -29,7 +29,7 @@ from qlora_sweep.search_spaces.dimensions import Dimension, FloatRange
 from qlora_sweep.search_spaces.errors import InputError
 from qlora_sweep.search_spaces.kinds import AMPERE
 from qlora_sweep.search_spaces.models import ModelSpec
-from qlora_sweep.search_spaces.recurrent import plain_loop
+from qlora_sweep.search_spaces.recurrent import plain_loop, recurrent_kind
 from qlora_sweep.search_spaces.space import SearchSpace
 from qlora_sweep.storage.records import TrialRecord
 from qlora_sweep.sweep.predict.memory.allocator import MIB
@@ -241,6 +241,7 @@ class TracingPredictor(MemoryPredictor):
             values=_values(config, self._model),
             workspace_bytes=self._workspace_bytes,
             benchmark_bytes=self._benchmark_bytes,
+            is_unseen=config.compile and recurrent_kind(self._model) is not None,
         )
 
     def _profile(self, config: TrialConfig, is_checkpointed: bool, shape: _Shape) -> Profile:

@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 
+from qlora_sweep.search_spaces import rules
 from qlora_sweep.search_spaces.models import ModelSpec
 from qlora_sweep.storage.records import Ineffective
+from tests import families
 from tests.lazy import lazily
 from tests.sweep.training.tiny import (
     BRIEF,
@@ -168,3 +170,23 @@ def test_of_a_long_example_the_beginning_is_shown(kinds: int) -> None:
     batch["reference"] = torch.arange(2 * kinds)
     whole = fitting.beginning(batch, kinds)
     assert all(whole[key].equal(batch[key]) for key in batch)
+
+
+@pytest.mark.parametrize("base", ["nf4", "int8"])
+def test_layers_of_as_many_features_as_heads_stay_in_16_bits(base: str) -> None:
+    config = families.config_of("olmo_hybrid", "attention", base).changed(compute_dtype="int8")
+    with tiny_base(config, spec=families.spec_of("olmo_hybrid")) as found:
+        layers = dict(found.model.named_modules())
+        few = {name for name, layer in layers.items() if name.endswith(("a_proj", "b_proj"))}
+        assert len(few) >= 2
+        for name in few:
+            assert layers[name].out_features == 4
+            assert getattr(layers[name], "products", None) is None
+        narrow = eight_bit.narrow_layers(found.model)
+        assert narrow
+        assert not few & narrow.keys()
+        assert {layer.products for layer in narrow.values()} == {"int8"}
+
+
+def test_the_rule_and_the_layers_agree_on_widths() -> None:
+    assert eight_bit._WIDTH == rules.EIGHT_BIT_MULTIPLE

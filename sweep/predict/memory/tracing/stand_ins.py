@@ -139,7 +139,13 @@ class Cuda(TorchFunctionMode):
                 self._casts.clear()
 
     @contextlib.contextmanager
-    def maybe_autocast(self, *_: Any, enabled: bool = True, **__: Any) -> Iterator[None]:
+    def maybe_autocast(
+        self,
+        device_type: str,
+        dtype: torch.dtype | None = None,
+        enabled: bool = True,
+        cache_enabled: bool | None = None,
+    ) -> Iterator[None]:
         """Leave out autocast inside, where a layer asks for it: as transformers' function of that
         name does on a GPU, which on the meta device does nothing."""
         if enabled:

@@ -26,6 +26,7 @@ from qlora_sweep.sweep.predict.memory.prediction import MemoryPrediction, WholeM
 from qlora_sweep.sweep.predict.memory.predictor import TracingPredictor
 from qlora_sweep.sweep.predict.memory.profile_store import TRACED_BY, TracingChildren, source_files
 from qlora_sweep.sweep.predict.memory.profiles import Profile, Structure, Untraceable
+from tests.families import tiny_config_of
 from tests.search_spaces.shipped_types import one_of_each_type
 from tests.sweep.predict.memory.imagined_profile import MODEL, ImaginedTracer
 from tests.sweep.shared_tracing import trace
@@ -187,6 +188,16 @@ def test_layers_that_differ_by_their_index_are_all_traced(predictor: Any) -> Non
     )
     prediction = predictor(spec).predict(IN_16_BITS)
     assert prediction.step.profile.positions == (0, 1, 2, 3, 4, 5)
+
+
+def test_a_norm_that_leaves_autocast_out_stays_in_16_bits(predictor: Any) -> None:
+    """Of this configuration an H200 with torch 2.11 allocated 79,238,656 bytes (2026-11-30)."""
+    nemotron = ModelSpec("nemotron", "directory", tiny_config_of("nemotron"))
+    config = TrialConfig(
+        lora_rank=4, micro_batch_size=3, seq_len=256, checkpoint_fraction=0.5, learning_rate=1e-4
+    )
+    found = predictor(nemotron).predict(config)
+    assert found.peak_allocated_bytes == pytest.approx(79_238_656, rel=1e-4)
 
 
 @pytest.mark.parametrize("kind", ["gemma3_text", "qwen3", "mixtral"])
