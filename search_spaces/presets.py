@@ -28,7 +28,7 @@ from qlora_sweep.search_spaces.rules import (
     WITHOUT_CHECKPOINTING,
     own_settings,
 )
-from qlora_sweep.search_spaces.sizes import is_tight, offered_batches, offered_lengths
+from qlora_sweep.search_spaces.sizes import offered_batches, offered_lengths
 from qlora_sweep.search_spaces.space import DEFAULT_MODEL, SearchSpace
 
 DEMO = "cpu-demo"
@@ -328,8 +328,7 @@ def _searched(spec: GpuSpec, model: ModelSpec) -> str:
     lines += [f"  {key}: {_flow([value])}" for key, (value, _) in decided.items()]
     if not decided:
         lines.append(f"  quantization: {_flow(bases)}")
-    can_offload = bases[0] == "nf4" and not spec.shares_host_memory
-    if can_offload and is_tight(model, spec.budget_bytes):
+    if has_experts(model) and bases[0] == "nf4" and not spec.shares_host_memory:
         lines.append("  offload_fraction: [0.0, 0.25, 0.5, 0.75, 1.0]")
     if model.model_type not in LIGER_MODEL_TYPES:
         lines.append("  kernels: [hf]")

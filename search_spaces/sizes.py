@@ -21,9 +21,6 @@ _BYTES_EACH = 2
 _LEAST_WEIGHT_BYTES = 0.5
 """Of a parameter in 4 bits."""
 
-_TIGHT_SHARE = 0.5
-"""Of a budget: more than so much in experts is worth a look at the host's memory."""
-
 
 def most_tokens(model: ModelSpec, budget_bytes: int) -> int:
     """Return the tokens of a micro-batch that surely do not fit a budget with one more, be the
@@ -31,12 +28,6 @@ def most_tokens(model: ModelSpec, budget_bytes: int) -> int:
     weights = _LEAST_WEIGHT_BYTES * ((parameters(model) or 0) - _in_experts(model))
     each = model.hidden_layers * model.hidden_size * _BYTES_EACH
     return max(0, int((budget_bytes - weights) // each))
-
-
-def is_tight(model: ModelSpec, budget_bytes: int) -> bool:
-    """Whether the experts of a model, in 4 bits, take so much of a budget that having them on the
-    host is worth a look."""
-    return _LEAST_WEIGHT_BYTES * _in_experts(model) > _TIGHT_SHARE * budget_bytes
 
 
 def _in_experts(model: ModelSpec) -> int:

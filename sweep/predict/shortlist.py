@@ -375,23 +375,35 @@ class Shortlist:
         speed, at = fastest.best(fastest.sure)
         picked = dict[TrialConfig, Fit]()
         if at >= 0:
-            row, plain = self._plainest(of, speed)
+            row, plain = self._plainest(of, speed, attrgetter("sure"))
             picked[row.configs[plain]] = Fit.YES
             picked.setdefault(fastest.configs[at], Fit.YES)
         riskier = max(of.rows, key=lambda row: row.order(row.possible))
         faster, where = riskier.best(riskier.possible)
+        if where >= 0 and at < 0:
+            row, plain = self._plainest(of, faster, attrgetter("possible"))
+            picked[row.configs[plain]] = Fit.UNCERTAIN
         if where >= 0 and (at < 0 or faster > speed * (1.0 + TIE)):
             picked.setdefault(riskier.configs[where], Fit.UNCERTAIN)
         return [Pick(config, fit) for config, fit in picked.items()]
 
-    def _plainest(self, of: _Class, speed: float) -> tuple[_Row, int]:
-        """Return the plainest of a class that surely fits and is within a tie of a speed."""
+    def _plainest(
+        self, of: _Class, speed: float, last_of: Callable[[_Row], int]
+    ) -> tuple[_Row, int]:
+        """Return the plainest of a class that is within a tie of a speed.
+
+        Args:
+            of: the class.
+            speed: of its fastest.
+            last_of: returns the last place of a row that fits, surely or perhaps.
+        """
         least = speed / (1.0 + TIE)
         found: list[tuple[tuple[float, ...], _Row, int]] = []
-        for row in of.rows_from(least):
+        for row in of.rows:
+            last = last_of(row)
             # Speed hardly falls with the micro-batch, so the smallest needs least.
             for at, known in sorted(row.speeds.items()):
-                if at <= row.sure and at in row.peaks and known >= least:
+                if at <= last and at in row.peaks and known >= least:
                     found.append((plainness(row.configs[at], row.peaks[at]), row, at))
                     break
         _, row, at = min(found, key=itemgetter(0))
@@ -417,7 +429,7 @@ class Shortlist:
         wanted: dict[tuple[_Row, int], None] = {}
         for of in self._classes.values():
             if any(map(_IS_SURE, of.rows)):
-                wanted[self._plainest(of, of.fastest)] = None
+                wanted[self._plainest(of, of.fastest, attrgetter("sure"))] = None
         for _, row, at in found:
             wanted[row, at] = None
         candidates: list[tuple[dict[str, Any], TrialConfig]] = []
