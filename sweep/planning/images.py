@@ -52,11 +52,14 @@ def plan_images(
     if kind.is_fixed:
         return ImagePlan(seen, True, {})
     sized = _Sized(config, kind, whole, config.seq_len - seen.tokens, model.max_positions)
-    by_side: dict[int, Forecast] = {}
+    asked: dict[int, TrialConfig] = {}
     for side in sorted(SIDES | {seen.side}):
         changed = sized.of(side)
         if changed is not None:
-            by_side[side] = shown.forecaster.forecast([changed], progress=progress)[0]
+            asked[side] = changed
+    # Together, as each size is traced for itself, by as many children as there may be.
+    found = shown.forecaster.forecast(list(asked.values()), progress=progress)
+    by_side = dict(zip(asked, found, strict=True))
     largest = None
     if is_exact:
         sides = sized.all_sides()
