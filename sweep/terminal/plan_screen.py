@@ -44,7 +44,7 @@ from qlora_sweep.sweep.planning.plan import (
     few,
     perhaps_fastest,
 )
-from qlora_sweep.sweep.planning.survey import Survey
+from qlora_sweep.sweep.planning.survey import ShapeTable, Survey
 from qlora_sweep.sweep.predict.forecast import Forecast
 from qlora_sweep.sweep.predict.memory.prediction import Fit
 from qlora_sweep.sweep.predict.speed.predictor import NINE_IN_TEN
@@ -407,6 +407,8 @@ def _facts(plan: GpuPlan, shown: Forecast, bill: Bill | None) -> Iterator[Fact]:
         if useful:
             yield label, " or ".join(map(plan_details.change_words, useful[:most]))
     answers = [shown]
+    if plan.survey is None and plan.table is not None and shown.fit is not Fit.YES:
+        yield "smaller", _smaller(plan.table, shown.config.seq_len)
     if plan.survey is not None:
         yield from _choices(plan.survey, shown)
         yield from _numerics(plan, plan.survey)
@@ -415,6 +417,23 @@ def _facts(plan: GpuPlan, shown: Forecast, bill: Bill | None) -> Iterator[Fact]:
     quality = quality_in_words(forecast.config for forecast in answers)
     if quality:
         yield "quality", quality
+
+
+def _smaller(table: ShapeTable, asked_length: int) -> str:
+    """Return the largest micro-batch that surely fits at the length that was asked about, or at the
+    longest shorter one of which any does."""
+    fitting = [
+        length
+        for length in table.lengths
+        if length <= asked_length and table.largest[length].sure > 0
+    ]
+    if not fitting:
+        return "none surely fits at any length up to this one; without --exact all is searched"
+    length = max(fitting)
+    batch = f"micro-batch {table.largest[length].sure}"
+    if length == asked_length:
+        return f"{batch} surely fits"
+    return f"none fits at this length; at {length:,} {batch} surely does"
 
 
 def _host_words(gpu: GpuSpec, size: int) -> str:

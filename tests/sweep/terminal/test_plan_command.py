@@ -302,6 +302,22 @@ def test_one_configuration_is_answered_under_the_files_keys(ask: Asked) -> None:
     assert document["table"]["largest_micro_batch"]["512"] == {"sure": 32, "possible": 33}
 
 
+@pytest.mark.parametrize(
+    ("typed", "words"),
+    [
+        ({"micro_batch_size": 34}, "micro-batch 32 surely fits"),
+        ({"micro_batch_size": 1, "seq_len": 32_768}, "none fits at this length; at"),
+        ({"micro_batch_size": 32}, None),
+    ],
+)
+def test_of_what_does_not_fit_it_is_said_what_would(
+    ask: Asked, typed: dict[str, Any], words: str | None
+) -> None:
+    shown = ask.words(space="a10", is_exact=True, configuration=typed)
+    assert ("smaller" in shown) == (words is not None)
+    assert words is None or words in shown
+
+
 def test_a_plan_says_the_learning_rate_and_its_range(ask: Asked) -> None:
     asked: dict[str, Any] = {"space": "a10", "is_exact": True, "configuration": {"lora_rank": 64}}
     document = ask.document(**asked)
