@@ -65,6 +65,8 @@ STRUCTURES_FIRST, ROWS_FIRST = 3, 12
 """Of one class, the fastest by what bounds them, which mostly rule the others out."""
 SIZES_FIRST = 7
 """Micro-batches of a row that are looked at first, evenly spread by their logarithm."""
+OF_A_BASE = frozenset(["quantized_fraction", "offload_fraction"])
+"""Settings of which some types of the base know nothing."""
 REFINED = 2
 """Fastest structures of a class around which settings are turned."""
 CARRIED = 6
@@ -648,10 +650,21 @@ class Shortlist:
             for row in rows:
                 done.add(row.structure)
                 for key in turned:
-                    for value in self._values[key]:
-                        changed += self._with_every_share({**row.params, key: value})
+                    for params in self._turned(row.params, key):
+                        changed += self._with_every_share(params)
             kinds = set(map(attrgetter("kind"), classes))
             self._look(row for row in changed if row.kind in kinds)
+
+    def _turned(self, params: Params, key: str) -> Iterator[Params]:
+        """Yield a combination with every value of a setting; of one that belongs to the base, with
+        every type of that, as another one may be faster with it alone."""
+        bases = self._values.get("quantization", ())
+        for value in self._values[key]:
+            if key in OF_A_BASE and bases:
+                for base in bases:
+                    yield {**params, "quantization": base, key: value}
+            else:
+                yield {**params, key: value}
 
     # Rows
 

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+import qlora_sweep
 from qlora_sweep.reports import format as units
 from qlora_sweep.reports.answer import facts
 from qlora_sweep.reports.comparison import of_study
@@ -19,6 +20,7 @@ from qlora_sweep.search_spaces.costs import AskedWork
 from qlora_sweep.search_spaces.errors import InputError
 from qlora_sweep.search_spaces.gpus import find_gpu
 from qlora_sweep.search_spaces.models import load_model_spec
+from qlora_sweep.search_spaces.preference import TIE
 from qlora_sweep.storage.definition import StudySnapshot, TargetSpeed
 from qlora_sweep.storage.ranking import rank_study
 from qlora_sweep.storage.records import TrialRecord
@@ -177,3 +179,18 @@ def test_a_structure_that_was_never_traced_is_not_traced_for_a_report(tmp_path: 
     assert not any(tmp_path.iterdir())
     on_cpu = _study(device="cpu")
     assert with_memory_forecasts(on_cpu, cache_dir=tmp_path) is on_cpu
+
+
+@pytest.mark.integration
+def test_a_base_that_is_free_is_no_slower_than_one_that_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Packed rows are fastest here with some layers in 4 bits, which a 16-bit base knows not."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    data = {"texts": str(Path("docs/examples/dataset.jsonl").absolute()), "tokenizer": "demo"}
+    asked: dict[str, Any] = {"model": "llama-3.1-8b", "data": data, "numerics": "16-bit"}
+    free = qlora_sweep.plan("rtx-4090", seq_len=1024, **asked)
+    named = qlora_sweep.plan("rtx-4090", seq_len=1024, quantization="nf4", **asked)
+    assert named.tokens_per_second is not None
+    assert free.tokens_per_second is not None
+    assert free.tokens_per_second >= named.tokens_per_second / (1.0 + TIE)
