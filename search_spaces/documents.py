@@ -20,7 +20,8 @@ from typing import IO, Any, TypeVar, get_args
 import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from qlora_sweep.search_spaces.errors import EnvironmentFault, InputError, did_you_mean, quote
+from qlora_sweep.search_spaces.errors import EnvironmentFault, InputError, quote
+from qlora_sweep.search_spaces.other_names import meant
 
 BYTES_MAX = 16 * 1024 * 1024
 """More than any model config or shard index; a bigger file was named by mistake."""
@@ -465,8 +466,8 @@ def _words(
         under = ""
         if around and isinstance(around[0], str):
             under = f" under {around[0]}"
-        meant = did_you_mean(key, _known_keys(fault, model), lists="sweep schema")
-        return f"unknown key {quote(key)}{under}{meant}"
+        near = meant(key, _known_keys(fault, model), lists="sweep schema")
+        return f"unknown key {quote(key)}{under}{near}"
     if isinstance(raised, ContradictionError):
         return f"{about}{raised}"
     name = ".".join(map(str, path))

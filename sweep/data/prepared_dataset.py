@@ -53,6 +53,8 @@ _ENCODING = ("transformers", "tokenizers", "trl", "jinja2")
 _READERS = ("files.py", "kinds.py", "encoding.py")
 """Packages and our modules by which a row becomes the tokens that it does."""
 _BROKEN_SHOWN = 3
+_IS_ANOTHERS = 2
+"""A tokenizer of so many times fewer tokens than a model has embeddings is not that model's."""
 
 Progress = Callable[[str, int, int], None]
 """Hears what is done, how much of it, and of how much."""
@@ -189,6 +191,13 @@ class PreparedDataset:
             found.append(
                 f"{summary.source}: {which} longer than the {limit:,} positions of model "
                 f"'{model.name}' (up to {summary.longest:,} tokens), and cut at no more than that"
+            )
+        is_own = summary.tokenizer == model.name
+        if not is_own and _IS_ANOTHERS * summary.tokenizer_size < model.vocab_size:
+            found.append(
+                f"tokenizer '{summary.tokenizer}' knows {summary.tokenizer_size:,} tokens, and "
+                f"model '{model.name}' has {model.vocab_size:,}: it is not the model's, so that "
+                "lengths, what is cut and what an epoch takes are a rough count"
             )
         if summary.tokenizer_size > model.vocab_size:
             found.append(

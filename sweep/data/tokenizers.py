@@ -51,7 +51,10 @@ _VOCABULARIES = (
 _RANK = re.compile(rb"[A-Za-z0-9+/]+=* \d+\s*$")
 """A line of tiktoken's files: a token in base64 and its rank."""
 _LINE_BYTES = 4096
-NEEDS = "name the directory or hub id that has one, with --model or --set data.tokenizer=NAME"
+NEEDS = (
+    "name the directory or hub id that has one, with --model or --set data.tokenizer=NAME "
+    "(data.tokenizer=demo for a rough count)"
+)
 
 
 @dataclass(frozen=True)

@@ -302,6 +302,7 @@ def settings(
         InputError: no such setting, a value that it does not take, or one that is given twice.
     """
     from qlora_sweep.search_spaces.config import OPTION_KEYS, SETTINGS
+    from qlora_sweep.search_spaces.other_names import meant
 
     known = list(SETTINGS if only is None else only)
     known += also
@@ -313,7 +314,7 @@ def settings(
     for name, text in pairs("--set", typed).items():
         key = name.replace("-", "_")
         if key not in known:
-            near = did_you_mean(key, known, lists="docs/settings.md")
+            near = meant(key, known, lists="docs/settings.md")
             raise InputError(f"--set {name}={text}: unknown setting '{name}'{near}")
         if key in configuration or key in space:
             raise InputError(f"--set {name}={text}: {key} is given twice: keep one")

@@ -118,8 +118,10 @@ def test_tokens_that_the_model_has_no_embeddings_for_are_refused(example: Prepar
 
 def test_what_is_to_be_known_of_texts_is_said_once_each(example: PreparedDataset) -> None:
     assert example.notes(DEMO) == ()
-    (note,) = example.notes(with_sizes(max_position_embeddings=400))
+    note, rough = example.notes(with_sizes(max_position_embeddings=400))
     assert "one row is longer than the 400 positions of model 'small' (up to 415" in note
+    assert "knows 512 tokens" in rough
+    assert "it is not the model's" in rough
     longer = int((example.lengths() > 300).sum())
     assert f"{longer} rows are longer" in example.notes(with_sizes(max_position_embeddings=300))[0]
     known = example.summary.model_copy(update={"tokenizer_size": 3000, "notes": ("a split",)})

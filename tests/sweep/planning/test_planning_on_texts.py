@@ -182,6 +182,7 @@ def test_a_structure_that_was_never_traced_is_not_traced_for_a_report(tmp_path: 
 
 
 @pytest.mark.integration
+@pytest.mark.filterwarnings("ignore")
 def test_a_base_that_is_free_is_no_slower_than_one_that_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
