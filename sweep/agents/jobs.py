@@ -69,8 +69,8 @@ class Jobs:
 
     _processes: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
 
-    def start(self, *words: str) -> Job:
-        """Start a command with ``--json``, and return once it was not refused at once.
+    def start(self, words: Sequence[str]) -> Job:
+        """Start a command, and return once it was not refused at once.
 
         Raises:
             InputError: it ended within seconds, and not well; says what it said.
@@ -83,7 +83,7 @@ class Jobs:
             (directory / "log.txt").open("wb") as log,
         ):
             process = subprocess.Popen(
-                SWEEP + words + ("--json",),
+                SWEEP + tuple(words),
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=log,
@@ -123,10 +123,11 @@ class Jobs:
         if job.name in self._processes:
             return self._processes[job.name].poll() is None
         try:
-            os.kill(job.pid, 0)
+            typed = Path(f"/proc/{job.pid}/cmdline").read_bytes().split(b"\0")
         except OSError:
             return False
-        return True
+        # Another process may have that number by now.
+        return [word.encode() for word in job.words] == typed[len(SWEEP) : -1]
 
     def exit_code(self, job: Job) -> int | None:
         """Return what a job ended with; None while it runs, and where another server began it."""

@@ -45,12 +45,18 @@ Parts = Annotated[
 _LONG = 6_000
 """Characters of a part's JSON from which on it is left out unless it is asked for."""
 _SECONDS = 600.0
-_NOTHING_FITS = 1
+_WARNING = "warning: "
 
 
-def words_of(**options: Any) -> list[str]:
-    """Return options as they are typed; what is None or False is not."""
-    words: list[str] = []
+def words_of(command: str, *named: str, **options: Any) -> list[str]:
+    """Return a command as it is typed.
+
+    Args:
+        command: its name.
+        named: what it takes without an option; however that begins, it is no option.
+        options: by name; what is None or False is left out.
+    """
+    words = [command]
     for name, value in options.items():
         option = f"--{name.replace('_', '-')}"
         if isinstance(value, Mapping):
@@ -61,19 +67,22 @@ def words_of(**options: Any) -> list[str]:
             words.append(option)
         elif value not in (None, False):
             words += [option, str(value)]
-    return words
+    if named:
+        words.append("--")
+    return words + list(named)
 
 
-def printed(*words: str) -> str:
-    """Return what a command prints.
+def done(words: Sequence[str]) -> subprocess.CompletedProcess[str]:
+    """Run a command, and return what it printed.
 
     Raises:
         InputError: it refuses what was asked.
+        NothingFits: nothing fits, and there is nothing to print.
         EnvironmentFault: it finds fault with the machine, or takes too long.
     """
     try:
-        done = subprocess.run(
-            SWEEP + words,
+        ended = subprocess.run(
+            SWEEP + tuple(words),
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
@@ -82,28 +91,35 @@ def printed(*words: str) -> str:
         )
     except subprocess.TimeoutExpired as error:
         raise EnvironmentFault(f"sweep {words[0]} took more than {_SECONDS:.0f} s") from error
-    if done.returncode in (0, _NOTHING_FITS) and done.stdout:
-        return done.stdout
-    said = done.stderr.strip().removeprefix("error: ")
-    if done.returncode == InputError.exit_code:
+    fits_nothing = ended.returncode == NothingFits.exit_code
+    if ended.returncode == 0 or (fits_nothing and ended.stdout):
+        return ended
+    said = ended.stderr.strip().removeprefix("error: ")
+    if ended.returncode == InputError.exit_code:
         raise InputError(said)
-    if done.returncode == NothingFits.exit_code:
+    if fits_nothing:
         raise NothingFits(said)
-    raise EnvironmentFault(said or f"sweep {words[0]} ended with {done.returncode}")
+    raise EnvironmentFault(said or f"sweep {words[0]} ended with {ended.returncode}")
 
 
-def document_of(*words: str, parts: Sequence[str] | None = None) -> Document:
-    """Return the document that a command prints, without long parts that are not asked for."""
-    found = dict(json.loads(printed(*words, "--json")))
+def document_of(command: str, *named: str, parts: Sequence[str] = (), **options: Any) -> Document:
+    """Return the document that a command prints, and what it warns of; without long parts that are
+    not asked for."""
+    ended = done(words_of(command, *named, json=True, **options))
+    found = dict(json.loads(ended.stdout))
     left_out = [
         name
         for name, value in found.items()
-        if name not in (parts or ()) and len(json.dumps(value)) > _LONG
+        if name not in parts and len(json.dumps(value)) > _LONG
     ]
     for name in left_out:
         del found[name]
     if left_out:
         found["left_out"] = left_out
+    lines = ended.stderr.splitlines()
+    warnings = [line.removeprefix(_WARNING) for line in lines if line.startswith(_WARNING)]
+    if warnings:
+        found["warnings"] = warnings
     return found
 
 
@@ -125,15 +141,15 @@ def plan(
     """Predict the fastest QLoRA configuration that fits a GPU, its memory, speed and price. Needs
     no GPU and takes seconds: begin here. `recommended` has the `config`, its peak memory, its speed
     with a range, its cost; null where nothing fits."""
-    words = words_of(model=model, data=data, settings=settings, **{"for": trainer}, exact=is_exact)
-    return document_of("plan", gpu, *words, parts=parts)
+    options = {"model": model, "data": data, "settings": settings, "exact": is_exact}
+    return document_of("plan", gpu, parts=parts or (), **{"for": trainer}, **options)
 
 
 def gpus(
     name: Annotated[str | None, Field(description="one GPU, of which everything is said")] = None,
 ) -> Document:
     """List the GPUs that can be named, with their memory; or say everything of one."""
-    every = json.loads(printed("gpus", "--json"))["gpus"]
+    every = json.loads(done(["gpus", "--json"]).stdout)["gpus"]
     if name is None:
         kept = ("name", "product", "memory_bytes")
         return {"gpus": [{key: gpu[key] for key in kept} for gpu in every]}
@@ -143,13 +159,13 @@ def gpus(
 
 def models() -> Document:
     """List the models that ship with the tool. Others are named by a directory or a hub id."""
-    return dict(json.loads(printed("models", "--json")))
+    return dict(json.loads(done(["models", "--json"]).stdout))
 
 
 def data(dataset: Dataset, model: Model = None, settings: Settings = None) -> Document:
     """Say what a dataset is: its kind, broken lines, how long examples are in the model's tokens,
     how much each length cuts off, and what packing saves. Needs no GPU."""
-    return document_of("data", dataset, *words_of(model=model, settings=settings))
+    return document_of("data", dataset, model=model, settings=settings)
 
 
 def status(
@@ -164,12 +180,12 @@ def status(
 def best(study: Study, parts: Parts = None) -> Document:
     """Return a study's winner: its configuration, what was measured, its gain over the standard
     recipe, and whether it was confirmed."""
-    return document_of("best", study, parts=parts)
+    return document_of("best", study, parts=parts or ())
 
 
 def report(study: Study) -> Document:
     """Write a study's report, one HTML file for a person to look at, and say where it is."""
-    printed("report", study)
+    done(words_of("report", study))
     return {"report": str(report_path(study).absolute())}
 
 
@@ -197,17 +213,19 @@ class Started:
         """Start a study on the GPU of this machine, which measures configurations until the fastest
         is confirmed: some two minutes for a 7B model. Returns at once, with the study's name for
         `status` and `best`, and the job's for `job` and `stop`. The same call resumes a study."""
-        words = words_of(
-            model=model,
-            data=data,
-            study=study,
-            settings=settings,
-            trials=trials,
-            time_budget=time_budget,
-            max_dollars=max_dollars,
-        )
-        named = json.loads(printed("run", space, *words, "--dry-run", "--json"))["study"]
-        return {"study": named} | self._started("run", space, *words)
+        options = {
+            "model": model,
+            "data": data,
+            "study": study,
+            "settings": settings,
+            "trials": trials,
+            "time_budget": time_budget,
+            "max_dollars": max_dollars,
+            "json": True,
+        }
+        would = done(words_of("run", space, dry_run=True, **options))
+        named = json.loads(would.stdout)["study"]
+        return {"study": named} | self._started(words_of("run", space, **options))
 
     def verify(
         self,
@@ -216,7 +234,7 @@ class Started:
     ) -> Document:
         """Start to run a winner, or what was exported, beside what was measured: tokens/s are to be
         within 5 % and memory within 2 %. Returns at once: `job` has the result."""
-        return self._started("verify", what, *words_of(steps=steps))
+        return self._started(words_of("verify", what, steps=steps, json=True))
 
     def train(
         self,
@@ -234,15 +252,17 @@ class Started:
     ) -> Document:
         """Start to train an adapter on a dataset with the measured settings. Returns at once: `job`
         has the result, and `output` holds the adapter, its card and `training.json`."""
-        words = words_of(
-            data=data,
-            output=output,
-            max_steps=max_steps,
-            model=model,
-            resume=is_resumed,
-            yes=is_cut,
-        )
-        return {"output": str(Path(output).absolute())} | self._started("train", what, *words)
+        options = {
+            "data": data,
+            "output": output,
+            "max_steps": max_steps,
+            "model": model,
+            "resume": is_resumed,
+            "yes": is_cut,
+            "json": True,
+        }
+        begun = self._started(words_of("train", what, **options))
+        return {"output": str(Path(output).absolute())} | begun
 
     def job(
         self, name: Annotated[str, Field(description="as `run`, `verify` or `train` returned it")]
@@ -259,8 +279,8 @@ class Started:
         self._jobs.stop(job)
         return self._about(job)
 
-    def _started(self, *words: str) -> Document:
-        return self._about(self._jobs.start(*words))
+    def _started(self, words: Sequence[str]) -> Document:
+        return self._about(self._jobs.start(words))
 
     def _about(self, job: Job) -> Document:
         found: Document = {

@@ -92,6 +92,14 @@ def test_an_agent_plans_without_a_gpu(tmp_path: Path) -> None:
         assert (await told(client, "models"))["models"]
         rows = await told(client, "data", dataset=str(EXAMPLE), model="demo")
         assert rows["rows"] > 0
+        assert "warnings" not in rows
+        tokenizer = {"data.tokenizer": "demo"}
+        rough = await told(
+            client, "data", dataset=str(EXAMPLE), model="llama-3.1-8b", settings=tokenizer
+        )
+        assert "it is not the model's" in rough["warnings"][0]
+        # What begins like an option is none.
+        assert "'--details' is no" in await refused(client, "plan", gpu="--details")
 
     served(tmp_path, talk)
 
