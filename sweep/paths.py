@@ -14,7 +14,7 @@ from qlora_sweep.search_spaces.errors import InputError
 STORAGE = "SWEEP_STORAGE"
 """Stands in for ``--storage``: of it the list of processes shows nothing."""
 
-RESERVED = frozenset({"contributions", "crashes", "prices.yaml", "sweep.db"})
+RESERVED = frozenset({"contributions", "crashes", "jobs", "prices.yaml", "sweep.db"})
 """What stands in the directory of studies' files and is no study."""
 
 

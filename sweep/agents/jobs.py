@@ -1,13 +1,14 @@
 """Commands that were started for an agent, and go on whether or not anybody waits.
 
-Each has a directory `jobs/NAME` beside the studies' files: what it was, what it said and what it
-printed.
+Each has a directory `jobs/NAME` beside the studies' files, which is private as theirs are: what was
+typed, what it said, what it printed, and in the end what it ended with.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -19,14 +20,18 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from qlora_sweep.search_spaces.errors import InputError, did_you_mean
+from qlora_sweep.search_spaces.errors import EnvironmentFault, InputError, did_you_mean
 from qlora_sweep.sweep.paths import runs_directory
 
 SWEEP = (sys.executable, "-P", "-m", "qlora_sweep")
 """Runs a command of this installation."""
+_SHELL = ("/bin/sh", "-c", 'umask 077; trap : INT TERM; "$@"; echo $? > "$0/ended"')
+"""Keeps what a command ends with, whoever started it has gone or not: the directory comes first."""
 _FIRST_SECONDS = 5.0
 """What is refused is refused by then."""
-_LAST_LINES = 15
+_WELL = frozenset({0, 1})
+"""Exit codes of a command that did what it was asked."""
+_LAST_LINES, _LINE_MOST, _LAST_BYTES = 15, 400, 20_000
 
 
 @dataclass(frozen=True)
@@ -34,71 +39,89 @@ class Job:
     """A command that goes on by itself."""
 
     name: str
+    directory: Path
     words: Sequence[str]
     """What was typed, without `sweep`."""
     pid: int
 
     @property
-    def directory(self) -> Path:
-        """Where its files are."""
-        return directory_of(self.name)
-
-    @property
     def said(self) -> list[str]:
         """The last lines of what it told a person."""
-        lines = (self.directory / "log.txt").read_text(encoding="utf-8", errors="replace")
-        return lines.splitlines()[-_LAST_LINES:]
+        with (self.directory / "log.txt").open("rb") as log:
+            log.seek(max(0, log.seek(0, os.SEEK_END) - _LAST_BYTES))
+            lines = log.read().decode(errors="replace").splitlines()
+        return [line[:_LINE_MOST] for line in lines[-_LAST_LINES:]]
 
     @property
     def document(self) -> dict[str, Any] | None:
         """What it printed; None as long as that is nothing."""
-        with suppress(ValueError):
+        with suppress(OSError, ValueError):
             printed = (self.directory / "printed.json").read_text(encoding="utf-8")
             return dict(json.loads(printed))
         return None
 
+    @property
+    def exit_code(self) -> int | None:
+        """What it ended with; None while it runs, and where it was killed."""
+        with suppress(OSError, ValueError):
+            return int((self.directory / "ended").read_text(encoding="utf-8"))
+        return None
 
-def directory_of(name: str) -> Path:
-    """Return where a job's files are."""
-    return runs_directory() / "jobs" / name
+    @property
+    def is_running(self) -> bool:
+        """Whether it has not ended yet."""
+        if self.exit_code is not None:
+            return False
+        try:
+            typed = Path(f"/proc/{self.pid}/cmdline").read_bytes().split(b"\0")
+        except OSError:
+            return False
+        # Another process may have that number by now.
+        return str(self.directory).encode() in typed
 
 
 @dataclass
 class Jobs:
     """The jobs that were started here, by this server or one before it."""
 
-    _processes: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
+    _processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
+    """Waited for now and then, so that none is left behind as a zombie."""
 
     def start(self, words: Sequence[str]) -> Job:
         """Start a command, and return once it was not refused at once.
 
         Raises:
-            InputError: it ended within seconds, and not well; says what it said.
+            InputError: it was; says what it said. Nothing of it is kept.
+            EnvironmentFault: the machine is at fault, alike.
         """
-        name = self._new_name(words[0])
-        directory = directory_of(name)
-        directory.mkdir(parents=True)
+        name, directory = _new_place(words[0])
         with (
             (directory / "printed.json").open("wb") as out,
             (directory / "log.txt").open("wb") as log,
         ):
             process = subprocess.Popen(
-                SWEEP + tuple(words),
+                _SHELL + (str(directory),) + SWEEP + tuple(words),
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=log,
                 # A signal that ends the server does not end it.
                 start_new_session=True,
             )
-        job = Job(name, words, process.pid)
+        self._processes = [one for one in self._processes if one.poll() is None]
+        self._processes.append(process)
+        job = Job(name, directory, words, process.pid)
         known = {"words": list(words), "pid": process.pid}
         (directory / "job.json").write_text(json.dumps(known), encoding="utf-8")
-        self._processes[name] = process
         with suppress(subprocess.TimeoutExpired):
             process.wait(_FIRST_SECONDS)
-        if process.returncode not in (None, 0, 1):
-            raise InputError("\n".join(job.said) or f"it ended with {process.returncode}")
-        return job
+        code = job.exit_code
+        if code is None or code in _WELL:
+            return job
+        said = "\n".join(job.said).removeprefix("error: ")
+        shutil.rmtree(directory)
+        if code == InputError.exit_code:
+            raise InputError(said)
+        raise EnvironmentFault(said or f"sweep {words[0]} ended with {code}")
 
     def find(self, name: str) -> Job:
         """Return a job by its name.
@@ -106,44 +129,41 @@ class Jobs:
         Raises:
             InputError: there is none of that name.
         """
+        names = self.names
+        if name not in names:
+            raise InputError(f"no job '{name}'{did_you_mean(name, names)}")
+        directory = _place() / name
         try:
-            known = json.loads((directory_of(name) / "job.json").read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            nearest = did_you_mean(name, self.names)
-            raise InputError(f"no job '{name}'{nearest}") from None
-        return Job(name, known["words"], known["pid"])
+            known = json.loads((directory / "job.json").read_text(encoding="utf-8"))
+            return Job(name, directory, known["words"], int(known["pid"]))
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise InputError(f"job '{name}' cannot be read: {error}") from error
 
     @property
     def names(self) -> list[str]:
         """All jobs, the oldest first."""
-        return sorted(path.parent.name for path in directory_of("").glob("*/job.json"))
-
-    def is_running(self, job: Job) -> bool:
-        """Whether a job has not ended yet."""
-        if job.name in self._processes:
-            return self._processes[job.name].poll() is None
-        try:
-            typed = Path(f"/proc/{job.pid}/cmdline").read_bytes().split(b"\0")
-        except OSError:
-            return False
-        # Another process may have that number by now.
-        return [word.encode() for word in job.words] == typed[len(SWEEP) : -1]
-
-    def exit_code(self, job: Job) -> int | None:
-        """Return what a job ended with; None while it runs, and where another server began it."""
-        if job.name in self._processes:
-            return self._processes[job.name].poll()
-        return None
+        for process in self._processes:
+            process.poll()
+        return sorted(path.parent.name for path in _place().glob("*/job.json"))
 
     def stop(self, job: Job) -> None:
         """Ask a job to end, as Ctrl-C does: what it has measured or trained is kept."""
-        if self.is_running(job):
+        if job.is_running:
             with suppress(ProcessLookupError):
-                os.kill(job.pid, signal.SIGINT)
+                os.killpg(job.pid, signal.SIGINT)
 
-    def _new_name(self, command: str) -> str:
-        started = f"{command}-{datetime.now():%Y%m%d-%H%M%S}"
-        while directory_of(started).exists():
-            time.sleep(0.1)
-            started = f"{command}-{datetime.now():%Y%m%d-%H%M%S}"
-        return started
+
+def _place() -> Path:
+    """Return where all jobs are."""
+    return runs_directory().absolute() / "jobs"
+
+
+def _new_place(command: str) -> tuple[str, Path]:
+    """Return a job's name, by its command and the time, and its directory, which is made."""
+    _place().mkdir(mode=0o700, parents=True, exist_ok=True)
+    while True:
+        name = f"{command}-{datetime.now():%Y%m%d-%H%M%S}"
+        with suppress(FileExistsError):
+            (_place() / name).mkdir(mode=0o700)
+            return name, _place() / name
+        time.sleep(0.1)

@@ -65,7 +65,7 @@ def words_of(command: str, *named: str, **options: Any) -> list[str]:
                 words += ["--set", f"{key}={written}"]
         elif value is True:
             words.append(option)
-        elif value not in (None, False):
+        elif value is not None and value is not False:
             words += [option, str(value)]
     if named:
         words.append("--")
@@ -106,7 +106,17 @@ def document_of(command: str, *named: str, parts: Sequence[str] = (), **options:
     """Return the document that a command prints, and what it warns of; without long parts that are
     not asked for."""
     ended = done(words_of(command, *named, json=True, **options))
-    found = dict(json.loads(ended.stdout))
+    found = shortened(json.loads(ended.stdout), parts)
+    lines = ended.stderr.splitlines()
+    warnings = [line.removeprefix(_WARNING) for line in lines if line.startswith(_WARNING)]
+    if warnings:
+        found["warnings"] = warnings
+    return found
+
+
+def shortened(document: Mapping[str, Any], parts: Sequence[str] = ()) -> Document:
+    """Return a document without long parts that are not asked for, which it names."""
+    found = dict(document)
     left_out = [
         name
         for name, value in found.items()
@@ -116,10 +126,6 @@ def document_of(command: str, *named: str, parts: Sequence[str] = (), **options:
         del found[name]
     if left_out:
         found["left_out"] = left_out
-    lines = ended.stderr.splitlines()
-    warnings = [line.removeprefix(_WARNING) for line in lines if line.startswith(_WARNING)]
-    if warnings:
-        found["warnings"] = warnings
     return found
 
 
@@ -162,19 +168,22 @@ def models() -> Document:
     return dict(json.loads(done(["models", "--json"]).stdout))
 
 
-def data(dataset: Dataset, model: Model = None, settings: Settings = None) -> Document:
+def data(
+    dataset: Dataset, model: Model = None, settings: Settings = None, parts: Parts = None
+) -> Document:
     """Say what a dataset is: its kind, broken lines, how long examples are in the model's tokens,
     how much each length cuts off, and what packing saves. Needs no GPU."""
-    return document_of("data", dataset, model=model, settings=settings)
+    return document_of("data", dataset, parts=parts or (), model=model, settings=settings)
 
 
 def status(
     study: Annotated[str | None, Field(description="one study; None for all")] = None,
+    parts: Parts = None,
 ) -> Document:
     """Say what a study has measured, whether it runs, and the best so far; or list all studies."""
     if study is None:
-        return document_of("status")
-    return document_of("status", study)
+        return document_of("status", parts=["studies"])
+    return document_of("status", study, parts=parts or ())
 
 
 def best(study: Study, parts: Parts = None) -> Document:
@@ -211,8 +220,8 @@ class Started:
         max_dollars: Annotated[float | None, Field(description="what it may cost")] = None,
     ) -> Document:
         """Start a study on the GPU of this machine, which measures configurations until the fastest
-        is confirmed: some two minutes for a 7B model. Returns at once, with the study's name for
-        `status` and `best`, and the job's for `job` and `stop`. The same call resumes a study."""
+        is confirmed: some two minutes for a 7B model. Returns within seconds, with the study's name
+        for `status` and `best`, and the job's for `job` and `stop`. The same call resumes it."""
         options = {
             "model": model,
             "data": data,
@@ -233,7 +242,7 @@ class Started:
         steps: Annotated[int, Field(description="how many are measured", ge=1)] = 40,
     ) -> Document:
         """Start to run a winner, or what was exported, beside what was measured: tokens/s are to be
-        within 5 % and memory within 2 %. Returns at once: `job` has the result."""
+        within 5 % and memory within 2 %. Returns within seconds: `job` has the result."""
         return self._started(words_of("verify", what, steps=steps, json=True))
 
     def train(
@@ -244,18 +253,25 @@ class Started:
         data: Dataset,
         output: Annotated[str, Field(description="a new directory for the adapter")],
         max_steps: Annotated[int | None, Field(description="how many steps at most", ge=1)] = None,
+        epochs: Annotated[float | None, Field(description="how often the dataset is seen")] = None,
+        seq_len: Annotated[
+            int | None, Field(description="another length than the measured")
+        ] = None,
         model: Model = None,
         is_resumed: Annotated[bool, Field(description="go on where it was stopped")] = False,
         is_cut: Annotated[
             bool, Field(description="agree that more than 5 % of the tokens are cut off")
         ] = False,
     ) -> Document:
-        """Start to train an adapter on a dataset with the measured settings. Returns at once: `job`
-        has the result, and `output` holds the adapter, its card and `training.json`."""
+        """Start to train an adapter on a dataset with the measured settings. Returns within
+        seconds: `job` has the result, and `output` holds the adapter, its card and
+        `training.json`."""
         options = {
             "data": data,
             "output": output,
             "max_steps": max_steps,
+            "epochs": epochs,
+            "seq_len": seq_len,
             "model": model,
             "resume": is_resumed,
             "yes": is_cut,
@@ -285,11 +301,12 @@ class Started:
     def _about(self, job: Job) -> Document:
         found: Document = {
             "job": job.name,
-            "is_running": self._jobs.is_running(job),
-            "exit_code": self._jobs.exit_code(job),
+            "is_running": job.is_running,
+            "exit_code": job.exit_code,
             "said": job.said,
-            "log": str((job.directory / "log.txt").absolute()),
+            "log": str(job.directory / "log.txt"),
         }
-        if not found["is_running"]:
-            found["document"] = job.document
+        document = job.document
+        if document is not None:
+            found["document"] = shortened(document)
         return found

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+
 from qlora_sweep.search_spaces.errors import EnvironmentFault, install_extra
 
 
@@ -11,9 +13,9 @@ def serve() -> None:
     Raises:
         EnvironmentFault: the package `mcp` is not installed.
     """
-    try:
-        from qlora_sweep.sweep.agents.server import server
-    except ImportError as error:
+    if find_spec("mcp") is None:
         advice = install_extra("mcp")
-        raise EnvironmentFault(f"the MCP server is not installed: {advice}") from error
+        raise EnvironmentFault(f"what the MCP server needs is not installed: {advice}")
+    from qlora_sweep.sweep.agents.server import server
+
     server().run()

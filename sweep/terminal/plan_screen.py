@@ -421,7 +421,7 @@ def _facts(plan: GpuPlan, shown: Forecast, bill: Bill | None) -> Iterator[Fact]:
 
 def _smaller(table: ShapeTable, asked_length: int) -> str:
     """Return the largest micro-batch that surely fits at the length that was asked about, or at the
-    longest shorter one of which any does."""
+    longest shorter one that is looked at of which any does."""
     fitting = [
         length
         for length in table.lengths
@@ -433,7 +433,9 @@ def _smaller(table: ShapeTable, asked_length: int) -> str:
     batch = f"micro-batch {table.largest[length].sure}"
     if length == asked_length:
         return f"{batch} surely fits"
-    return f"none fits at this length; at {length:,} {batch} surely does"
+    of_length = table.largest.get(asked_length)
+    none = "none surely fits" if of_length and of_length.possible else "none fits"
+    return f"{none} at this length; at {length:,}, the next that was looked at, {batch} surely does"
 
 
 def _host_words(gpu: GpuSpec, size: int) -> str:

@@ -30,7 +30,7 @@ from qlora_sweep.sweep.data.batches import TrialBatches, trained_epoch
 from qlora_sweep.sweep.data.collation import is_flattened
 from qlora_sweep.sweep.training.adapters import first_trained, local
 from qlora_sweep.sweep.training.eight_bit import TYPES as EIGHT_BIT_TYPES
-from qlora_sweep.sweep.training.eight_bit import EightBitLinear, narrow_layers
+from qlora_sweep.sweep.training.eight_bit import EightBitLinear
 from qlora_sweep.sweep.training.experts import is_packed, packed_experts
 from qlora_sweep.sweep.training.images import SeeingRows
 from qlora_sweep.sweep.training.in_trl import InTrl
@@ -544,8 +544,10 @@ def _compute_dtype(config: TrialConfig, seen: StepEvidence) -> str | None:
     if DEVICES[seen.base.device.type].is_gpu:
         kind = EIGHT_BIT_TYPES[config.compute_dtype]
     weights = 0
-    for layer in narrow_layers(seen.base).values():
-        weights += layer.in_features * layer.out_features
+    for layer in seen.base.modules():
+        # Those of too few features for 8 bits count among what is not in them.
+        if isinstance(layer, bnb.nn.Linear4bit | EightBitLinear):
+            weights += layer.in_features * layer.out_features
     tokens = seen.loop.newest.numel() * seen.loop.micro_steps
     share = work.get(kind, 0) / (2 * weights * tokens)
     if share > _LEAST_8_BIT_SHARE:

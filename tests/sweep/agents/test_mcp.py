@@ -13,6 +13,9 @@ from typing import Any
 
 import pytest
 
+from qlora_sweep.sweep.agents import tools
+from qlora_sweep.sweep.stop_signals import INTERRUPTED
+
 mcp = pytest.importorskip("mcp")
 from mcp.client.stdio import StdioServerParameters  # noqa: E402
 
@@ -70,11 +73,23 @@ async def ended(client: Any, name: str) -> dict[str, Any]:
     raise AssertionError(found)
 
 
-def test_an_agent_plans_without_a_gpu(tmp_path: Path) -> None:
+def test_the_tools_are_listed_and_refuse_in_the_commands_words(tmp_path: Path) -> None:
     async def talk(client: Any) -> None:
         listed = (await client.list_tools()).tools
         assert {tool.name for tool in listed} == TOOLS
         assert all(tool.description and tool.input_schema for tool in listed)
+        assert "did you mean 'a10'" in await refused(client, "plan", gpu="a11")
+        # What begins like an option is none.
+        assert "'--details' is no" in await refused(client, "plan", gpu="--details")
+        assert (await told(client, "gpus", name="A10"))["memory_bytes"] > 20 * 2**30
+        assert "no job '../sweep.db'" in await refused(client, "job", name="../sweep.db")
+
+    served(tmp_path, talk)
+
+
+@pytest.mark.integration
+def test_an_agent_plans_without_a_gpu(tmp_path: Path) -> None:
+    async def talk(client: Any) -> None:
         found = await told(client, "plan", gpu="a10", settings={"lora_rank": 32})
         assert found["recommended"]["config"]["lora_rank"] == 32
         assert found["recommended"]["fits"] is True
@@ -85,9 +100,7 @@ def test_an_agent_plans_without_a_gpu(tmp_path: Path) -> None:
         exact = await told(client, "plan", gpu="a10", settings=settings, is_exact=True)
         assert exact["config"]["micro_batch_size"] == 4
         assert exact["config"]["target_modules"] == ["q_proj", "v_proj"]
-        assert "did you mean 'a10'" in await refused(client, "plan", gpu="a11")
         assert "lora_rank" in await refused(client, "plan", gpu="a10", settings={"lora_rnak": 8})
-        assert (await told(client, "gpus", name="A10"))["memory_bytes"] > 20 * 2**30
         assert len((await told(client, "gpus"))["gpus"]) > 30
         assert (await told(client, "models"))["models"]
         rows = await told(client, "data", dataset=str(EXAMPLE), model="demo")
@@ -98,8 +111,6 @@ def test_an_agent_plans_without_a_gpu(tmp_path: Path) -> None:
             client, "data", dataset=str(EXAMPLE), model="llama-3.1-8b", settings=tokenizer
         )
         assert "it is not the model's" in rough["warnings"][0]
-        # What begins like an option is none.
-        assert "'--details' is no" in await refused(client, "plan", gpu="--details")
 
     served(tmp_path, talk)
 
@@ -125,7 +136,7 @@ def test_an_agent_goes_from_a_study_to_an_adapter(tmp_path: Path) -> None:
         assert (output / "adapter_model.safetensors").exists()
         again = await refused(client, "train", output=str(output), **training)
         assert str(output) in again
-        assert "no job 'run-1'" in await refused(client, "job", name="run-1")
+        assert "no exports" in await refused(client, "verify", what=str(output))
 
     served(tmp_path, talk)
 
@@ -142,6 +153,23 @@ def test_what_was_started_outlives_the_server(tmp_path: Path) -> None:
         await told(client, "stop", name=names[0])
         found = await ended(client, names[0])
         assert "Interrupted" in "\n".join(found["said"])
+        assert found["exit_code"] == INTERRUPTED
 
     served(tmp_path, start)
     served(tmp_path, stop)
+
+
+def test_what_an_agent_says_is_typed_as_options() -> None:
+    settings = {"lora_rank": 8, "compile": True, "target_modules": ["q_proj", "v_proj"]}
+    words = tools.words_of(
+        "run", "--help", trials=0, max_dollars=0.0, model=None, dry_run=True, settings=settings
+    )
+    assert words[:6] == ["run", "--trials", "0", "--max-dollars", "0.0", "--dry-run"]
+    assert words[6:10] == ["--set", "lora_rank=8", "--set", "compile=true"]
+    assert words[10:] == ["--set", 'target_modules=["q_proj", "v_proj"]', "--", "--help"]
+
+
+def test_long_parts_are_left_out_and_named() -> None:
+    document = {"short": 1, "long": "x" * 10_000}
+    assert tools.shortened(document) == {"short": 1, "left_out": ["long"]}
+    assert tools.shortened(document, ["long"]) == document
