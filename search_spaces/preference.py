@@ -25,16 +25,18 @@ _TASK_KEYS = frozenset(
     {*BATCH_KEYS, *CAPACITY_KEYS, "seq_len", "lora_alpha", "lora_dropout", "learning_rate"}
 )
 """Settings that say what is trained, or how much at a time: no value of these is unusual."""
+_OF_4_BITS = frozenset({"double_quant", "quantized_fraction"})
+"""Settings of a base in 4 bits."""
 
 
 def unusual_settings(config: TrialConfig) -> int:
-    """Return how many settings differ from the standard recipe, the task's own apart."""
+    """Return how many settings differ from the standard recipe, the task's own apart, and those
+    that a base of another type does not have."""
     resolved = canonical(config)
-    return sum(
-        getattr(resolved, key) != getattr(_STANDARD, key)
-        for key in SETTINGS
-        if key not in _TASK_KEYS
-    )
+    counted = SETTINGS.keys() - _TASK_KEYS
+    if not config.is_4bit:
+        counted -= _OF_4_BITS
+    return sum(getattr(resolved, key) != getattr(_STANDARD, key) for key in counted)
 
 
 def compute_order(config: TrialConfig) -> int:

@@ -36,7 +36,7 @@ from qlora_sweep.search_spaces.config import (
 )
 from qlora_sweep.search_spaces.dimensions import FloatRange
 from qlora_sweep.search_spaces.errors import InputError
-from qlora_sweep.search_spaces.kinds import Numerics
+from qlora_sweep.search_spaces.kinds import QUANTIZATIONS, Numerics
 from qlora_sweep.search_spaces.linears import CapacityClass, nearest_capacity
 from qlora_sweep.search_spaces.preference import TIE, plainness
 from qlora_sweep.search_spaces.space import SearchSpace
@@ -65,8 +65,8 @@ STRUCTURES_FIRST, ROWS_FIRST = 3, 12
 """Of one class, the fastest by what bounds them, which mostly rule the others out."""
 SIZES_FIRST = 7
 """Micro-batches of a row that are looked at first, evenly spread by their logarithm."""
-OF_A_BASE = frozenset(["quantized_fraction", "offload_fraction"])
-"""Settings of which some types of the base know nothing."""
+OF_4_BITS = frozenset(["quantized_fraction", "offload_fraction"])
+"""Settings that a base in 4 bits alone knows."""
 REFINED = 2
 """Fastest structures of a class around which settings are turned."""
 CARRIED = 6
@@ -255,12 +255,13 @@ class _Class:
 
     def near_rows(self) -> list[_Row]:
         """Return rows that surely reach a speed within a tie of the fastest: the fastest few of
-        each compute dtype."""
-        by_dtype: dict[str, list[_Row]] = {}
+        each compute dtype and type of the base."""
+        by_types: dict[tuple[str, str], list[_Row]] = {}
         for row in sorted(self.rows_from(self.least), key=_SURE_SPEED, reverse=True):
-            by_dtype.setdefault(row.configs[0].compute_dtype, []).append(row)
+            first = row.configs[0]
+            by_types.setdefault((first.compute_dtype, first.quantization), []).append(row)
         near: list[_Row] = []
-        for rows in by_dtype.values():
+        for rows in by_types.values():
             near += rows[:NEAR_MAX]
         return near
 
@@ -656,15 +657,17 @@ class Shortlist:
             self._look(row for row in changed if row.kind in kinds)
 
     def _turned(self, params: Params, key: str) -> Iterator[Params]:
-        """Yield a combination with every value of a setting; of one that belongs to the base, with
-        every type of that, as another one may be faster with it alone."""
-        bases = self._values.get("quantization", ())
-        for value in self._values[key]:
-            if key in OF_A_BASE and bases:
-                for base in bases:
-                    yield {**params, "quantization": base, key: value}
-            else:
-                yield {**params, key: value}
+        """Yield a combination with every value of a setting; of one that a base in 4 bits alone
+        knows, with every such base, as another one may be faster with it."""
+        bases: list[Params] = [{}]
+        if key in OF_4_BITS and "quantization" in self._values:
+            bases = [
+                {"quantization": base}
+                for base in self._values["quantization"]
+                if QUANTIZATIONS[base].bits == 4
+            ]
+        for base, value in itertools.product(bases, self._values[key]):
+            yield {**params, **base, key: value}
 
     # Rows
 
