@@ -659,15 +659,15 @@ class Shortlist:
     def _turned(self, params: Params, key: str) -> Iterator[Params]:
         """Yield a combination with every value of a setting; of one that a base in 4 bits alone
         knows, with every such base, as another one may be faster with it."""
-        bases: list[Params] = [{}]
+        bases = [params]
         if key in OF_4_BITS and "quantization" in self._values:
-            bases = [
-                {"quantization": base}
-                for base in self._values["quantization"]
-                if QUANTIZATIONS[base].bits == 4
-            ]
-        for base, value in itertools.product(bases, self._values[key]):
-            yield {**params, **base, key: value}
+            bases.clear()
+            for name in self._values["quantization"]:
+                if QUANTIZATIONS[name].bits == 4:
+                    bases.append({**params, "quantization": name})
+        for base in bases:
+            for value in self._values[key]:
+                yield {**base, key: value}
 
     # Rows
 
