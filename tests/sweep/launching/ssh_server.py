@@ -7,6 +7,7 @@ import getpass
 import os
 import shlex
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -76,6 +77,8 @@ class Server:
     def stop(self) -> None:
         """End it, and every connection to it, but nothing that was started through it."""
         assert self._process is not None
+        # Or who was cut off might connect again before it ends, and be cut off once more.
+        self._process.send_signal(signal.SIGSTOP)
         for number in _children(self._process.pid):
             for below in (*_children(number), number):
                 with contextlib.suppress(OSError):
