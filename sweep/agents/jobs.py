@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from qlora_sweep.search_spaces.errors import EnvironmentFault, InputError, did_you_mean
+from qlora_sweep.storage.files import make_directory
 from qlora_sweep.sweep.paths import runs_directory
 
 SWEEP = (sys.executable, "-P", "-m", "qlora_sweep")
@@ -160,7 +161,7 @@ def _place() -> Path:
 
 def _new_place(command: str) -> tuple[str, Path]:
     """Return a job's name, by its command and the time, and its directory, which is made."""
-    _place().mkdir(mode=0o700, parents=True, exist_ok=True)
+    make_directory(_place())
     while True:
         name = f"{command}-{datetime.now():%Y%m%d-%H%M%S}"
         with suppress(FileExistsError):

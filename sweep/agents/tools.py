@@ -23,9 +23,7 @@ Document = dict[str, Any]
 GpuName = Annotated[
     str, Field(description="a GPU of the catalogue, as a10 or rtx-4090; see `gpus`")
 ]
-Space = Annotated[
-    str, Field(description="a GPU's name, a preset, or a YAML file of a search space")
-]
+Space = Annotated[str, Field(description="a preset, or a YAML file of a search space")]
 Model = Annotated[
     str | None, Field(description="a shipped name (see `models`), a directory, or a hub id")
 ]
@@ -102,7 +100,7 @@ def done(words: Sequence[str]) -> subprocess.CompletedProcess[str]:
     raise EnvironmentFault(said or f"sweep {words[0]} ended with {ended.returncode}")
 
 
-def document_of(command: str, *named: str, parts: Sequence[str] = (), **options: Any) -> Document:
+def document_of(command: str, *named: str, parts: Parts = None, **options: Any) -> Document:
     """Return the document that a command prints, and what it warns of; without long parts that are
     not asked for."""
     ended = done(words_of(command, *named, json=True, **options))
@@ -114,13 +112,13 @@ def document_of(command: str, *named: str, parts: Sequence[str] = (), **options:
     return found
 
 
-def shortened(document: Mapping[str, Any], parts: Sequence[str] = ()) -> Document:
+def shortened(document: Mapping[str, Any], parts: Parts = None) -> Document:
     """Return a document without long parts that are not asked for, which it names."""
     found = dict(document)
     left_out = [
         name
         for name, value in found.items()
-        if name not in parts and len(json.dumps(value)) > _LONG
+        if name not in (parts or ()) and len(json.dumps(value)) > _LONG
     ]
     for name in left_out:
         del found[name]
@@ -148,7 +146,7 @@ def plan(
     no GPU and takes seconds: begin here. `recommended` has the `config`, its peak memory, its speed
     with a range, its cost; null where nothing fits."""
     options = {"model": model, "data": data, "settings": settings, "exact": is_exact}
-    return document_of("plan", gpu, parts=parts or (), **{"for": trainer}, **options)
+    return document_of("plan", gpu, parts=parts, **{"for": trainer}, **options)
 
 
 def gpus(
@@ -173,7 +171,7 @@ def data(
 ) -> Document:
     """Say what a dataset is: its kind, broken lines, how long examples are in the model's tokens,
     how much each length cuts off, and what packing saves. Needs no GPU."""
-    return document_of("data", dataset, parts=parts or (), model=model, settings=settings)
+    return document_of("data", dataset, parts=parts, model=model, settings=settings)
 
 
 def status(
@@ -183,13 +181,13 @@ def status(
     """Say what a study has measured, whether it runs, and the best so far; or list all studies."""
     if study is None:
         return document_of("status", parts=["studies"])
-    return document_of("status", study, parts=parts or ())
+    return document_of("status", study, parts=parts)
 
 
 def best(study: Study, parts: Parts = None) -> Document:
     """Return a study's winner: its configuration, what was measured, its gain over the standard
     recipe, and whether it was confirmed."""
-    return document_of("best", study, parts=parts or ())
+    return document_of("best", study, parts=parts)
 
 
 def report(study: Study) -> Document:
@@ -222,7 +220,7 @@ class Started:
         """Start a study on the GPU of this machine, which measures configurations until the fastest
         is confirmed: some two minutes for a 7B model. Returns within seconds, with the study's name
         for `status` and `best`, and the job's for `job` and `stop`. The same call resumes it."""
-        options = {
+        options: dict[str, Any] = {
             "model": model,
             "data": data,
             "study": study,
@@ -230,11 +228,9 @@ class Started:
             "trials": trials,
             "time_budget": time_budget,
             "max_dollars": max_dollars,
-            "json": True,
         }
-        would = done(words_of("run", space, dry_run=True, **options))
-        named = json.loads(would.stdout)["study"]
-        return {"study": named} | self._started(words_of("run", space, **options))
+        would = document_of("run", space, dry_run=True, **options)
+        return {"study": would["study"]} | self._started("run", space, **options)
 
     def verify(
         self,
@@ -243,7 +239,7 @@ class Started:
     ) -> Document:
         """Start to run a winner, or what was exported, beside what was measured: tokens/s are to be
         within 5 % and memory within 2 %. Returns within seconds: `job` has the result."""
-        return self._started(words_of("verify", what, steps=steps, json=True))
+        return self._started("verify", what, steps=steps)
 
     def train(
         self,
@@ -275,9 +271,8 @@ class Started:
             "model": model,
             "resume": is_resumed,
             "yes": is_cut,
-            "json": True,
         }
-        begun = self._started(words_of("train", what, **options))
+        begun = self._started("train", what, **options)
         return {"output": str(Path(output).absolute())} | begun
 
     def job(
@@ -295,7 +290,8 @@ class Started:
         self._jobs.stop(job)
         return self._about(job)
 
-    def _started(self, words: Sequence[str]) -> Document:
+    def _started(self, command: str, what: str, **options: Any) -> Document:
+        words = words_of(command, what, json=True, **options)
         return self._about(self._jobs.start(words))
 
     def _about(self, job: Job) -> Document:

@@ -445,11 +445,7 @@ def adapt(model: torch.nn.Module, show: Callable[[], object]) -> None:
         model: on its device, adapters on it or not; adapted once.
         show: passes some examples through it, without gradients; layers then multiply in 16 bits.
     """
-    layers: list[Any] = [
-        module
-        for module in model.modules()
-        if hasattr(module, "row_scales") and module.products in TYPES
-    ]
+    layers = [layer for layer in narrow_layers(model).values() if layer.products in TYPES]
     with _observed(layers) as seen:
         show()
     before: Any = None
