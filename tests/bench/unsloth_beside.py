@@ -88,47 +88,55 @@ def rates(seconds: Sequence[float], tokens: int, loss: float) -> Row:
     }
 
 
-def ours(question: Row) -> Callable[[], Row]:
-    """Return what measures a turn in this tool's own training loop, as a trial has it."""
+def ours(question: Row) -> Callable[[Row], Row]:
+    """Return what measures a turn of a configuration in this tool's own training loop, as a trial
+    has it; the base is the first one's."""
     from qlora_sweep.sweep.training.adapters import attached
     from qlora_sweep.sweep.training.model import build_base
     from qlora_sweep.sweep.training.step import TrainingLoop
 
-    config = parse_config(question["asked"])
+    first = parse_config(settings_of(question["asked"]))
     spec = model_of(question["model"], question["layers"])
     device = torch.device("cuda")
-    base = build_base(config, spec=spec, weights="random", device=device, seed=SEED)
+    base = build_base(first, spec=spec, weights="random", device=device, seed=SEED)
 
-    def measure() -> Row:
+    def measure(asked: Row) -> Row:
+        config = parse_config(settings_of(asked))
+        steps = asked.get("steps", STEPS)
         seconds = []
         with attached(base, config) as attachment:
             loop = TrainingLoop(attachment, config, seed=SEED)
-            for steps in (STEPS_WARMUP, STEPS, STEPS):
+            for count in (STEPS_WARMUP, steps, steps):
                 torch.cuda.synchronize()
                 begun = time.perf_counter()
-                losses = [loop.step() for _ in range(steps)]
+                losses = [loop.step() for _ in range(count)]
                 torch.cuda.synchronize()
-                seconds.append((time.perf_counter() - begun) / steps)
+                seconds.append((time.perf_counter() - begun) / count)
         return rates(seconds[1:], config.tokens_per_step, losses[-1].item())
 
     return measure
 
 
-def unsloth(question: Row) -> Callable[[], Row]:
-    """Return what measures a turn of Unsloth, from a directory of random weights."""
+def settings_of(asked: Row) -> Row:
+    """Return the settings of a trial in what was asked for."""
+    return {name: value for name, value in asked.items() if name != "steps"}
+
+
+def unsloth(question: Row) -> Callable[[Row], Row]:
+    """Return what measures a turn of a configuration in Unsloth, from a directory of random
+    weights; precision and checkpointing are the first one's."""
     from unsloth import FastLanguageModel  # isort: skip - it patches what comes after it
     from datasets import Dataset
     from transformers import TrainerCallback
     from trl import SFTConfig, SFTTrainer
 
-    asked = question["asked"]
-    batch, length = asked["micro_batch_size"], asked["seq_len"]
+    first = question["asked"]
     loaded, tokenizer = FastLanguageModel.from_pretrained(
         question["directory"],
-        max_seq_length=length,
+        max_seq_length=first.get("longest", first["seq_len"]),
         dtype=torch.bfloat16,
-        use_gradient_checkpointing=asked["checkpointing"],
-        **PRECISIONS[asked["precision"]],
+        use_gradient_checkpointing=first["checkpointing"],
+        **PRECISIONS[first["precision"]],
     )
     model = FastLanguageModel.get_peft_model(
         loaded,
@@ -136,29 +144,32 @@ def unsloth(question: Row) -> Callable[[], Row]:
         lora_alpha=32,
         lora_dropout=0,
         target_modules=["q_proj", "k_proj", "v_proj", "o_proj"],
-        use_gradient_checkpointing=asked["checkpointing"],
+        use_gradient_checkpointing=first["checkpointing"],
         random_state=SEED,
     )
-    ends = [STEPS_WARMUP + STEPS * stretch for stretch in range(3)]
 
     class Clock(TrainerCallback):  # type: ignore[misc]
-        def __init__(self) -> None:
+        def __init__(self, ends: Sequence[int]) -> None:
+            self.ends = ends
             self.marks: list[float] = []
 
         def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            if state.global_step in ends:
+            if state.global_step in self.ends:
                 torch.cuda.synchronize()
                 self.marks.append(time.perf_counter())
 
-    def measure() -> Row:
-        clock = Clock()
+    def measure(asked: Row) -> Row:
+        batch, length = asked["micro_batch_size"], asked["seq_len"]
+        steps = asked.get("steps", STEPS)
+        ends = [STEPS_WARMUP + steps * stretch for stretch in range(3)]
+        clock = Clock(ends)
         ids = torch.randint(model.config.vocab_size, (batch * ends[-1], length))
         with tempfile.TemporaryDirectory() as directory:
             arguments = SFTConfig(
                 output_dir=directory,
                 per_device_train_batch_size=batch,
                 gradient_accumulation_steps=1,
-                gradient_checkpointing=bool(asked["checkpointing"]),
+                gradient_checkpointing=bool(first["checkpointing"]),
                 max_steps=ends[-1],
                 bf16=True,
                 optim="adamw_torch_fused",
@@ -175,18 +186,19 @@ def unsloth(question: Row) -> Callable[[], Row]:
                 train_dataset=Dataset.from_dict({"input_ids": ids.tolist()}),
                 callbacks=[clock],
             ).train()
-        seconds = [(end - begin) / STEPS for begin, end in pairwise(clock.marks)]
+        seconds = [(end - begin) / steps for begin, end in pairwise(clock.marks)]
         return rates(seconds, batch * length, done.training_loss)
 
     return measure
 
 
 def serve(question: Row) -> None:
-    """Answer each line on standard input with a JSON line: a turn of one configuration."""
+    """Answer each line on standard input, changes of the configuration, with a JSON line: a turn of
+    it."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     measure = None
-    for _ in sys.stdin:
+    for line in sys.stdin:
         try:
             if measure is None:
                 measure = (ours if question["side"] == "ours" else unsloth)(question)
@@ -195,7 +207,7 @@ def serve(question: Row) -> None:
                 total = torch.cuda.get_device_properties(0).total_memory
                 torch.cuda.set_per_process_memory_fraction(question["cap_gib"] * GIB / total)
             torch.cuda.reset_peak_memory_stats()
-            answer = measure()
+            answer = measure(question["asked"] | json.loads(line))
         except Exception as error:  # noqa: BLE001 - it is this row's answer
             is_oom = isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(error)
             said = {"error": f"{type(error).__name__}: {str(error)[:300]}"}
@@ -254,13 +266,13 @@ class Process:
             text=True,
         )
 
-    def turn(self) -> Row:
-        """Return the row of one more turn."""
+    def turn(self, changes: Row | None = None) -> Row:
+        """Return the row of one more turn, of the configuration or of a changed one."""
         process = self._process
         assert process.stdin is not None
         assert process.stdout is not None
         with suppress(BrokenPipeError):
-            print("turn", file=process.stdin, flush=True)
+            print(json.dumps(changes or {}), file=process.stdin, flush=True)
         begun = time.perf_counter()
         timer = threading.Timer(self.question["patience_seconds"], process.kill)
         timer.start()
@@ -268,6 +280,7 @@ class Process:
         timer.cancel()
         answer = json.loads(line) if line else {"error": f"ended with status {process.wait()}"}
         named = {key: self.question[key] for key in ("cap_gib", "side", "asked")}
+        named["asked"] = named["asked"] | (changes or {})
         return {**named, **answer, "turn_seconds": round(time.perf_counter() - begun, 1)}
 
     def close(self) -> None:
@@ -291,6 +304,18 @@ def questions(cap: float, typed: argparse.Namespace) -> Iterator[Row]:
         for side, asked in zip(("unsloth", "ours"), pair, strict=True):
             if asked is not None:
                 yield {"cap_gib": cap, "side": side, "asked": asked}
+
+
+def in_cells(asked: argparse.Namespace, cap: float, shared: Row) -> None:
+    """Write a row for each cell of each configuration, whose cells share a process."""
+    longest = max(cell.get("seq_len", 0) for cell in asked.cell)
+    for question in questions(cap, asked):
+        if question["side"] == "unsloth":
+            question["asked"] = question["asked"] | {"longest": longest}
+        process = Process(shared | question, asked.unsloth_path)
+        for cell in asked.cell:
+            write(process.turn(cell), asked.path)
+        process.close()
 
 
 def compare(asked: argparse.Namespace, cap: float, shared: Row) -> Row:
@@ -345,6 +370,13 @@ def main() -> None:
             side, action="append", default=[], type=json.loads, help="a configuration as JSON"
         )
     parser.add_argument(
+        "--cell",
+        action="append",
+        default=[],
+        type=json.loads,
+        help="changes of each configuration, as JSON: each cell once, in place of the comparison",
+    )
+    parser.add_argument(
         "--patience",
         type=float,
         default=150.0,
@@ -364,7 +396,10 @@ def main() -> None:
         torch.cuda.empty_cache()
         shared = about | {"directory": scratch, "patience_seconds": asked.patience}
         for cap in asked.cap:
-            write(compare(asked, cap, shared), asked.path)
+            if asked.cell:
+                in_cells(asked, cap, shared)
+            else:
+                write(compare(asked, cap, shared), asked.path)
 
 
 if __name__ == "__main__":
