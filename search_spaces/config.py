@@ -439,6 +439,23 @@ class TrialConfig(BaseModel):
     ] = Field(default=1.0, ge=0.0, le=1.0)
     """Share of decoder layers whose activations are recomputed in the backward pass."""
 
+    checkpoint_offload: Annotated[
+        StrictBool,
+        # At most two of those inputs have a place on the GPU, whatever is recomputed.
+        Declaration(
+            "checkpoints on the host",
+            {True: "checkpoints on the host", False: "checkpoints on the GPU"},
+            resolved=lambda config: config.checkpoint_offload and config.checkpoint_fraction > 0,
+            applies=lambda config: config.checkpoint_fraction > 0,
+            lean_first=(True,),
+            memory="shrinks",
+            survives_compiler=True,
+            traced=_same,
+        ),
+    ] = False
+    """Whether the inputs of recomputed layers wait in the host's memory, and come back a layer
+    ahead."""
+
     upcast_fp32: Annotated[
         StrictBool,
         Declaration(
@@ -695,6 +712,19 @@ class TrialConfig(BaseModel):
     def tokens_per_micro_batch(self) -> int:
         """Tokens in one forward pass of one GPU."""
         return self.micro_batch_size * self.rows_per_sample * self.seq_len
+
+    @property
+    def recomputes_as_nodes(self) -> bool:
+        """Whether each recomputed layer is one node of the graph, which saves its input alone."""
+        if not self.checkpoint_fraction:
+            return False
+        return self.checkpoint_offload or (self.compile and self.data_parallel == 1)
+
+    @property
+    def hidden_value_bytes(self) -> int:
+        """Bytes of a value of the hidden states that layers hand on."""
+        is_wide = self.upcast_fp32 or self.compute_dtype == "fp32"
+        return 4 if is_wide else 2
 
     @property
     def tokens_per_step(self) -> int:

@@ -26,8 +26,8 @@ TURING = (7, 5)
 VOLTA = (7, 0)
 """Compute capabilities of NVIDIA's GPUs."""
 HOST_SLOTS = 2
-"""Layers that have a place on the GPU, of those whose experts lie on the host
-(`sweep.training.offload`)."""
+"""Layers that have a place on the GPU, of those whose experts, or inputs, lie on the host
+(`sweep.training.offload`, `recomputing`)."""
 
 
 @dataclass(frozen=True)

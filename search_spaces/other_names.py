@@ -34,6 +34,7 @@ _ALIKE = {
         gradient_checkpointing use_gradient_checkpointing activation_checkpointing
     """,
     "offload_fraction": "cpu_offload offload",
+    "checkpoint_offload": "activation_offloading gradient_checkpointing_offload",
     "attention": "flash_attn flash_attention use_flash_attention_2",
     "kernels": "use_liger_kernel use_liger liger_kernel",
     "packing": "sample_packing padding_free",

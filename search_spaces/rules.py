@@ -359,11 +359,22 @@ def _of_kernels(config: TrialConfig, setting: Setting) -> Asked:
         pages = "a paged optimizer pages between CUDA and host memory"
         instead = config.optimizer_kind.unpaged
         yield "paged-optimizer-needs-cuda", f"{pages}: use {instead} on a CPU"
+    if config.checkpoint_offload:
+        yield "checkpoints-on-host", _not_on_host(config, is_cpu=is_cpu)
     if config.expandable_segments and is_cpu:
         reason = (
             "expandable_segments is of CUDA's allocator: use expandable_segments false on a CPU"
         )
         yield "expandable-segments-need-cuda", reason
+
+
+def _not_on_host(config: TrialConfig, *, is_cpu: bool) -> str | None:
+    """Return why the inputs of recomputed layers cannot wait on the host."""
+    if is_cpu:
+        return "a CPU has no other memory to wait in: use checkpoint_offload false"
+    if config.data_parallel > 1:
+        return "checkpoints on the host are tried with one GPU alone: use data_parallel 1"
+    return None
 
 
 def _of_model(config: TrialConfig, setting: Setting) -> Asked:

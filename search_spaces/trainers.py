@@ -206,6 +206,7 @@ _OF_LIBRARIES: Mapping[str, tuple[Any, ...]] = {
     "quantization": tuple(name for name, kind in QUANTIZATIONS.items() if kind.bits != 8),
     "quantized_fraction": (1.0,),
     "offload_fraction": (0.0,),
+    "checkpoint_offload": (False,),
     "upcast_fp32": (False,),
     "compile": (False,),
     "sharding": ("none",),

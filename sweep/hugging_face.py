@@ -34,7 +34,12 @@ from qlora_sweep.sweep.finetuning import course
 from qlora_sweep.sweep.finetuning.results import compared
 from qlora_sweep.sweep.paths import cache_directory
 from qlora_sweep.sweep.running.device_info import environment_with, read_gpu
-from qlora_sweep.sweep.training.adapters import compile_each, recompute, with_adapters
+from qlora_sweep.sweep.training.adapters import (
+    as_nodes,
+    compile_each,
+    recompute,
+    with_adapters,
+)
 from qlora_sweep.sweep.training.device import open_device
 from qlora_sweep.sweep.training.model import (
     build_base,
@@ -42,8 +47,12 @@ from qlora_sweep.sweep.training.model import (
     loading_arguments,
     name_quantizer,
 )
+from qlora_sweep.sweep.training.recomputing import CheckpointsOnHost
 
-_NOT_LOADED = ("compute_dtype", "upcast_fp32", "checkpoint_fraction", "compile", "sharding")
+_NOT_LOADED = (
+    *("compute_dtype", "upcast_fp32", "checkpoint_fraction", "checkpoint_offload", "compile"),
+    "sharding",
+)
 """Settings that `from_pretrained`, `get_peft_model` and `Trainer` lose as TRL does."""
 _LOST_IN_FILES = ("quantization", "compute_dtype", "quantized_fraction", "lora_alpha")
 """Settings that a file of TRL's cannot say, and a model that is handed to it has."""
@@ -156,6 +165,12 @@ def load_model(record: Record, name: str, *, seed: int) -> PeftModel:
     name_quantizer(model)
     if chosen := config.checkpointed_layers(len(layers)):
         recompute(base.model, layers, chosen)
+        if config.recomputes_as_nodes:
+            host = None
+            if config.checkpoint_offload:
+                host = CheckpointsOnHost(device)
+                weakref.finalize(base.model, host.close)
+            as_nodes(layers, host)
         # Trainer would ask it of every layer.
         model.gradient_checkpointing_enable = lambda *_, **__: None
     if config.compile:

@@ -47,6 +47,10 @@ _EXPERTS = "experts.py"
 """Holds packed experts."""
 _OFFLOAD = "offload.py"
 """Holds their weights on the host."""
+_HOST = "host_memory.py"
+"""Pins the host's memory."""
+_RECOMPUTING = "recomputing.py"
+"""Recomputes layers."""
 _GROUPED = "grouped.py"
 """Multiplies by them."""
 _FITTING = "fitting.py"
@@ -61,6 +65,7 @@ _ALONE = {
     "from qlora_sweep.sweep.training import eight_bit": "import eight_bit",
     "from qlora_sweep.sweep.training import grouped": "import grouped",
     "from qlora_sweep.sweep.training.eight_bit import": "from eight_bit import",
+    "from qlora_sweep.sweep.training.host_memory import": "from host_memory import",
 }
 """What is said otherwise in a file that lies there."""
 _ANY_PAIRS = {
@@ -236,6 +241,10 @@ def _script(record: Record) -> Export:
         files_beside[_EXPERTS] = _alone(_EXPERTS)
         files_beside[_GROUPED] = _alone(_GROUPED)
         files_beside[_OFFLOAD] = _alone(_OFFLOAD)
+        files_beside[_HOST] = _alone(_HOST)
+    if config.recomputes_as_nodes:
+        files_beside[_RECOMPUTING] = _alone(_RECOMPUTING)
+        files_beside[_HOST] = _alone(_HOST)
     if config.is_on_pairs:
         files_beside[_PAIRS] = _alone(_PAIRS)
         collator_keys += ["is_on_pairs", "loss_type", "dpo_beta"]

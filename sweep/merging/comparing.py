@@ -19,8 +19,9 @@ from qlora_sweep.search_spaces.errors import InputError, words_of
 from qlora_sweep.search_spaces.models import load_model_spec
 from qlora_sweep.sweep.json_child import Say
 from qlora_sweep.sweep.merging.attached import Adapter, Form, forms_of, resize
+from qlora_sweep.sweep.training.host_memory import available_bytes
 from qlora_sweep.sweep.training.model import DTYPES, load_pretrained
-from qlora_sweep.sweep.training.offload import WeightsOnHost, available_bytes
+from qlora_sweep.sweep.training.offload import WeightsOnHost
 
 _ROW_TOKENS = 64
 _CHEAP_BYTES = 2 * 10**9

@@ -28,6 +28,7 @@ _SIZES: Mapping[str, Callable[[TrialConfig, ModelSpec], Any]] = {
     # The more GPUs, the less each holds of what is sharded. Those that hold all of the model keep
     # the gradients in buckets for as long as they train, however many they are; one alone does not.
     "offload_fraction": lambda config, _: -config.offload_fraction,
+    "checkpoint_offload": lambda config, _: -int(config.checkpoint_offload),
     "data_parallel": lambda config, _: (
         -config.data_parallel if config.is_sharded else min(config.data_parallel, 2)
     ),

@@ -37,16 +37,19 @@ from qlora_sweep.sweep.training.experts import (
     show_shapes,
     weight_names,
 )
+from qlora_sweep.sweep.training.host_memory import HostMemoryError
 from qlora_sweep.sweep.training.model import (
     DTYPES,
     LINEAR,
     BaseModel,
+    Unavailable,
     decoder_layers,
     vision_modules,
     vision_pattern,
 )
 from qlora_sweep.sweep.training.offload import WeightsOnHost
 from qlora_sweep.sweep.training.process_group import GatheredWeights, build_shares
+from qlora_sweep.sweep.training.recomputing import Again, CheckpointsOnHost, Recomputing, draws
 
 _SHAPES_MAX = 1_000_000
 """Graphs of one layer that are kept; torch keeps eight, and would not compile what comes after."""
@@ -88,6 +91,8 @@ class Attached:
     """Numbers of the layers that the base is stored with in 16 bits."""
     offloaded: WeightsOnHost | None = None
     """The experts' weights that lie on the host; None where none do."""
+    host: CheckpointsOnHost | None = None
+    """Where inputs of recomputed layers wait; None where they stay on the device."""
     recomputed: set[int] = field(default_factory=set)
     """Layers that really went through checkpointing."""
     gathered: GatheredWeights | None = None
@@ -134,7 +139,10 @@ def attached(base: BaseModel, config: TrialConfig) -> Iterator[Attached]:
             undo.callback(model.unload)
         model.train()
         if chosen:
+            result.host = undo.enter_context(_checkpoints(base, config, len(chosen)))
             undo.enter_context(recomputed(base.model, layers, chosen))
+            if config.recomputes_as_nodes:
+                as_nodes(layers, result.host)
             for index, layer in enumerate(layers):
                 _note_recomputing(layer, result.recomputed, index)
         if config.image_size is not None:
@@ -233,6 +241,51 @@ def _expert_weights(model: torch.nn.Module) -> set[str]:
     for _, module in expert_modules(model):
         names.update(weight_names(module))
     return names
+
+
+@contextlib.contextmanager
+def _checkpoints(
+    base: BaseModel, config: TrialConfig, count: int
+) -> Iterator[CheckpointsOnHost | None]:
+    """Give the host's memory for the inputs of so many recomputed layers; None where they stay on
+    the device.
+
+    Raises:
+        Unavailable: the host has too little.
+    """
+    if not config.checkpoint_offload:
+        yield None
+        return
+    width = base.model.config.get_text_config().hidden_size
+    size = config.tokens_per_micro_batch * width * config.hidden_value_bytes
+    try:
+        host = CheckpointsOnHost(base.device)
+        host.reserve(size, count=count)
+    except HostMemoryError as error:
+        raise Unavailable("checkpoint_offload", str(error)) from error
+    try:
+        yield host
+    finally:
+        host.close()
+
+
+def as_nodes(
+    layers: Sequence[torch.nn.Module],
+    host: CheckpointsOnHost | None = None,
+    *,
+    again: Again | None = None,
+) -> None:
+    """Let each layer that is recomputed be one node of the graph.
+
+    Args:
+        layers: that are recomputed, or not.
+        host: where their inputs wait; None for where they are.
+        again: see `Recomputing`.
+    """
+    layer: Any
+    for layer in layers:
+        how = Recomputing(host, draws=draws(layer), again=again)
+        layer._gradient_checkpointing_func = how
 
 
 def _note_recomputing(layer: Any, seen: set[int], index: int) -> None:

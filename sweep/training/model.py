@@ -64,8 +64,9 @@ from qlora_sweep.sweep.training.experts import (
     quantized,
     shape_of,
 )
+from qlora_sweep.sweep.training.host_memory import HostMemoryError
 from qlora_sweep.sweep.training.in_trl import add_head
-from qlora_sweep.sweep.training.offload import HostMemoryError, WeightsOnHost
+from qlora_sweep.sweep.training.offload import WeightsOnHost
 from qlora_sweep.sweep.training.recurrent import refused
 
 LINEAR = (torch.nn.Linear, Conv1D)

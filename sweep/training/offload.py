@@ -4,32 +4,23 @@ The packed experts of a layer are one stretch of pinned memory on the host. On t
 two slots, each as large as the largest layer's: one has the layer that computes, into the other one
 the next layer's is copied meanwhile, on a stream of its own; going back, the one before. A layer
 that is recomputed is there already when its gradient is worked out, so that each layer comes twice
-in a micro-batch. An exported script carries this file beside it: it needs torch, bitsandbytes and
-`eight_bit` alone.
+in a micro-batch. An exported script carries this file beside it: it needs torch, bitsandbytes,
+`eight_bit` and `host_memory` alone.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from qlora_sweep.sweep.training.eight_bit import Parts, widened
+from qlora_sweep.sweep.training.host_memory import SLOTS, aligned, check_apart, pinned, unpin
 
-SLOTS = 2
-ALIGNMENT = 512
-"""Bytes that each part of a layer begins at a multiple of."""
-_KEPT_BYTES = 2**30
-"""Of the host's memory, left to all else."""
 _MOVED = 2
 """Of the parts of a packed weight, those that are large: what is packed, and its scales."""
-
-
-class HostMemoryError(MemoryError):
-    """The host has too little memory for weights, or may pin too little of it."""
 
 
 @dataclass(frozen=True)
@@ -58,10 +49,7 @@ class WeightsOnHost:
     """
 
     def __init__(self, device: torch.device) -> None:
-        if device.type == "cuda":
-            properties = torch.cuda.get_device_properties(device)
-            if getattr(properties, "is_integrated", False):
-                raise HostMemoryError("this GPU shares the host's memory, so that nothing is saved")
+        check_apart(device)
         self.device = device
         self._layers: list[torch.Tensor] = []
         """What lies on the host (bytes,), by layer."""
@@ -92,7 +80,8 @@ class WeightsOnHost:
         Raises:
             HostMemoryError: there is too little memory.
         """
-        memory = _pinned(sum(aligned(part.nbytes) for part in parts), self.device)
+        size = sum(aligned(part.nbytes) for part in parts)
+        memory = pinned(size, self.device, what="experts")
         placed: list[torch.Tensor] = []
         start = 0
         for part in parts:
@@ -160,58 +149,9 @@ class WeightsOnHost:
         for address, place in list(_PLACES.items()):
             if place.weights is self:
                 del _PLACES[address]
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-            for layer in self._layers:
-                torch.cuda.cudart().cudaHostUnregister(layer.data_ptr())
+        unpin(self._layers, self.device)
         self._layers = []
         self._slots = []
-
-
-def aligned(size: int) -> int:
-    """Return the bytes that a part of so many takes among those of a layer."""
-    return -(-size // ALIGNMENT) * ALIGNMENT
-
-
-def available_bytes() -> int:
-    """Return what the host, or the container, has left to give without swapping."""
-    lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-    sizes = dict(line.split(":") for line in lines)
-    available = int(sizes["MemAvailable"].split()[0]) * 1024
-    group = Path("/sys/fs/cgroup")
-    try:
-        limit = (group / "memory.max").read_text(encoding="ascii").strip()
-        used = int((group / "memory.current").read_text(encoding="ascii"))
-    except OSError:
-        return available
-    if limit == "max":
-        return available
-    return min(available, int(limit) - used)
-
-
-def _pinned(size: int, device: torch.device) -> torch.Tensor:
-    """Return bytes (size,) on the host, pinned where a GPU reads them.
-
-    torch's own allocator of pinned memory rounds each size up to a power of two.
-
-    Raises:
-        HostMemoryError: there is too little.
-    """
-    available = available_bytes()
-    if size + _KEPT_BYTES > available:
-        raise HostMemoryError(
-            f"experts on the host need {size / 2**30:.2f} GiB more of its memory, of which "
-            f"{available / 2**30:.2f} GiB are left"
-        )
-    try:
-        memory = torch.empty(size, dtype=torch.uint8)
-    except RuntimeError as error:
-        raise HostMemoryError(f"no {size:,} bytes on the host: {error}") from error
-    if device.type == "cuda":
-        code = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), size, 0)
-        if int(code) != 0:
-            raise HostMemoryError(f"the host pins no {size:,} bytes more (CUDA error {int(code)})")
-    return memory
 
 
 def large_parts(parts: Parts) -> Parts:

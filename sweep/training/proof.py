@@ -32,10 +32,10 @@ from qlora_sweep.sweep.training.adapters import first_trained, local
 from qlora_sweep.sweep.training.eight_bit import TYPES as EIGHT_BIT_TYPES
 from qlora_sweep.sweep.training.eight_bit import EightBitLinear
 from qlora_sweep.sweep.training.experts import is_packed, packed_experts
+from qlora_sweep.sweep.training.host_memory import SLOTS
 from qlora_sweep.sweep.training.images import SeeingRows
 from qlora_sweep.sweep.training.in_trl import InTrl
 from qlora_sweep.sweep.training.model import DTYPES, compute_type, vision_modules
-from qlora_sweep.sweep.training.offload import SLOTS
 from qlora_sweep.sweep.training.preference import Preference
 from qlora_sweep.sweep.training.process_group import Look
 from qlora_sweep.sweep.training.recurrent import not_called
@@ -642,6 +642,21 @@ def _offload(config: TrialConfig, seen: StepEvidence) -> str | None:
     return None
 
 
+def _on_host(config: TrialConfig, seen: StepEvidence) -> str | None:
+    """The inputs of the recomputed layers came back from the host in each micro-step, or none are
+    there."""
+    host = seen.loop.attached.host
+    if not config.checkpoint_offload or not config.checkpoint_fraction:
+        return None if host is None else "checkpoints were to stay on the GPU"
+    if host is None:
+        return "checkpoints stayed on the GPU"
+    layers = config.checkpointed_count(len(seen.layers)) - first_trained(seen.layers)
+    least = seen.loop.micro_step * max(0, layers)
+    if host.copies < least:
+        return f"checkpoints came from the host {host.copies} times, not {least}"
+    return None
+
+
 PROOFS: dict[str, Callable[[TrialConfig, StepEvidence], str | None]] = {
     "quantization": _quantization,
     "quantized_fraction": _quantized_layers,
@@ -662,6 +677,7 @@ PROOFS: dict[str, Callable[[TrialConfig, StepEvidence], str | None]] = {
     "checkpoint_fraction": lambda config, seen: _layers(
         config.checkpointed_layers(len(seen.layers)), seen.loop.attached.recomputed
     ),
+    "checkpoint_offload": _on_host,
     "kernels": _kernels,
     "optimizer": _optimizer,
     "compile": _compile,

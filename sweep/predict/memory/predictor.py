@@ -27,7 +27,7 @@ from qlora_sweep.search_spaces.config import (
 )
 from qlora_sweep.search_spaces.dimensions import Dimension, FloatRange
 from qlora_sweep.search_spaces.errors import InputError
-from qlora_sweep.search_spaces.kinds import AMPERE
+from qlora_sweep.search_spaces.kinds import AMPERE, HOST_SLOTS
 from qlora_sweep.search_spaces.models import ModelSpec
 from qlora_sweep.search_spaces.recurrent import plain_loop, recurrent_kind
 from qlora_sweep.search_spaces.space import SearchSpace
@@ -232,6 +232,10 @@ class TracingPredictor(MemoryPredictor):
             self._known[key] = found[structure]
 
     def _step(self, config: TrialConfig, shape: _Shape) -> Step:
+        slots_bytes = 0
+        if config.checkpoint_offload and config.checkpoint_fraction > 0:
+            values = config.tokens_per_micro_batch * self._model.hidden_size
+            slots_bytes = HOST_SLOTS * values * config.hidden_value_bytes
         first = self._profile(config, config.checkpoint_fraction > 0, shape)
         flags = _flags(config.checkpoint_fraction, len(first.positions))
         return Step(
@@ -239,7 +243,7 @@ class TracingPredictor(MemoryPredictor):
             profiles={flag: self._profile(config, flag, shape) for flag in set(flags)},
             flags=flags,
             values=_values(config, self._model),
-            workspace_bytes=self._workspace_bytes,
+            workspace_bytes=self._workspace_bytes + slots_bytes,
             benchmark_bytes=self._benchmark_bytes,
             is_unseen=config.compile and recurrent_kind(self._model) is not None,
         )

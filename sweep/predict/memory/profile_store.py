@@ -57,6 +57,7 @@ TRACED_BY = (
     "sweep/training/images.py",
     "sweep/training/model.py",
     "sweep/training/preference.py",
+    "sweep/training/recomputing.py",
 )
 """Modules and directories whose code the tracing child runs; a profile is of no use once any of it
 changes."""

@@ -71,6 +71,10 @@ class Untraceable(InputError):  # noqa: N818 - the name says what happened
     """The model's code cannot be walked without data; the message names the module and why."""
 
 
+_COMMON: Mapping[str, Any] = {"trainer": "sweep", "image_size": None, "checkpoint_offload": False}
+"""Values that a structure's key leaves out."""
+
+
 @dataclass(frozen=True)
 class Structure:
     """What of a configuration decides which tensors exist."""
@@ -101,6 +105,7 @@ class Structure:
             assert traced is not None
             shaping[key] = traced(getattr(resolved, key))
         shaping["checkpoint_fraction"] = float(is_checkpointed)
+        shaping["checkpoint_offload"] &= is_checkpointed
         return cls(TrialConfig.model_construct(**shaping), has_flash, is_long)
 
     def in_bf16(self) -> Structure | None:
@@ -114,10 +119,10 @@ class Structure:
 
     @property
     def key(self) -> str:
-        """What tells it apart, as JSON: the settings that shape tensors, and no others; trainer and
-        images where they are others than sweep and none."""
+        """What tells it apart, as JSON: the settings that shape tensors, and no others; some only
+        where they are others than what is common."""
         shaping = {key: getattr(self.config, key) for key in TRACED_KEYS}
-        for key, common in (("trainer", "sweep"), ("image_size", None)):
+        for key, common in _COMMON.items():
             if shaping[key] == common:
                 del shaping[key]
         return json.dumps([shaping, self.is_checkpointed, self.has_flash, self.is_long])

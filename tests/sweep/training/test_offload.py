@@ -14,7 +14,7 @@ import torch
 from qlora_sweep.search_spaces.config import TrialConfig
 from qlora_sweep.search_spaces.kinds import HOST_SLOTS
 from qlora_sweep.storage.records import Ineffective, Measured
-from qlora_sweep.sweep.training import offload
+from qlora_sweep.sweep.training import host_memory, offload
 from qlora_sweep.sweep.training.adapters import with_adapters
 from qlora_sweep.sweep.training.experts import (
     _Quantizer,
@@ -23,8 +23,9 @@ from qlora_sweep.sweep.training.experts import (
     packed_experts,
     weight_names,
 )
+from qlora_sweep.sweep.training.host_memory import SLOTS
 from qlora_sweep.sweep.training.model import Unavailable, skeleton
-from qlora_sweep.sweep.training.offload import SLOTS, WeightsOnHost
+from qlora_sweep.sweep.training.offload import WeightsOnHost
 from tests import families
 from tests.sweep.training.tiny import BRIEF, outcome_of, tiny_base, tiny_loop, trial_on
 
@@ -158,9 +159,9 @@ def test_a_checkpoints_experts_take_nothing_of_the_device_at_first(
 
 
 def test_a_host_that_has_too_little_left_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(offload, "available_bytes", lambda: 2**30 + 100)
+    monkeypatch.setattr(host_memory, "available_bytes", lambda: 2**30 + 100)
     host = WeightsOnHost(CPU)
-    with pytest.raises(offload.HostMemoryError, match=r"1\.00 GiB are left"):
+    with pytest.raises(host_memory.HostMemoryError, match=r"1\.00 GiB are left"):
         host.add([torch.zeros(1000)])
 
 
@@ -176,12 +177,12 @@ def test_whatever_is_asked_for_is_there() -> None:
         start = 0
         for part in placed[layer]:
             assert there[start : start + part.nbytes].view(part.dtype).equal(part)
-            start += offload.aligned(part.nbytes)
+            start += host_memory.aligned(part.nbytes)
     assert host.bytes == sum(map(_bytes, parts))
 
 
 def _bytes(parts: Sequence[torch.Tensor]) -> int:
-    return sum(offload.aligned(part.nbytes) for part in parts)
+    return sum(host_memory.aligned(part.nbytes) for part in parts)
 
 
 def test_nothing_is_left_of_a_base_that_was_closed() -> None:
@@ -192,11 +193,11 @@ def test_nothing_is_left_of_a_base_that_was_closed() -> None:
 
 
 def test_a_host_with_too_little_memory_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(size: int, device: torch.device) -> torch.Tensor:
-        raise offload.HostMemoryError(f"no {size} bytes on {device}")
+    def refuse(size: int, device: torch.device, *, what: str) -> torch.Tensor:
+        raise host_memory.HostMemoryError(f"no {size} bytes of {what} on {device}")
 
     before = dict(offload._PLACES)
-    monkeypatch.setattr(offload, "_pinned", refuse)
+    monkeypatch.setattr(offload, "pinned", refuse)
     with pytest.raises(Unavailable, match=r"no .* bytes") as caught:
         outcome_of(asked("qwen3_moe", offload_fraction=1.0), spec=families.spec_of("qwen3_moe"))
     assert caught.value.setting == "offload_fraction"

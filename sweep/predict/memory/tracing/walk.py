@@ -60,9 +60,10 @@ from qlora_sweep.sweep.predict.memory.profiles import (
 from qlora_sweep.sweep.predict.memory.tracing.stand_ins import Cuda
 from qlora_sweep.sweep.predict.memory.tracing.vision import image_inputs
 from qlora_sweep.sweep.training import preference
-from qlora_sweep.sweep.training.adapters import keep_nothing_before
+from qlora_sweep.sweep.training.adapters import as_nodes, keep_nothing_before
 from qlora_sweep.sweep.training.eight_bit import changed
 from qlora_sweep.sweep.training.model import compute_type
+from qlora_sweep.sweep.training.recomputing import CheckpointsOnHost, Recomputing, Waiting
 
 Event = tuple[int, bool]
 """A storage's number, and whether it was born (or died)."""
@@ -293,10 +294,17 @@ def walk(target: Traceable, symbols: Symbols, structure: Structure) -> Walk:
     )
     # Flash attention is told where texts begin instead.
     is_packed = config.packing == "packed" and config.attention != "flash_attention_2"
+    there = list(itertools.chain(target.model.parameters(), target.model.buffers()))
+    rows = symbols.b * config.rows_per_sample
     if structure.is_checkpointed:
-        _checkpoint(target, cuda)
+        host = None
+        if config.checkpoint_offload:
+            width = target.base.config.get_text_config().hidden_size
+            host = _Nowhere(rows * symbols.s * width * config.hidden_value_bytes)
+            there += host.slots
+        _checkpoint(target, cuda, host)
     ledger = StorageCounter(
-        ignored=list(itertools.chain(target.model.parameters(), target.model.buffers())),
+        ignored=there,
         layers=len(target.layers),
         is_odd=lambda size: config.image_size is None and symbols.is_unexplained(size),
     )
@@ -311,7 +319,6 @@ def walk(target: Traceable, symbols: Symbols, structure: Structure) -> Walk:
         found.append((preference, "chunks", lambda *_: [slice(0, symbols.c)]))
     with ledger, boundaries(target.layers, ledger), changed(found):
         ledger.mark("embed")
-        rows = symbols.b * config.rows_per_sample
         tokens = torch.empty(rows, symbols.s, dtype=torch.int64, device="meta")
         batch = {"input_ids": tokens, "labels": torch.empty_like(tokens)}
         if is_packed:
@@ -403,8 +410,9 @@ def _widened(value: Any) -> Any:
     return value
 
 
-def _checkpoint(target: Traceable, cuda: Cuda) -> None:
-    """Recompute every layer, and enter autocast again for that, as torch does."""
+def _checkpoint(target: Traceable, cuda: Cuda, host: CheckpointsOnHost | None) -> None:
+    """Recompute every layer, and enter autocast again for that, as torch does; what layers are
+    computed from may wait on the host."""
     target.base.gradient_checkpointing_enable(
         gradient_checkpointing_kwargs={
             "use_reentrant": False,
@@ -414,6 +422,27 @@ def _checkpoint(target: Traceable, cuda: Cuda) -> None:
     keep_nothing_before(target.base, target.layers)
     for layer in target.layers:
         layer.gradient_checkpointing = True
+    if host is not None:
+        as_nodes(target.layers, host, again=cuda.region)
+
+
+class _Nowhere(CheckpointsOnHost):
+    """The host's memory, of what has no data: nothing is copied.
+
+    Args:
+        size: bytes of the largest input.
+    """
+
+    def __init__(self, size: int) -> None:
+        super().__init__(torch.device("meta"))
+        self.slots = [slot.new_empty(size) for slot in self.slots]
+
+    def _send(self, x: torch.Tensor, waiting: Waiting) -> None:
+        """Copy nothing."""
+
+    def _bring(self, waiting: Waiting, *, slot: int) -> None:
+        """Copy nothing."""
+        self._held[slot] = waiting
 
 
 def _asking(model: torch.nn.Module) -> list[ModuleType]:
@@ -444,6 +473,11 @@ def boundaries(layers: list[torch.nn.Module], ledger: StorageCounter) -> Iterato
     """Mark where each layer's forward and backward pass begin."""
     done: set[int] = set()
     last = len(layers) - 1
+    nodes: dict[Any, Recomputing] = {}
+    for layer in layers:
+        how = getattr(layer, "_gradient_checkpointing_func", None)
+        if isinstance(how, Recomputing):
+            nodes[layer] = how
 
     # Hooks run again where a layer is recomputed in the backward pass; from the end of the last one
     # on gradients mark the boundaries.
@@ -451,9 +485,11 @@ def boundaries(layers: list[torch.nn.Module], ledger: StorageCounter) -> Iterato
         if last not in done:
             ledger.mark(f"forward {index}")
 
-    def leave(index: int, _module: Any, _args: Any, output: Any) -> None:
-        if last in done:
-            return
+    def leave(index: int, layer: Any, _args: Any, output: Any) -> None:
+        if last not in done and layer not in nodes:
+            returned(index, output)
+
+    def returned(index: int, output: Any) -> None:
         done.add(index)
         tensor = output[0] if isinstance(output, tuple) else output
         # The gradient of a layer's output arrives when its backward pass is about to begin; before
@@ -464,10 +500,22 @@ def boundaries(layers: list[torch.nn.Module], ledger: StorageCounter) -> Iterato
             # What the layer's frame still holds dies after this hook, and is the layer's.
             ledger.mark_next("head")
 
+    def through(index: int, how: Recomputing, *given: Any) -> Any:
+        # What a layer saves that is one node dies before that returns, and its output is another.
+        output = how(*given)
+        returned(index, output)
+        return output
+
+    changes: list[tuple[Any, str, Any]] = []
+    for index, layer in enumerate(layers):
+        if layer in nodes:
+            hooked = partial(through, index, nodes[layer])
+            changes.append((layer, "_gradient_checkpointing_func", hooked))
     with contextlib.ExitStack() as hooks:
         for index, layer in enumerate(layers):
             hooks.enter_context(layer.register_forward_pre_hook(partial(enter, index)))
             hooks.enter_context(layer.register_forward_hook(partial(leave, index)))
+        hooks.enter_context(changed(changes))
         yield
 
 

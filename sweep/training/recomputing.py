@@ -1,0 +1,330 @@
+"""Layers that are computed once more in the backward pass, each one node of the graph; what they
+are computed from may wait in the host's memory meanwhile.
+
+`torch.utils.checkpoint` that is not reentrant sends every tensor that a layer saves through Python
+twice: of a compiled layer on a 4-bit base some fifty, which takes the host milliseconds. Here a
+layer saves its input alone. On the device there are two slots for inputs that come back from the
+host: one has that of the layer whose gradient is worked out, into the other one the next is copied
+meanwhile, on a stream of its own. An exported script carries this file beside it: it needs torch
+and `host_memory` alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch.autograd.graph import get_gradient_edge
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
+
+from qlora_sweep.sweep.training.host_memory import SLOTS, aligned, check_apart, pinned, unpin
+
+_PROBABILITIES = ("p", "dropout", "attention_dropout", "hidden_dropout", "activation_dropout")
+"""What modules call the share of values that they drop while they train."""
+
+Again = Callable[[], contextlib.AbstractContextManager[Any]]
+"""Makes what is entered around the second time."""
+
+
+class Waiting:
+    """An input that waits on the host, as long as somebody holds this.
+
+    Attributes:
+        place: number of its memory there.
+        shape: of the input.
+        dtype: of its values.
+    """
+
+    def __init__(self, place: int, x: torch.Tensor) -> None:
+        self.place = place
+        self.shape = x.shape
+        self.dtype = x.dtype
+
+    @property
+    def bytes(self) -> int:
+        """How many bytes it has."""
+        return self.shape.numel() * self.dtype.itemsize
+
+
+class CheckpointsOnHost:
+    """Inputs of recomputed layers in the host's memory, from the forward to the backward pass.
+
+    Args:
+        device: where the layers are.
+
+    Attributes:
+        slots: on the device (bytes,): as large as the largest input that came back so far.
+        copies: inputs that came back since somebody began to count.
+
+    Raises:
+        HostMemoryError: the device has no memory beside the host's.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        check_apart(device)
+        self.device = device
+        self.copies = 0
+        self.slots = [torch.empty(0, dtype=torch.uint8, device=device) for _ in range(SLOTS)]
+        self._held: list[Waiting | None] = [None] * SLOTS
+        """What is in each slot, or on its way there."""
+        self._memory: list[torch.Tensor] = []
+        """On the host (bytes,), by place."""
+        self._waiting: list[weakref.ref[Waiting]] = []
+        """By place, in the order in which they came: the last is asked for first."""
+        self._stream: torch.cuda.Stream | None = None
+        self._arrived: list[torch.cuda.Event] = []
+        if device.type == "cuda":
+            self._stream = torch.cuda.Stream(device)
+            self._arrived = [torch.cuda.Event() for _ in range(SLOTS)]
+
+    def reserve(self, size: int, *, count: int) -> None:
+        """Take the host's memory for so many inputs of so many bytes each.
+
+        Raises:
+            HostMemoryError: there is too little.
+        """
+        for place in range(count):
+            self._reserve(place, size)
+
+    def keep(self, x: torch.Tensor) -> Waiting:
+        """Begin to copy an input to the host; `leave` ends that."""
+        while self._waiting and self._waiting[-1]() is None:
+            self._waiting.pop()
+        waiting = Waiting(len(self._waiting), x)
+        self._waiting.append(weakref.ref(waiting))
+        self._send(x, waiting)
+        return waiting
+
+    def leave(self) -> None:
+        """Have what is launched from now on wait until nothing is copied to the host any more, so
+        that the input may go."""
+        if self._stream is not None:
+            torch.cuda.current_stream(self.device).wait_stream(self._stream)
+
+    def fetched(self, waiting: Waiting) -> torch.Tensor:
+        """Return an input on the device, for work that is launched before another one is asked for;
+        and have the one before it on its way."""
+        if waiting not in self._held:
+            self._bring(waiting, slot=0)
+        slot = self._held.index(waiting)
+        if self._stream is not None:
+            torch.cuda.current_stream(self.device).wait_event(self._arrived[slot])
+        self._held[slot] = None
+        before = self._before(waiting)
+        if before is not None:
+            self._bring(before, slot=(slot + 1) % SLOTS)
+        return self.slots[slot][: waiting.bytes].view(waiting.dtype).view(waiting.shape)
+
+    def close(self) -> None:
+        """Give all memory back; nothing can be fetched any more."""
+        unpin(self._memory, self.device)
+        self._memory = []
+        self.slots = []
+
+    def _before(self, waiting: Waiting) -> Waiting | None:
+        for reference in reversed(self._waiting[: waiting.place]):
+            before = reference()
+            if before is not None:
+                return before
+        return None
+
+    def _reserve(self, place: int, size: int) -> None:
+        if place < len(self._memory):
+            if self._memory[place].numel() >= size:
+                return
+            unpin([self._memory[place]], self.device)
+            self._memory[place] = torch.empty(0, dtype=torch.uint8)
+        memory = pinned(aligned(size), self.device, what="checkpoints")
+        self._memory[place : place + 1] = [memory]
+
+    def _send(self, x: torch.Tensor, waiting: Waiting) -> None:
+        """Begin to copy an input to its place on the host."""
+        self._reserve(waiting.place, waiting.bytes)
+        there = self._memory[waiting.place][: waiting.bytes].view(x.dtype).view(x.shape)
+        if self._stream is None:
+            there.copy_(x)
+            return
+        self._stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self._stream):
+            there.copy_(x, non_blocking=True)
+
+    def _bring(self, waiting: Waiting, *, slot: int) -> None:
+        """Begin to copy an input into a slot that nothing reads which is yet to be launched."""
+        self.copies += 1
+        self._held[slot] = waiting
+        if self.slots[slot].numel() < waiting.bytes:
+            self.slots[slot] = torch.empty(waiting.bytes, dtype=torch.uint8, device=self.device)
+        source = self._memory[waiting.place][: waiting.bytes]
+        target = self.slots[slot][: waiting.bytes]
+        if self._stream is None:
+            target.copy_(source)
+            return
+        self._stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self._stream):
+            target.copy_(source, non_blocking=True)
+            self._arrived[slot].record(self._stream)
+
+
+class Recomputing:
+    """What takes the place of a layer's `_gradient_checkpointing_func`.
+
+    A layer goes through torch's own function that cannot be one node: with several inputs that need
+    a gradient.
+
+    Args:
+        host: where inputs wait; None where they stay on the device.
+        draws: whether the layer draws random numbers, which have to be the same the second time.
+        again: makes what is entered around the second time; None for autocast as it was the first
+            time.
+    """
+
+    def __init__(
+        self, host: CheckpointsOnHost | None = None, *, draws: bool, again: Again | None = None
+    ) -> None:
+        self.host = host
+        self.draws = draws
+        self.again = again
+
+    def __call__(self, run: Callable[..., Any], *inputs: Any) -> Any:
+        """Return what a layer makes of its inputs, and compute it once more for the backward pass.
+
+        Args:
+            run: the layer's forward pass, with its other arguments bound to it.
+            inputs: the hidden states (batch, tokens, width), and what else is given by position.
+        """
+        by_name = run.keywords if isinstance(run, partial) else {}
+        first, *others = inputs
+        rest = tree_leaves((others, by_name))
+        is_one = not any(isinstance(x, torch.Tensor) and x.requires_grad for x in rest)
+        if not is_one or not torch.is_grad_enabled():
+            return checkpoint(run, *inputs, use_reentrant=False)
+        # The embedding's output needs no gradient, though the layer's adapters do.
+        anchor = torch.empty(0, device=first.device, requires_grad=True)
+        return _Recomputed.apply(self, partial(_of_first, run, others), first, anchor)
+
+
+def _of_first(run: Callable[..., Any], others: Sequence[Any], first: torch.Tensor) -> Any:
+    return run(first, *others)
+
+
+class _Recomputed(torch.autograd.Function):
+    """A layer, of which nothing is kept but its input."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        how: Recomputing,
+        run: Callable[[torch.Tensor], Any],
+        x: torch.Tensor,
+        _anchor: torch.Tensor,
+    ) -> Any:
+        ctx.how = how
+        ctx.run = run
+        ctx.needs_gradient = x.requires_grad
+        ctx.again = how.again or _autocast_of(x.device.type)
+        ctx.states = _states(x) if how.draws else None
+        if how.host is None:
+            ctx.save_for_backward(x)
+        else:
+            ctx.waiting = how.host.keep(x)
+        # As the second time, or the compiler would have another program for it.
+        with torch.enable_grad():
+            output = run(x.detach().requires_grad_(ctx.needs_gradient))
+        if how.host is not None:
+            how.host.leave()
+        ctx.set_materialize_grads(False)
+        if isinstance(output, torch.Tensor):
+            return _cut(ctx, output)[0]
+        return _cut(ctx, *output)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
+        host = ctx.how.host
+        if host is None:
+            (x,) = ctx.saved_tensors
+        else:
+            x = host.fetched(ctx.waiting)
+        x = x.detach().requires_grad_(ctx.needs_gradient)
+        edges = []
+        given = []
+        with torch.enable_grad(), ctx.again(), _drawing_as(ctx.states, x):
+            output = ctx.run(x)
+            if isinstance(output, torch.Tensor):
+                output = (output,)
+            for value, gradient in zip(output, gradients, strict=True):
+                if gradient is not None:
+                    # Of the result nothing is needed but where its gradient goes.
+                    edges.append(get_gradient_edge(value))
+                    given.append(gradient)
+            del output
+        torch.autograd.backward(edges, given)
+        ctx.run = ctx.waiting = None
+        return None, None, x.grad, None
+
+
+def _cut(ctx: Any, *outputs: Any) -> tuple[Any, ...]:
+    """Return a layer's outputs without what they were made by."""
+    returned = []
+    constant = []
+    for output in outputs:
+        if isinstance(output, torch.Tensor):
+            cut = output.detach()
+            if not output.requires_grad:
+                constant.append(cut)
+            returned.append(cut)
+        else:
+            returned.append(output)
+    ctx.mark_non_differentiable(*constant)
+    return tuple(returned)
+
+
+def _autocast_of(device_type: str) -> Again:
+    """Return what makes autocast as it is now."""
+    return partial(
+        torch.autocast,
+        device_type=device_type,
+        dtype=torch.get_autocast_dtype(device_type),
+        enabled=torch.is_autocast_enabled(device_type),
+        cache_enabled=torch.is_autocast_cache_enabled(),
+    )
+
+
+def _states(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return the states of the random numbers of the host, and of the GPU that a tensor is on."""
+    of_device = None
+    if x.is_cuda:
+        of_device = torch.cuda.get_rng_state(x.device)
+    return torch.get_rng_state(), of_device
+
+
+@contextlib.contextmanager
+def _drawing_as(
+    states: tuple[torch.Tensor, torch.Tensor | None] | None, x: torch.Tensor
+) -> Iterator[None]:
+    """Draw the random numbers that followed some states; afterwards those that would have come."""
+    if states is None:
+        yield
+        return
+    of_host, of_device = states
+    devices = [x.device] if of_device is not None else []
+    with torch.random.fork_rng(devices):
+        torch.set_rng_state(of_host)
+        if of_device is not None:
+            torch.cuda.set_rng_state(of_device, x.device)
+        yield
+
+
+def draws(module: torch.nn.Module) -> bool:
+    """Return whether a module may draw random numbers while it trains: it, or a part of it, has a
+    probability that is not 0."""
+    for part in module.modules():
+        for name in _PROBABILITIES:
+            value = getattr(part, name, 0)
+            if isinstance(value, float) and value > 0:
+                return True
+    return False
