@@ -50,7 +50,11 @@ from qlora_sweep.sweep.training.model import (
 from qlora_sweep.sweep.training.recomputing import CheckpointsOnHost
 
 _NOT_LOADED = (
-    *("compute_dtype", "upcast_fp32", "checkpoint_fraction", "checkpoint_offload", "compile"),
+    "compute_dtype",
+    "upcast_fp32",
+    "checkpoint_fraction",
+    "checkpoint_offload",
+    "compile",
     "sharding",
 )
 """Settings that `from_pretrained`, `get_peft_model` and `Trainer` lose as TRL does."""
