@@ -365,8 +365,10 @@ class Training(TrainerCallback):
         """
         config = self._job.config
         rows = config.micro_batch_size * config.rows_per_sample
-        widths = self._rows.training.widths or [config.seq_len]
-        length = min(config.seq_len, max(widths))
+        length = config.seq_len
+        widths = self._rows.training.widths
+        if widths is not None:
+            length = min(length, int(max(widths)))
         is_any_tuned = tune_products(base, rows=rows * length)
         if called_kind(base) is not None:
             looping = not_called(base)

@@ -34,23 +34,11 @@ from tests.bench.unsloth_beside import FAST, model_of
 STEPS_WARMUP, STEPS, STEPS_PROFILED = 4, 12, 2
 LONG_GAP_US = 10.0
 """A gap that the launch of a kernel that waits already does not explain."""
+_PRODUCTS = ("gemm", "nvjet", "cutlass", "xmma", "triton_tem", "splitk", "cublas", "_mm")
 GROUPS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("attention", ("flash", "fmha", "sdpa", "attention", "cudnn_generated")),
     ("optimizer", ("multi_tensor", "optimizer", "adam", "lpnorm", "foreach")),
-    (
-        "products",
-        (
-            "gemm",
-            "nvjet",
-            "cutlass",
-            "xmma",
-            "triton_tem",
-            "splitk",
-            "cublas",
-            "_mm",
-            "int8_product",
-        ),
-    ),
+    ("products", (*_PRODUCTS, "int8_product")),
     ("transposes", ("_transpose",)),
     ("decoding", ("_decode", "dequantize", "_widen")),
     ("copies", ("memcpy", "memset")),
