@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 
@@ -47,8 +48,16 @@ def this_gpu() -> Gpu:
     return Gpu(torch.cuda.get_device_name(), torch.cuda.get_device_capability())
 
 
+def all_tiles() -> list[list[int]]:
+    """Return what each kernel of this GPU is called with."""
+    kernels = candidates(torch.cuda.get_device_capability())
+    return [list(astuple(kernel)) if kernel is not None else [] for kernel in kernels]
+
+
 def choose(monkeypatch: pytest.MonkeyPatch, kernels: dict[Shape, Tiles | None]) -> None:
     """Let products of bf16 be made by kernels, by their shapes."""
+    if this_gpu().capability < (8, 0):
+        pytest.skip("there is nothing to choose before Ampere")
     choices = {}
     for shape, kernel in kernels.items():
         case = Case(this_gpu(), shape.n, shape.k, str(BF16))
@@ -59,17 +68,13 @@ def choose(monkeypatch: pytest.MonkeyPatch, kernels: dict[Shape, Tiles | None]) 
 @pytest.mark.parametrize("dtype", [BF16, torch.float16])
 @pytest.mark.parametrize("m", ROWS)
 def test_each_kernel_is_exact(m: int, dtype: torch.dtype) -> None:
-    kernels = candidates(torch.cuda.get_device_capability())
     for n, k in DEPTHS:
         given = operands(m, n, k)
         plain = reference(*given)
         added = torch.randn(n, device="cuda")
-        for kernel in kernels:
-            tiles = []
-            if kernel is not None:
-                tiles = [kernel.rows, kernel.columns, kernel.depth, kernel.stages, kernel.warps]
+        for tiles in all_tiles():
             found = int8_products._made(*given, None, dtype, tiles)
-            assert torch.equal(found, plain.to(dtype)), (n, k, kernel)
+            assert torch.equal(found, plain.to(dtype)), (n, k, tiles)
             found = int8_products._made(*given, added, dtype, tiles)
             # What is added may be rounded once with the scaling.
             rtol = torch.finfo(dtype).eps
@@ -79,11 +84,8 @@ def test_each_kernel_is_exact(m: int, dtype: torch.dtype) -> None:
 def test_a_result_of_more_than_two_billion_values_is_addressed() -> None:
     m, n, k = 2**16 + 5, 2**15 + 16, 32
     given = operands(m, n, k)
-    kernel = candidates(torch.cuda.get_device_capability())[-2]
-    assert kernel is not None
-    tiles = [kernel.rows, kernel.columns, kernel.depth, kernel.stages, kernel.warps]
-    for of_kernel in (tiles, []):
-        found = int8_products._made(*given, None, BF16, of_kernel)
+    for tiles in all_tiles()[:2]:
+        found = int8_products._made(*given, None, BF16, tiles)
         last = [given[0][-9:], given[1], given[2][-9:], given[3]]
         assert torch.equal(found[-9:], reference(*last).to(BF16))
         del found
