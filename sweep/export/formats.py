@@ -43,6 +43,8 @@ _OF_ROWS = ("files", "kinds", "collation", "encoding")
 """Modules of `sweep.data` that are joined in that file, each behind those it imports."""
 _KERNELS = "eight_bit.py"
 """Stores and computes in 8 bits."""
+_INT8_PRODUCTS = "int8_products.py"
+"""Its products of integers."""
 _EXPERTS = "experts.py"
 """Holds packed experts."""
 _OFFLOAD = "offload.py"
@@ -64,6 +66,7 @@ _ALONE = {
     "from qlora_sweep.sweep.data.collation import": "from rows import",
     "from qlora_sweep.sweep.training import eight_bit": "import eight_bit",
     "from qlora_sweep.sweep.training import grouped": "import grouped",
+    "from qlora_sweep.sweep.training import int8_products": "import int8_products",
     "from qlora_sweep.sweep.training.eight_bit import": "from eight_bit import",
     "from qlora_sweep.sweep.training.host_memory import": "from host_memory import",
 }
@@ -235,6 +238,7 @@ def _script(record: Record) -> Export:
     has_packed_experts = config.is_quantized and record.model.has_experts
     if config.is_8bit_compute or config.weight_bits == 8 or has_packed_experts:
         files_beside[_KERNELS] = _alone(_KERNELS)
+        files_beside[_INT8_PRODUCTS] = _alone(_INT8_PRODUCTS)
     if config.is_8bit_compute:
         files_beside[_FITTING] = _alone(_FITTING)
     if has_packed_experts:

@@ -44,6 +44,7 @@ from qlora_sweep.sweep.running.wire import Finished
 from qlora_sweep.sweep.training import process_group
 from qlora_sweep.sweep.training.adapters import Attached, attached
 from qlora_sweep.sweep.training.device import Device, open_device
+from qlora_sweep.sweep.training.eight_bit import tune_products
 from qlora_sweep.sweep.training.exceptions import setting_at_fault
 from qlora_sweep.sweep.training.faithfulness import products_of
 from qlora_sweep.sweep.training.fitting import first_examples, fit, too_many
@@ -356,23 +357,29 @@ class Training(TrainerCallback):
         return self._end or self._finish()
 
     def _tune(self, base: Any) -> None:
-        """Let Triton choose the kernels of a base's recurrent layers, as a trial does.
+        """Choose the kernels of a base's recurrent layers and INT8 products, as a trial does.
 
         Raises:
-            Unavailable: they are installed, and transformers does not call them.
+            Unavailable: those of recurrent layers are installed, and transformers does not call
+                them.
         """
-        if called_kind(base) is None:
-            return
-        looping = not_called(base)
-        if looping is not None:
-            raise Unavailable("attention", looping)
         config = self._job.config
-        widths = self._rows.training.widths or [config.seq_len]
-        with self._trainer.accelerator.autocast():
-            rows = config.micro_batch_size * config.rows_per_sample
-            tune(base, rows=rows, length=min(config.seq_len, max(widths)))
-        self._device.release()
-        self._device.reset_peak()
+        rows = config.micro_batch_size * config.rows_per_sample
+        length = config.seq_len
+        widths = self._rows.training.widths
+        if widths is not None:
+            length = min(length, int(max(widths)))
+        is_any_tuned = tune_products(base, rows=rows * length)
+        if called_kind(base) is not None:
+            looping = not_called(base)
+            if looping is not None:
+                raise Unavailable("attention", looping)
+            with self._trainer.accelerator.autocast():
+                tune(base, rows=rows, length=length)
+            is_any_tuned = True
+        if is_any_tuned:
+            self._device.release()
+            self._device.reset_peak()
 
     def _take_up(self, attachment: Attached) -> None:
         """Take up the steps that a checkpoint holds, or begin with the first."""

@@ -29,7 +29,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from qlora_sweep.search_spaces.config import TrialConfig
 from qlora_sweep.search_spaces.errors import InputError, did_you_mean
 from qlora_sweep.search_spaces.linears import resolve_targets
-from qlora_sweep.sweep.training import eight_bit, experts, grouped, offload
+from qlora_sweep.sweep.training import eight_bit, experts, grouped, int8_products, offload
 from qlora_sweep.sweep.training.eight_bit import changed
 from qlora_sweep.sweep.training.experts import (
     adapt_experts,
@@ -458,7 +458,7 @@ def _find_constants(layer: torch.nn.Module, _: Any) -> None:
 def _operators_digest() -> str:
     """Return a digest of the code of operators that a graph names and does not hold."""
     parts = bnb.__version__
-    for module in (eight_bit, experts, grouped, offload):
+    for module in (eight_bit, experts, grouped, int8_products, offload):
         parts += inspect.getsource(module)
     return hashlib.sha256(parts.encode()).hexdigest()[:16]
 

@@ -3,8 +3,8 @@ their input.
 
 Inputs and gradients are rounded row by row on the way, weights once, with a scale an output
 feature, or they are decoded from 4 bits in each pass. On a GPU the products are `torch._scaled_mm`
-and `torch._int_mm`; elsewhere they are done in float. An exported script carries this file beside
-it: it needs torch and bitsandbytes alone.
+and those of `int8_products`; elsewhere they are done in float. An exported script carries this file
+beside it: it needs torch, bitsandbytes and `int8_products` alone.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from typing import Any
 import bitsandbytes as bnb
 import torch
 from torch.nn.functional import linear, silu
+
+from qlora_sweep.sweep.training import int8_products
 
 try:
     import triton
@@ -98,21 +100,33 @@ def rounded(
 
 
 def _multiplied(
-    left: torch.Tensor, left_scales: torch.Tensor, right: torch.Tensor, scales: torch.Tensor
+    left: torch.Tensor,
+    left_scales: torch.Tensor,
+    right: torch.Tensor,
+    scales: torch.Tensor,
+    added: torch.Tensor | None,
+    dtype: torch.dtype,
 ) -> torch.Tensor:
     """Return ``left`` (m, k) times the transpose of ``right`` (n, k), times the scales of both:
-    (m, 1) and (n,)."""
-    if left.is_cuda and left.dtype != torch.int8:
+    (m, 1) and (n,), with what is added to each row (n,)."""
+    is_int8 = left.dtype == torch.int8
+    if left.is_cuda and is_int8 and triton is not None:
+        return int8_products.product(left, right, left_scales, scales, added, dtype)
+    if left.is_cuda and not is_int8:
         scaling: dict[str, Any] = {
             "scale_a": left_scales,
             "scale_b": scales[None],
             "out_dtype": torch.bfloat16,
         }
-        return torch._scaled_mm(left, right.t(), **scaling, use_fast_accum=True)
-    if left.is_cuda and len(left) > _INT8_ROWS:
-        return torch._int_mm(left, right.t()).float() * left_scales * scales
-    with torch.autocast(left.device.type, enabled=False):
-        return left.float() @ right.float().t() * left_scales * scales
+        product = torch._scaled_mm(left, right.t(), **scaling, use_fast_accum=True)
+    elif left.is_cuda and len(left) > _INT8_ROWS:
+        product = torch._int_mm(left, right.t()).float() * left_scales * scales
+    else:
+        with torch.autocast(left.device.type, enabled=False):
+            product = left.float() @ right.float().t() * left_scales * scales
+    if added is not None:
+        product = product + added
+    return product.to(dtype)
 
 
 class _EightBitProduct(torch.autograd.Function):
@@ -147,10 +161,8 @@ class _EightBitProduct(torch.autograd.Function):
         weight = _in_8_bits(
             list(parts), scales, kind, ctx.columns, input_scales, is_transposed=False
         )
-        product = _multiplied(narrow, row_scales, weight, scales)
-        if mean_product is not None:
-            product = product + mean_product
-        return product.to(x.dtype).reshape(*x.shape[:-1], len(scales))
+        product = _multiplied(narrow, row_scales, weight, scales, mean_product, x.dtype)
+        return product.reshape(*x.shape[:-1], len(scales))
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
@@ -169,8 +181,8 @@ class _EightBitProduct(torch.autograd.Function):
                 column_scales = scales.new_ones(ctx.columns)
             else:
                 column_scales = input_scales.reciprocal()
-            product = _multiplied(narrow, row_scales, weight, column_scales)
-            of_input = product.to(gradient.dtype).reshape(*gradient.shape[:-1], ctx.columns)
+            product = _multiplied(narrow, row_scales, weight, column_scales, None, gradient.dtype)
+            of_input = product.reshape(*gradient.shape[:-1], ctx.columns)
         nothing = (None,) * (5 + len(parts))
         return of_input, *nothing
 
@@ -400,6 +412,31 @@ def compute_in_8_bits(model: torch.nn.Module, kind: str) -> None:
         elif _is_gated(module):
             module.products = kind
             module.forward = MethodType(_gated, module)
+
+
+def tune_products(
+    model: torch.nn.Module, *, rows: int, on_timed: Callable[[], object] = lambda: None
+) -> bool:
+    """Choose the kernels of a model's INT8 products, before memory is full and layers are compiled.
+    Return whether any was timed: not on a CPU, nor where all were before.
+
+    Args:
+        model: on its device, with adapters or without.
+        rows: tokens of a micro-batch.
+        on_timed: called after each kernel that was timed.
+    """
+    shapes: dict[tuple[torch.device, torch.dtype], set[int8_products.Shape]] = {}
+    for layer in narrow_layers(model).values():
+        if layer.products != "int8":
+            continue
+        of_layers = shapes.setdefault((layer.row_scales.device, layer.compute_dtype), set())
+        of_layers.add(int8_products.Shape(rows, layer.out_features, layer.in_features))
+        of_layers.add(int8_products.Shape(rows, layer.in_features, layer.out_features))
+    is_any_timed = False
+    for (device, dtype), of_layers in shapes.items():
+        if int8_products.tune(of_layers, dtype=dtype, device=device, on_timed=on_timed):
+            is_any_timed = True
+    return is_any_timed
 
 
 def _is_gated(module: torch.nn.Module) -> bool:

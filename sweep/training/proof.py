@@ -61,9 +61,13 @@ _PRODUCTS = {
     "gemm_4bit": 0,
     "_scaled_mm": 0,
     "_int_mm": 0,
+    "int8_product": 0,
+    "int8_product_in_chunks": 0,
 }
 """Operators that multiply by matrices of weights, and which argument is the left one. Those that
 multiply batches are of attention, which without a fused kernel is in fp32, and of rotary angles."""
+_COMPILED_INT8_PRODUCT = "_int8_product_"
+"""What the compiler calls the Triton kernel of the first of those, with a number."""
 _PROFILED_TYPES = {"c10::Float8_e4m3fn": torch.float8_e4m3fn, "signed char": torch.int8}
 """What torch's profiler calls 8-bit types."""
 _LEAST_8_BIT_SHARE = 0.6
@@ -124,11 +128,23 @@ class ProductWatch:
     def __exit__(self, *error: object) -> None:
         self._profile.__exit__(*error)
         for event in self._profile.profiler.kineto_results.events():
-            left = _PRODUCTS.get(event.name().partition("::")[2].partition(".")[0])
-            if left is not None:
-                kind = _PROFILED_TYPES.get(event.dtypes()[left])
-                shapes = event.shapes()
-                self.product_work[kind] += math.prod(shapes[left]) * shapes[left + 1][-1]
+            self._note(event.name(), event.dtypes(), event.shapes())
+
+    def _note(self, name: str, dtypes: Sequence[str], shapes: Sequence[Sequence[int]]) -> None:
+        """Note what ran, by its name and its arguments' types and shapes."""
+        operator = name.partition("::")[2].partition(".")[0]
+        if name.startswith(_COMPILED_INT8_PRODUCT):
+            operator = "int8_product"
+        left = _PRODUCTS.get(operator)
+        # Its chunks are noted by themselves.
+        if left is None or operator == "int8_product_in_chunks":
+            return
+        columns = shapes[left + 1][-1]
+        if operator == "int8_product":
+            # Of the transpose.
+            columns = shapes[left + 1][0]
+        kind = _PROFILED_TYPES.get(dtypes[left])
+        self.product_work[kind] += math.prod(shapes[left]) * columns
 
 
 Module = TypeVar("Module")

@@ -40,6 +40,7 @@ from qlora_sweep.sweep.data.probing import are_apart, check_is_causal, takes_pos
 from qlora_sweep.sweep.scratch import scratch
 from qlora_sweep.sweep.training.adapters import attached, held_share, local
 from qlora_sweep.sweep.training.device import Device, Memory
+from qlora_sweep.sweep.training.eight_bit import tune_products
 from qlora_sweep.sweep.training.exceptions import DETAIL_LENGTH, TrialEnded, setting_at_fault
 from qlora_sweep.sweep.training.faithfulness import compared, products_of, unfaithful
 from qlora_sweep.sweep.training.fitting import too_many
@@ -387,16 +388,22 @@ class Trial:
             raise TrialEnded(Ineffective(setting="compute_dtype", detail=fault))
 
     def _tune(self, loop: TrainingLoop) -> None:
-        """Let Triton choose the kernels of recurrent layers before memory is full of what layers
-        keep; what that needs is not what a step needs."""
+        """Choose the kernels of recurrent layers and of INT8 products before memory is full of what
+        layers keep; what that needs is not what a step needs."""
+        config = self._config
         base: Any = loop.attached.model.get_base_model()
-        if self._config.is_sharded or called_kind(base) is None:
+        is_recurrent = not config.is_sharded and called_kind(base) is not None
+        if not is_recurrent and config.compute_dtype != "int8":
             return
         rows, length = loop.largest_batch()["input_ids"].shape
-        with loop.as_trained():
-            tune(base, rows=rows, length=length, on_pass=self._tell)
-        self._device.release()
-        self._device.reset_peak()
+        is_any_tuned = tune_products(base, rows=rows * length, on_timed=self._tell)
+        if is_recurrent:
+            with loop.as_trained():
+                tune(base, rows=rows, length=length, on_pass=self._tell)
+            is_any_tuned = True
+        if is_any_tuned:
+            self._device.release()
+            self._device.reset_peak()
 
     def _prove(self, loop: TrainingLoop, steps: StepQueue) -> None:
         """Do the steps that have the peak.

@@ -25,6 +25,7 @@ import torch
 from qlora_sweep.search_spaces.config import parse_config
 from qlora_sweep.search_spaces.models import ModelSpec
 from qlora_sweep.sweep.training.adapters import attached
+from qlora_sweep.sweep.training.eight_bit import tune_products
 from qlora_sweep.sweep.training.model import build_base
 from qlora_sweep.sweep.training.step import TrainingLoop
 from tests.bench.harness import Row, stamp, write
@@ -33,10 +34,11 @@ from tests.bench.unsloth_beside import FAST, model_of
 STEPS_WARMUP, STEPS, STEPS_PROFILED = 4, 12, 2
 LONG_GAP_US = 10.0
 """A gap that the launch of a kernel that waits already does not explain."""
+_PRODUCTS = ("gemm", "nvjet", "cutlass", "xmma", "triton_tem", "splitk", "cublas", "_mm")
 GROUPS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("attention", ("flash", "fmha", "sdpa", "attention", "cudnn_generated")),
     ("optimizer", ("multi_tensor", "optimizer", "adam", "lpnorm", "foreach")),
-    ("products", ("gemm", "nvjet", "cutlass", "xmma", "triton_tem", "splitk", "cublas", "_mm")),
+    ("products", (*_PRODUCTS, "int8_product")),
     ("transposes", ("_transpose",)),
     ("decoding", ("_decode", "dequantize", "_widen")),
     ("copies", ("memcpy", "memset")),
@@ -122,6 +124,9 @@ def measured(spec: ModelSpec, asked: Row) -> Row:
     with attached(base, config) as attachment:
         loop = TrainingLoop(attachment, config, seed=0)
         began = time.perf_counter()
+        tune_products(attachment.model, rows=config.micro_batch_size * config.seq_len)
+        tuning = time.perf_counter() - began
+        began = time.perf_counter()
         loop.step()
         torch.cuda.synchronize()
         first = time.perf_counter() - began
@@ -139,6 +144,7 @@ def measured(spec: ModelSpec, asked: Row) -> Row:
             seconds.append((time.perf_counter() - began) / STEPS)
         row = {
             "asked": asked,
+            "tuning_seconds": tuning,
             "first_step_seconds": first,
             "step_ms": [round(s * 1e3, 2) for s in seconds],
             "host_ms": round(queued / STEPS * 1e3, 2),

@@ -45,6 +45,7 @@ def script_of(
         experts,
         fitting,
         grouped,
+        int8_products,
         offload,
         preference,
     )
@@ -53,6 +54,7 @@ def script_of(
     monkeypatch.setitem(sys.modules, "experts", experts)
     monkeypatch.setitem(sys.modules, "fitting", fitting)
     monkeypatch.setitem(sys.modules, "grouped", grouped)
+    monkeypatch.setitem(sys.modules, "int8_products", int8_products)
     monkeypatch.setitem(sys.modules, "offload", offload)
     monkeypatch.setitem(sys.modules, "preference", preference)
     monkeypatch.setitem(sys.modules, "rows", rows_module())

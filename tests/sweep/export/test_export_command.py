@@ -74,7 +74,8 @@ def test_what_a_script_imports_and_its_record_are_written_beside_it(
 ) -> None:
     path = tmp_path / "train.py"
     kernels = tmp_path / "eight_bit.py"
-    others = [tmp_path / name for name in ("rows.py", "fitting.py", "train.py.json")]
+    names = ("rows.py", "fitting.py", "int8_products.py", "train.py.json")
+    others = [tmp_path / name for name in names]
     export = ("8-bit", "-o", str(path))
     kernels.write_text("mine = 1\n")
     code, _, err = said(*export)

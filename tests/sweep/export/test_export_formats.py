@@ -69,7 +69,7 @@ CONFIGS = [
     ("changes", "beside"),
     [
         ({"method": "dpo"}, ["preference.py", "rows.py"]),
-        ({"compute_dtype": "int8"}, ["eight_bit.py", "fitting.py", "rows.py"]),
+        ({"compute_dtype": "int8"}, ["eight_bit.py", "fitting.py", "int8_products.py", "rows.py"]),
     ],
 )
 def test_a_script_and_what_lies_beside_it_need_nothing_of_ours(

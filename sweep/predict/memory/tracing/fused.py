@@ -323,7 +323,7 @@ def product_kernels(*, is_compiled: bool) -> AbstractContextManager[None]:
         "_multiplied": _multiplied,
     }
     if is_compiled:
-        own |= {"_multiplied": _multiplied_when_compiled, "_widened": _widened_when_compiled}
+        own["_widened"] = _widened_when_compiled
     of_experts: dict[str, Any] = {
         "_RANK_MULTIPLE": 1,
         "_parts": _packed_alone,
@@ -420,22 +420,10 @@ def _rounded(
 
 
 def _multiplied(
-    left: torch.Tensor, left_scales: torch.Tensor, right: torch.Tensor, scales: torch.Tensor
+    left: torch.Tensor, _: object, right: torch.Tensor, __: object, ___: object, dtype: torch.dtype
 ) -> torch.Tensor:
-    shape = len(left), len(right)
-    if left.dtype != torch.int8:
-        return torch.empty(shape, dtype=torch.bfloat16, device="meta")
-    return torch.empty(shape, dtype=torch.int32, device="meta").float() * left_scales * scales
-
-
-def _multiplied_when_compiled(
-    left: torch.Tensor, _: object, right: torch.Tensor, __: object
-) -> torch.Tensor:
-    """What reads a product of `torch._int_mm` scales it too, so that its 32 bits live till then."""
-    rows = len(left)
-    columns = len(right)
-    held = 2 * columns if left.dtype == torch.int8 else columns
-    return torch.empty(rows, held, dtype=torch.bfloat16, device="meta")[:, :columns]
+    """Sums of 32 bits stay in the kernels, or are a few MiB at a time (`int8_products`)."""
+    return torch.empty(len(left), len(right), dtype=dtype, device="meta")
 
 
 def _widened_when_compiled(
