@@ -45,11 +45,11 @@ def compute_order(config: TrialConfig) -> int:
     return config.compute_kind.plainness
 
 
-def plainness(config: TrialConfig, peak_bytes: int) -> tuple[int, float, int, int, int]:
+def plainness(config: TrialConfig, peak_bytes: int) -> tuple[int, float, bool, int, int, int]:
     """Return what sorts configurations that tie in speed, the one to recommend first.
 
-    16-bit compute comes before 8 bits, bf16 before fp16, experts on the GPU before experts on the
-    host, which has to have room for them, and less memory before more. Of about as much memory the
+    16-bit compute comes before 8 bits, bf16 before fp16, experts and checkpoints on the GPU before
+    those on the host, which has to have room for them, and less memory before more. Of about as much memory the
     one with fewer settings that are not the standard recipe's comes first.
 
     Args:
@@ -58,4 +58,5 @@ def plainness(config: TrialConfig, peak_bytes: int) -> tuple[int, float, int, in
     """
     memory = round(math.log(max(1, peak_bytes)) / ALIKE_MEMORY)
     compute, settings = compute_order(config), unusual_settings(config)
-    return compute, config.offload_fraction, memory, settings, peak_bytes
+    is_on_host = canonical(config).checkpoint_offload
+    return compute, config.offload_fraction, is_on_host, memory, settings, peak_bytes

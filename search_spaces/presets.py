@@ -332,8 +332,11 @@ def _searched(spec: GpuSpec, model: ModelSpec) -> str:
         lines.append("  offload_fraction: [0.0, 0.25, 0.5, 0.75, 1.0]")
     if model.model_type not in LIGER_MODEL_TYPES:
         lines.append("  kernels: [hf]")
-    if model.model_type in WITHOUT_CHECKPOINTING:
+    is_checkpointed = model.model_type not in WITHOUT_CHECKPOINTING
+    if not is_checkpointed:
         lines.append("  checkpoint_fraction: [0.0]")
+    if spec.shares_host_memory or not is_checkpointed:
+        lines.append("  checkpoint_offload: [false]")
     return "\n".join(lines + _fixed(fixed))
 
 

@@ -30,6 +30,8 @@ VALUES_SHOWN = 16
 WORTH_SPEED = 0.005
 """A smaller gain in speed, relative, is none."""
 
+_ON_HOST = ("offload_fraction", "checkpoint_offload")
+"""Settings that save nothing on a GPU without memory of its own."""
 _TOGETHER = attrgetter("data_parallel", "sharding")
 """Where two configurations differ in these, each has its own doubt of what GPUs wait for each
 other."""
@@ -89,7 +91,7 @@ def single_changes(config: TrialConfig, forecaster: Forecaster) -> dict[TrialCon
     """Return every valid configuration with one setting changed, and which."""
     changes: dict[TrialConfig, str] = {}
     for key in SETTINGS:
-        if key == "offload_fraction" and forecaster.gpu.shares_host_memory:
+        if key in _ON_HOST and forecaster.gpu.shares_host_memory:
             continue
         for value in _other_values(key, config):
             try:
