@@ -232,10 +232,6 @@ class TracingPredictor(MemoryPredictor):
             self._known[key] = found[structure]
 
     def _step(self, config: TrialConfig, shape: _Shape) -> Step:
-        slots_bytes = 0
-        if config.checkpoint_offload and config.checkpoint_fraction > 0:
-            values = config.tokens_per_micro_batch * self._model.hidden_size
-            slots_bytes = HOST_SLOTS * values * config.hidden_value_bytes
         first = self._profile(config, config.checkpoint_fraction > 0, shape)
         flags = _flags(config.checkpoint_fraction, len(first.positions))
         return Step(
@@ -243,7 +239,7 @@ class TracingPredictor(MemoryPredictor):
             profiles={flag: self._profile(config, flag, shape) for flag in set(flags)},
             flags=flags,
             values=_values(config, self._model),
-            workspace_bytes=self._workspace_bytes + slots_bytes,
+            workspace_bytes=self._workspace_bytes + _of_nodes(config, self._model),
             benchmark_bytes=self._benchmark_bytes,
             is_unseen=config.compile and recurrent_kind(self._model) is not None,
         )
@@ -353,6 +349,18 @@ def _flags(checkpoint_fraction: float, layers: int) -> tuple[bool, ...]:
     config = TrialConfig(checkpoint_fraction=checkpoint_fraction)
     chosen = config.checkpointed_layers(layers)
     return tuple(layer in chosen for layer in range(layers))
+
+
+def _of_nodes(config: TrialConfig, model: ModelSpec) -> int:
+    """Return the bytes that recomputed layers take which are one node of the graph each: two slots
+    for what comes from the host, or, in the trace of torch's own way, the gradient of a layer's
+    output, which is there until that layer's backward pass is done."""
+    if not config.recomputes_as_nodes:
+        return 0
+    hidden_bytes = config.tokens_per_micro_batch * model.hidden_size * config.hidden_value_bytes
+    if config.checkpoint_offload:
+        return HOST_SLOTS * hidden_bytes
+    return hidden_bytes
 
 
 class Residuals:
