@@ -25,6 +25,7 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "quantized_fraction": (1.0, 0.5),
     "adapter_dtype": get_args(AdapterDtype),
     "checkpoint_fraction": (0.0, 0.5, 1.0),
+    "checkpoint_offload": (False, True),
     "upcast_fp32": (True, False),
     "kernels": get_args(Kernels),
     "attention": ("sdpa", "eager"),
@@ -88,4 +89,7 @@ CASES: list[dict[str, Any]] = [
     {"adapter_dtype": "bf16", "compile": True, "lora_dropout": 0.1},
     {"quantized_fraction": 0.5, "upcast_fp32": False, "compile": True, "kernels": "fused-loss"},
     {"quantized_fraction": 0.5, **LEAN, "checkpoint_fraction": 0.5},
+    {"checkpoint_offload": True, "compile": True, "kernels": "fused-loss"},
+    {"checkpoint_offload": True, "checkpoint_fraction": 0.5, "lora_dropout": 0.1, "compile": True},
+    {"checkpoint_offload": True, "compute_dtype": "fp8", "compile": True, "upcast_fp32": False},
 ]

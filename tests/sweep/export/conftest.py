@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import sys
 from collections.abc import Callable, Iterator
@@ -16,6 +17,19 @@ from qlora_sweep.storage.definition import StudySnapshot
 from tests.sweep.export.studies import export, imported, rows_module
 from tests.sweep.export.weights import saved_model, with_tokenizer
 from tests.sweep.training.tiny import saved_with_outliers
+
+BESIDE = (
+    "eight_bit",
+    "experts",
+    "fitting",
+    "grouped",
+    "host_memory",
+    "int8_products",
+    "offload",
+    "preference",
+    "recomputing",
+)
+"""Modules of `sweep.training` that lie beside scripts."""
 
 
 @pytest.fixture(scope="session")
@@ -40,23 +54,9 @@ def script_of(
     """Return a study's script as a module, on one thread; a process has its neighbours once."""
     import torch
 
-    from qlora_sweep.sweep.training import (
-        eight_bit,
-        experts,
-        fitting,
-        grouped,
-        int8_products,
-        offload,
-        preference,
-    )
-
-    monkeypatch.setitem(sys.modules, "eight_bit", eight_bit)
-    monkeypatch.setitem(sys.modules, "experts", experts)
-    monkeypatch.setitem(sys.modules, "fitting", fitting)
-    monkeypatch.setitem(sys.modules, "grouped", grouped)
-    monkeypatch.setitem(sys.modules, "int8_products", int8_products)
-    monkeypatch.setitem(sys.modules, "offload", offload)
-    monkeypatch.setitem(sys.modules, "preference", preference)
+    for name in BESIDE:
+        beside = importlib.import_module(f"qlora_sweep.sweep.training.{name}")
+        monkeypatch.setitem(sys.modules, name, beside)
     monkeypatch.setitem(sys.modules, "rows", rows_module())
     # The script says how memory is allocated; other tests shall not find it.
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", "")

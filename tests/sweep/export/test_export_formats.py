@@ -46,6 +46,7 @@ quantization: fp4
 quantized_fraction: 0.5
 adapter_dtype: bf16
 checkpoint_fraction: 0.3
+checkpoint_offload: true
 kernels: fused-loss
 attention: flash_attention_2
 optimizer: paged_adamw_8bit
@@ -70,6 +71,9 @@ CONFIGS = [
     [
         ({"method": "dpo"}, ["preference.py", "rows.py"]),
         ({"compute_dtype": "int8"}, ["eight_bit.py", "fitting.py", "int8_products.py", "rows.py"]),
+        ({"checkpoint_offload": True}, ["host_memory.py", "recomputing.py", "rows.py"]),
+        ({"compile": True}, ["host_memory.py", "recomputing.py", "rows.py"]),
+        ({"compile": True, "checkpoint_fraction": 0.0}, ["rows.py"]),
     ],
 )
 def test_a_script_and_what_lies_beside_it_need_nothing_of_ours(
@@ -347,6 +351,7 @@ def test_every_limit_of_a_trainer_is_one_of_some_configuration() -> None:
         {"quantization": "int8"},
         {"quantization": "none", "adapter_dtype": "bf16"},
         {"checkpoint_fraction": 0.5},
+        {"checkpoint_fraction": 1.0, "checkpoint_offload": True},
         {"packing": "packed", "micro_batch_size": 1},
     ):
         tried.append(a_study(BASE.model_copy(update=changes), dataset=some_dataset()))

@@ -22,7 +22,7 @@ from qlora_sweep.storage.records import Measured
 from qlora_sweep.sweep.export.formats import exported
 from tests.sweep.export.studies import a_study, some_dataset
 from tests.sweep.export.weights import written_dataset
-from tests.sweep.training.tiny import TINY, UNSUITED, tiny_base, tiny_config, trial_on
+from tests.sweep.training.tiny import LAYERS, TINY, UNSUITED, tiny_base, tiny_config, trial_on
 from tests.tables import column
 
 Script = Callable[[StudySnapshot], ModuleType]
@@ -73,6 +73,29 @@ def test_the_script_builds_what_was_measured(
     built = script_of(a_study(config, model=TINY)).load_model(str(model.path)).get_base_model()
     with tiny_base(config) as base, attached(base, config):
         assert described(built) == described(base.model)
+
+
+@pytest.mark.parametrize(
+    ("settings", "copies"),
+    [
+        ({"checkpoint_offload": True, "checkpoint_fraction": 1.0}, LAYERS),
+        ({"compile": True, "checkpoint_fraction": 1.0}, None),
+    ],
+)
+def test_the_script_recomputes_layers_as_was_measured(
+    settings: dict[str, Any], copies: int | None, model: ModelSpec, script_of: Script
+) -> None:
+    import torch
+
+    config = tiny_config(**settings)
+    built = script_of(a_study(config, model=TINY)).load_model(str(model.path))
+    tokens = torch.arange(64).view(2, 32)
+    built(input_ids=tokens, labels=tokens).loss.backward()
+    assert all(p.grad is not None for p in built.parameters() if p.requires_grad)
+    for layer in built.get_base_model().model.layers:
+        how = layer._gradient_checkpointing_func
+        assert type(how).__name__ == "Recomputing"
+        assert (how.host and how.host.copies) == copies
 
 
 def test_the_script_takes_a_stored_base_as_it_is(
