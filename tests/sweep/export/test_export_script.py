@@ -88,7 +88,7 @@ def test_the_script_recomputes_layers_as_was_measured(
     import torch
 
     config = tiny_config(**settings)
-    built = script_of(a_study(config, model=TINY)).load_model(str(model.path))
+    built = script_of(a_study(config, model=TINY)).load_model(str(model.path)).train()
     tokens = torch.arange(64).view(2, 32)
     built(input_ids=tokens, labels=tokens).loss.backward()
     assert all(p.grad is not None for p in built.parameters() if p.requires_grad)
