@@ -152,6 +152,32 @@ def test_experts_in_16_bits_are_predicted_and_count_twice_their_number(predictor
     assert predictor(model("llama")).predict(TrialConfig()).quantized_share == 1.0
 
 
+@pytest.mark.parametrize("fraction", [0.5, 1.0])
+def test_what_waits_on_the_host_is_not_kept(predictor: Any, fraction: float) -> None:
+    saved: dict[int, int] = {}
+    for layers in (12, 24):
+        spec = model("llama", num_hidden_layers=layers)
+        asked = TrialConfig(seq_len=512, checkpoint_fraction=fraction, upcast_fp32=False)
+        kept, waiting = (
+            predictor(spec).predict(asked.changed(checkpoint_offload=is_on_host))
+            for is_on_host in (False, True)
+        )
+        saved[layers] = kept.peak_allocated_bytes - waiting.peak_allocated_bytes
+    hidden_bytes = asked.tokens_per_micro_batch * SMALL["hidden_size"] * 2
+    assert saved[24] - saved[12] == 12 * fraction * hidden_bytes
+
+
+def test_a_few_layers_tell_of_all_whose_inputs_wait_on_the_host(predictor: Any) -> None:
+    whole = model("llama", every_layer_is_its_own=list(range(6)))
+    config = TrialConfig(
+        micro_batch_size=3, seq_len=200, checkpoint_fraction=0.5, checkpoint_offload=True
+    )
+    extrapolated = predictor(model("llama")).predict(config)
+    traced = predictor(whole).predict(config)
+    assert extrapolated.peak_allocated_bytes == traced.peak_allocated_bytes
+    assert extrapolated.breakdown == traced.breakdown
+
+
 def test_experts_on_the_host_leave_two_layers_here(predictor: Any) -> None:
     tracing = predictor(model("mixtral", **MOE))
     shares = (0.0, 1 / 3, 0.5, 2 / 3, 1.0)
