@@ -32,6 +32,12 @@ PACKED_BYTES = 0.5
 """A 4-bit weight."""
 BYTE = 1.0
 """An 8-bit weight, input or gradient."""
+SUM_BYTES = 8.0
+"""A sum of products of 8-bit integers, written in 32 bits and read, as torch's kernel has it; no
+step was measured yet with the kernel that scales its sums, which may be chosen instead
+(`sweep.training.int8_products`)."""
+EAGER_SUM_BYTES = 32.0
+"""The same where nothing is fused: made a float, multiplied twice by scales, and narrowed."""
 EAGER_LAUNCHES = 10.0
 """Operations that the host takes as long over as over an 8-bit product that is not compiled; of one
 step of an H200, 4 x 512 in FP8."""
@@ -144,6 +150,8 @@ class KernelShapes:
         """Whether its constants are quantized as well, where they are at all."""
         self.is_8bit_compute = self.are(lambda config: config.is_8bit_compute)
         """Whether the frozen layers multiply in 8 bits."""
+        self.is_int8_compute = self.are(lambda config: config.numerics == "int8")
+        """Whether they multiply integers, whose products are sums of 32 bits."""
         self.is_compiled = self.are(lambda config: config.compile)
         """Whether the compiler fuses the elementwise operations of a layer."""
         of_liger = self.are(lambda config: config.kernels_kind.fuses_layers)
@@ -302,16 +310,18 @@ def shared_product(layout: KernelShapes, of: Product) -> Work:
 
 
 def eight_bit_product(layout: KernelShapes, rows: int, columns: int) -> Work:
-    """The same in 8 bits, where that is asked for: the input is rounded row by row, and the product
-    scaled by the kernel that makes it.
+    """The same in 8 bits, where that is asked for: the input is rounded row by row, and sums of
+    integers are brought back to 16 bits.
 
     What is kept of a gated MLP in 8 bits is written a byte more and read a byte less.
     """
     tokens = layout.tokens
+    is_int8 = layout.is_int8_compute
     is_fused = layout.is_compiled
     read = layout.compute * np.where(is_fused, FUSED_READ, 1.0)
-    moved = tokens * (rows * (read + 2 * BYTE) + columns * layout.compute) + rows * columns * BYTE
-    launches = np.where(is_fused, 2.0, EAGER_LAUNCHES)
+    made = layout.compute + np.where(is_fused, SUM_BYTES, EAGER_SUM_BYTES) * is_int8
+    moved = tokens * (rows * (read + 2 * BYTE) + columns * made) + rows * columns * BYTE
+    launches = np.where(is_fused, 2.0, EAGER_LAUNCHES) + is_int8
     flops = 2.0 * tokens * rows * columns
     return asked(layout, flops, moved=moved, launches=launches) * layout.is_8bit_compute
 
