@@ -9,6 +9,7 @@ import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -283,3 +284,22 @@ def test_its_memory_is_predicted_as_an_h200s(predict_row: Predict) -> None:
         memory = predict_row(row)
         assert abs(memory.peak_allocated_bytes / row["peak_allocated_bytes"] - 1) < 0.0025
         assert abs(memory.peak_reserved_bytes / row["peak_reserved_bytes"] - 1) < 0.01
+
+
+ON_HOST = Path("tests/bench/results/small_and_long_h200.jsonl")
+
+
+def test_peaks_with_checkpoints_on_the_host_are_as_stated(predictor: Any) -> None:
+    """Llama-3.1-8B in 4 bits on an H200: with all layers recomputed, and with three in eight."""
+    seen = 0
+    for line in ON_HOST.read_text(encoding="utf-8").splitlines():
+        row = json.loads(line)
+        if row.get("side") != "ours" or "peak_allocated_bytes" not in row:
+            continue
+        settings = {key: value for key, value in row["asked"].items() if key != "steps"}
+        config = parse_config(settings)
+        predicted = predictor(load_model_spec("llama-3.1-8b"), (9, 0)).predict(config)
+        error = row["peak_allocated_bytes"] / predicted.peak_allocated_bytes - 1
+        assert abs(error) <= predicted.uncertainty, row["asked"]
+        seen += config.checkpoint_offload
+    assert seen == 3
