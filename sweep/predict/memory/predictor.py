@@ -47,6 +47,7 @@ from qlora_sweep.sweep.predict.memory.profiles import (
     Structure,
     Untraceable,
     Values,
+    as_nodes,
     offloaded,
     sharded,
 )
@@ -239,7 +240,7 @@ class TracingPredictor(MemoryPredictor):
             profiles={flag: self._profile(config, flag, shape) for flag in set(flags)},
             flags=flags,
             values=_values(config, self._model),
-            workspace_bytes=self._workspace_bytes + _of_nodes(config, self._model),
+            workspace_bytes=self._workspace_bytes + _slots_bytes(config, self._model),
             benchmark_bytes=self._benchmark_bytes,
             is_unseen=config.compile and recurrent_kind(self._model) is not None,
         )
@@ -257,6 +258,11 @@ class TracingPredictor(MemoryPredictor):
             if key not in self._made:
                 self._made[key] = sharded(known, config, self._model)
             return self._made[key]
+        if is_checkpointed and config.recomputes_as_nodes and not config.checkpoint_offload:
+            # What waits on the host was traced as it is.
+            if id(known) not in self._made:
+                self._made[id(known)] = as_nodes(known)
+            known = self._made[id(known)]
         if config.offload_fraction > 0:
             key = id(known), config.offload_fraction
             if key not in self._made:
@@ -351,16 +357,12 @@ def _flags(checkpoint_fraction: float, layers: int) -> tuple[bool, ...]:
     return tuple(layer in chosen for layer in range(layers))
 
 
-def _of_nodes(config: TrialConfig, model: ModelSpec) -> int:
-    """Return the bytes that recomputed layers take which are one node of the graph each: two slots
-    for what comes from the host, or, in the trace of torch's own way, the gradient of a layer's
-    output, which is there until that layer's backward pass is done."""
-    if not config.recomputes_as_nodes:
+def _slots_bytes(config: TrialConfig, model: ModelSpec) -> int:
+    """Return the bytes of the slots for what recomputed layers get back from the host."""
+    if not config.checkpoint_offload or not config.checkpoint_fraction:
         return 0
-    hidden_bytes = config.tokens_per_micro_batch * model.hidden_size * config.hidden_value_bytes
-    if config.checkpoint_offload:
-        return HOST_SLOTS * hidden_bytes
-    return hidden_bytes
+    values = config.tokens_per_micro_batch * model.hidden_size
+    return HOST_SLOTS * values * config.hidden_value_bytes
 
 
 class Residuals:

@@ -299,6 +299,20 @@ def alive(tape: Sequence[TapeEntry], coefficients: NDArray[np.int64]) -> NDArray
     return change.cumsum(axis=0)
 
 
+def highest(tape: Sequence[TapeEntry], after: NDArray[np.int64]) -> list[int]:
+    """Return the births after which no other has more alive at every batch, length, rank and number
+    of layers; ``after`` is what `alive` returns."""
+    totals = after.sum(axis=1).reshape(len(tape), -1)
+    is_birth = np.array([entry.change in (Change.BIRTH, Change.LEAVE) for entry in tape], bool)
+    is_followed = np.append(is_birth[1:], False)
+    left = np.flatnonzero(is_birth & ~is_followed)
+    kept: list[int] = []
+    while len(left):
+        kept.append(int(left[totals[left].sum(axis=1).argmax()]))
+        left = left[(totals[left] > totals[kept[-1]]).any(axis=1)]
+    return sorted(kept)
+
+
 @dataclass(frozen=True)
 class Base:
     """The frozen base on the GPU."""
@@ -600,6 +614,30 @@ def offloaded(profile: Profile, config: TrialConfig) -> Profile:
         host_bytes=sum(gone),
     )
     return replace(profile, base=base)
+
+
+_GRADIENT = ("backward>backward", "head_backward>backward")
+"""Beginnings of the paths of what one layer's backward pass, or the loss's, leaves to the next."""
+
+
+def as_nodes(profile: Profile) -> Profile:
+    """Return a profile, traced of torch's own checkpointing, whose recomputed layers are one node
+    of the graph each: the gradient of a layer's output is there until its backward pass is done."""
+    segments = dict(profile.segments)
+    for name, segment in profile.segments.items():
+        if not name.startswith("backward"):
+            continue
+        held: list[TapeEntry] = []
+        others: list[TapeEntry] = []
+        for entry in segment.tape:
+            is_fetched = entry.change in (Change.FETCH, Change.FETCH_ALL)
+            if is_fetched and str(entry.key).startswith(_GRADIENT):
+                held.append(entry)
+            else:
+                others.append(entry)
+        tape = others + held
+        segments[name] = Segment(tape, highest(tape, alive(tape, profile.coefficients)))
+    return replace(profile, segments=segments)
 
 
 _WIDE_BYTES = 2

@@ -51,6 +51,7 @@ from qlora_sweep.sweep.predict.memory.profiles import (
     Untraceable,
     alive,
     coefficients,
+    highest,
 )
 from qlora_sweep.sweep.predict.memory.tracing import fused, recurrent, vision
 from qlora_sweep.sweep.predict.memory.tracing.stand_ins import Linear4bit, Params4bit
@@ -58,7 +59,6 @@ from qlora_sweep.sweep.predict.memory.tracing.walk import (
     PlainLoop,
     Traceable,
     Walk,
-    highest,
     tapes,
     walk,
 )

@@ -32,16 +32,14 @@ import itertools
 import sys
 import weakref
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache, partial
 from inspect import unwrap
 from types import ModuleType
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from peft import PeftModel
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel, masking_utils
@@ -577,20 +575,6 @@ def _left_by(birth: str, name: str) -> int:
     if not is_of_layers:
         return -1
     return int(birth.partition(" ")[2] or 0)
-
-
-def highest(tape: Sequence[TapeEntry], after: NDArray[np.int64]) -> list[int]:
-    """Return the births after which no other has more alive at every batch, length, rank and number
-    of layers; ``after`` is `profiles.alive`."""
-    totals = after.sum(axis=1).reshape(len(tape), -1)
-    is_birth = np.array([entry.change in (Change.BIRTH, Change.LEAVE) for entry in tape], bool)
-    is_followed = np.append(is_birth[1:], False)
-    left = np.flatnonzero(is_birth & ~is_followed)
-    kept: list[int] = []
-    while len(left):
-        kept.append(int(left[totals[left].sum(axis=1).argmax()]))
-        left = left[(totals[left] > totals[kept[-1]]).any(axis=1)]
-    return sorted(kept)
 
 
 def _paths(ledger: StorageCounter) -> dict[int, tuple[str, int | None]]:
