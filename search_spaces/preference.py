@@ -49,8 +49,8 @@ def plainness(config: TrialConfig, peak_bytes: int) -> tuple[int, float, bool, i
     """Return what sorts configurations that tie in speed, the one to recommend first.
 
     16-bit compute comes before 8 bits, bf16 before fp16, experts and checkpoints on the GPU before
-    those on the host, which has to have room for them, and less memory before more. Of about as much memory the
-    one with fewer settings that are not the standard recipe's comes first.
+    those on the host, which has to have room for them, and less memory before more. Of about as
+    much memory the one with fewer settings that are not the standard recipe's comes first.
 
     Args:
         config: the configuration.
