@@ -66,8 +66,8 @@ _PRODUCTS = {
 }
 """Operators that multiply by matrices of weights, and which argument is the left one. Those that
 multiply batches are of attention, which without a fused kernel is in fp32, and of rotary angles."""
-_COMPILED_INT8_PRODUCT = "_int8_product_"
-"""What the compiler calls the Triton kernel of the first of those, with a number."""
+_COMPILED_INT8_PRODUCT = "_int8_product"
+"""Beginning of what the compiler calls the Triton kernel of the first of those."""
 _PROFILED_TYPES = {"c10::Float8_e4m3fn": torch.float8_e4m3fn, "signed char": torch.int8}
 """What torch's profiler calls 8-bit types."""
 _LEAST_8_BIT_SHARE = 0.6
