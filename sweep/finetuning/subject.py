@@ -178,7 +178,8 @@ def candidates(config: TrialConfig) -> Iterator[TrialConfig]:
     """Yield configurations that need less memory, the nearest first.
 
     Smaller micro-batches train the same, as accumulation makes up for them; so does recomputing
-    every layer, more slowly. Shorter sequences cut more of the examples, and come last.
+    every layer, more slowly, and what is recomputed from may wait on the host. Shorter sequences
+    cut more of the examples, and come last.
     """
     samples = config.samples_per_step
     smaller = []
@@ -190,9 +191,13 @@ def candidates(config: TrialConfig) -> Iterator[TrialConfig]:
     recomputing += [one.changed(checkpoint_fraction=1.0) for one in smaller]
     if config.checkpoint_fraction < 1:
         yield from recomputing
+    on_host = [one.changed(checkpoint_offload=True) for one in recomputing]
+    if not (config.checkpoint_offload and config.checkpoint_fraction == 1):
+        yield from on_host
     length = config.seq_len // 2
     while length >= 1:
         yield recomputing[-1].changed(seq_len=length)
+        yield on_host[-1].changed(seq_len=length)
         length //= 2
 
 
@@ -243,6 +248,8 @@ def as_options(config: TrialConfig, other: TrialConfig) -> str:
     for key in ("micro_batch_size", "checkpoint_fraction"):
         if key in changed:
             typed.append(f"--set {key}={changed[key]:g}")
+    if "checkpoint_offload" in changed:
+        typed.append("--set checkpoint_offload=true")
     return " ".join(typed)
 
 

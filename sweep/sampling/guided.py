@@ -102,7 +102,13 @@ SETTLED_BELOW: float = SearchSpace.model_fields["stop_below_gain"].default
 """Expected gain below which a class is settled where a search goes on to its last trial."""
 _OTHER_KIND = 0.5
 """Correlation of two different words of one setting."""
-_NOT_COMPILED_IN = {"effective_batch_size", "optimizer", "lora_alpha", "learning_rate"}
+_NOT_COMPILED_IN = {
+    "effective_batch_size",
+    "optimizer",
+    "lora_alpha",
+    "learning_rate",
+    "checkpoint_offload",
+}
 _BASE_KEYS = [key for key, setting in SETTINGS.items() if setting.shapes_base]
 _base = attrgetter(*_BASE_KEYS)
 

@@ -51,6 +51,7 @@ _CHANGED = (
     "micro_batch_size",
     "effective_batch_size",
     "checkpoint_fraction",
+    "checkpoint_offload",
     "packing",
 )
 """Settings that a training may have another value of than was measured."""

@@ -236,8 +236,8 @@ TrainSet = Annotated[
     Option(
         "--set",
         metavar="KEY=VALUE",
-        help="learning_rate, micro_batch_size, effective_batch_size, checkpoint_fraction, packing, "
-        "weights (pretrained or random), data.eval_fraction (0.05) or another data.KEY; repeatable "
+        help="learning_rate, micro_batch_size, effective_batch_size, checkpoint_fraction, "
+        "checkpoint_offload, packing, weights (pretrained or random), data.eval_fraction (0.05) or another data.KEY; repeatable "
         "(docs/guide/train.md).",
     ),
 ]
