@@ -237,8 +237,8 @@ TrainSet = Annotated[
         "--set",
         metavar="KEY=VALUE",
         help="learning_rate, micro_batch_size, effective_batch_size, checkpoint_fraction, "
-        "checkpoint_offload, packing, weights (pretrained or random), data.eval_fraction (0.05) or another data.KEY; repeatable "
-        "(docs/guide/train.md).",
+        "checkpoint_offload, packing, weights (pretrained or random), data.eval_fraction (0.05) or "
+        "another data.KEY; repeatable (docs/guide/train.md).",
     ),
 ]
 Port = Annotated[int, Option(min=0, max=65535, help="To listen on; 0 is any that is free.")]
