@@ -26,6 +26,7 @@ from qlora_sweep.search_spaces.rules import (
     LIGER_MODEL_TYPES,
     OVERFLOWS_FP16,
     WITHOUT_CHECKPOINTING,
+    hands_on_more,
     own_settings,
 )
 from qlora_sweep.search_spaces.sizes import offered_batches, offered_lengths
@@ -335,7 +336,7 @@ def _searched(spec: GpuSpec, model: ModelSpec) -> str:
     is_checkpointed = model.model_type not in WITHOUT_CHECKPOINTING
     if not is_checkpointed:
         lines.append("  checkpoint_fraction: [0.0]")
-    if spec.shares_host_memory or not is_checkpointed:
+    if spec.shares_host_memory or not is_checkpointed or hands_on_more(model):
         lines.append("  checkpoint_offload: [false]")
     return "\n".join(lines + _fixed(fixed))
 

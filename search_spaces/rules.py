@@ -69,6 +69,11 @@ _SCORE_CAPS = dict.fromkeys(("gemma2", "vaultgemma"), 50.0)
 WITHOUT_CHECKPOINTING = types("cpmant ctrl gpt_neox_japanese jetmoe openai-gpt reformer xlm xlnet")
 """Decoders whose layers transformers 5.17 cannot checkpoint."""
 
+_HANDS_ON_MORE = types("gemma3n_text zamba zamba2 zaya")
+"""Decoders whose layers get a second tensor that needs a gradient, or share what they keep."""
+_MORE_OF_A_LAYER = ("hidden_size_per_layer_input", "num_kv_shared_layers")
+"""What gives Gemma 4's such."""
+
 OVERFLOWS_FP16 = types("gemma2 gemma3_text")
 """Decoders whose activations pass the largest number of fp16 (65,504), so that a loss in fp16 is
 often no number: Gemma 2 and 3 were trained in bf16 and have far larger ones."""
@@ -406,6 +411,9 @@ def _of_model(config: TrialConfig, setting: Setting) -> Asked:
         yield "experts", _not_of_experts(config, model)
     if config.offload_fraction > 0:
         yield "offload", _not_offloaded(config, model)
+    if config.checkpoint_offload and hands_on_more(model):
+        more = f"layers of model type '{kind}' hand on more than their hidden states"
+        yield "checkpoints-on-host-not-in-model", f"{more}: use checkpoint_offload false"
     if config.image_size is not None:
         yield "images", not_of_images(config, model, has_dataset=setting.has_dataset)
     if config.is_quantized and not config.quantized_count(layers):
@@ -438,6 +446,14 @@ def _not_of_experts(config: TrialConfig, model: ModelSpec) -> str | None:
     if config.is_quantized and config.is_sharded:
         return "packed experts cannot be shared out among GPUs: use sharding none"
     return None
+
+
+def hands_on_more(model: ModelSpec) -> bool:
+    """Return whether a model's layers hand each other more than their hidden states, by which
+    gradients go back, so that they cannot be one node of the graph each."""
+    if model.model_type.startswith("gemma4"):
+        return any(model.config.get(key) for key in _MORE_OF_A_LAYER)
+    return model.model_type in _HANDS_ON_MORE
 
 
 def _not_offloaded(config: TrialConfig, model: ModelSpec) -> str | None:

@@ -447,7 +447,7 @@ def _host_words(gpu: GpuSpec, size: int) -> str:
     rate = gpu.host_bytes_per_second / 1e9
     share = units.percent(HOST_SHARE)
     link = f"it comes through PCIe, {rate:.1f} GB/s, of which {share} is counted on"
-    seen = "steps with experts there were measured on an H200 alone"
+    seen = "such steps were measured on an H200 alone"
     return f"{units.gib(size)} of its memory is pinned, which has to be free: {link}; {seen}"
 
 

@@ -49,7 +49,7 @@ from qlora_sweep.sweep.training.model import (
 )
 from qlora_sweep.sweep.training.offload import WeightsOnHost
 from qlora_sweep.sweep.training.process_group import GatheredWeights, build_shares
-from qlora_sweep.sweep.training.recomputing import Again, CheckpointsOnHost, Recomputing, draws
+from qlora_sweep.sweep.training.recomputing import Again, CheckpointsOnHost, Recomputing
 
 _SHAPES_MAX = 1_000_000
 """Graphs of one layer that are kept; torch keeps eight, and would not compile what comes after."""
@@ -258,15 +258,16 @@ def _checkpoints(
         return
     width = base.model.config.get_text_config().hidden_size
     size = config.tokens_per_micro_batch * width * config.hidden_value_bytes
+    host: CheckpointsOnHost | None = None
     try:
         host = CheckpointsOnHost(base.device)
         host.reserve(size, count=count)
+        yield host
     except HostMemoryError as error:
         raise Unavailable("checkpoint_offload", str(error)) from error
-    try:
-        yield host
     finally:
-        host.close()
+        if host is not None:
+            host.close()
 
 
 def as_nodes(
@@ -284,7 +285,8 @@ def as_nodes(
     """
     layer: Any
     for layer in layers:
-        how = Recomputing(host, draws=draws(layer), again=again)
+        is_trained = any(parameter.requires_grad for parameter in layer.parameters())
+        how = Recomputing(host, is_trained=is_trained, again=again)
         layer._gradient_checkpointing_func = how
 
 

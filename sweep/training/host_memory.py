@@ -4,6 +4,7 @@ file beside it: it needs torch alone.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -47,11 +48,32 @@ def available_bytes() -> int:
     try:
         limit = (group / "memory.max").read_text(encoding="ascii").strip()
         used = int((group / "memory.current").read_text(encoding="ascii"))
+        counts = (group / "memory.stat").read_text(encoding="ascii").split()
     except OSError:
         return available
     if limit == "max":
         return available
-    return min(available, int(limit) - used)
+    # Of files that were read, as a model's, which the kernel lets go of where memory is wanted.
+    files = int(dict(zip(counts[::2], counts[1::2], strict=True)).get("inactive_file", 0))
+    return min(available, int(limit) - used + files)
+
+
+def check_room(size: int, *, what: str) -> None:
+    """See that so many bytes fit the host's memory.
+
+    Args:
+        size: bytes.
+        what: is to lie there, in words.
+
+    Raises:
+        HostMemoryError: they do not.
+    """
+    available = available_bytes()
+    if size + _KEPT_BYTES > available:
+        raise HostMemoryError(
+            f"{what} on the host need {size / 2**30:.2f} GiB more of its memory, of which "
+            f"{available / 2**30:.2f} GiB are left"
+        )
 
 
 def pinned(size: int, device: torch.device, *, what: str) -> torch.Tensor:
@@ -67,12 +89,7 @@ def pinned(size: int, device: torch.device, *, what: str) -> torch.Tensor:
     Raises:
         HostMemoryError: there is too little.
     """
-    available = available_bytes()
-    if size + _KEPT_BYTES > available:
-        raise HostMemoryError(
-            f"{what} on the host need {size / 2**30:.2f} GiB more of its memory, of which "
-            f"{available / 2**30:.2f} GiB are left"
-        )
+    check_room(size, what=what)
     try:
         memory = torch.empty(size, dtype=torch.uint8)
     except RuntimeError as error:
@@ -80,6 +97,9 @@ def pinned(size: int, device: torch.device, *, what: str) -> torch.Tensor:
     if device.type == "cuda":
         code = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), size, 0)
         if int(code) != 0:
+            # The next kernel would be told of this error.
+            with contextlib.suppress(RuntimeError):
+                torch.zeros(1, device=device)
             raise HostMemoryError(f"the host pins no {size:,} bytes more (CUDA error {int(code)})")
     return memory
 
@@ -90,4 +110,5 @@ def unpin(memory: Iterable[torch.Tensor], device: torch.device) -> None:
         return
     torch.cuda.synchronize(device)
     for each in memory:
-        torch.cuda.cudart().cudaHostUnregister(each.data_ptr())
+        if each.numel() > 0:
+            torch.cuda.cudart().cudaHostUnregister(each.data_ptr())

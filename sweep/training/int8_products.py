@@ -144,8 +144,8 @@ def candidates(capability: tuple[int, int]) -> tuple[Kernel, ...]:
     Args:
         capability: of the GPU.
     """
-    if capability < _AMPERE:
-        # Triton 3.7 compiles no product of integers for it.
+    if capability < _AMPERE or torch.version.hip is not None:
+        # Triton 3.7 compiles no product of integers for the first; the second has other tiles.
         return (None,)
     is_hopper = _HOPPER <= capability < _BLACKWELL
     tiles = HOPPER_TILES if is_hopper else OTHER_TILES
@@ -221,6 +221,8 @@ def product(
     """
     m, k = left.shape
     n = len(right)
+    if m == 0:
+        return row_scales.new_empty(m, n, dtype=dtype)
     tiles = _chosen(m, n, k, dtype)
     return _made(left.contiguous(), right, row_scales, column_scales, added, dtype, list(tiles))
 
@@ -270,11 +272,15 @@ def tune(
     kernels = candidates(gpu.capability)
     if len(kernels) == 1 or not missing:
         return False
-    for shape in missing:
-        times = dict(_times(shape, kernels, dtype, device, on_timed))
-        if times:
-            case = Case(gpu, shape.n, shape.k, str(dtype))
-            _choices.setdefault(case, {})[shape.m] = fastest(times)
+    try:
+        for shape in missing:
+            times = dict(_times(shape, kernels, dtype, device, on_timed))
+            if times:
+                case = Case(gpu, shape.n, shape.k, str(dtype))
+                _choices.setdefault(case, {})[shape.m] = fastest(times)
+    except torch.OutOfMemoryError:
+        # What is not timed has the default.
+        return True
     _write(path, _choices)
     return True
 
@@ -310,6 +316,8 @@ def _times(
         try:
             is_exact = torch.equal(run(), expected)
             seconds = _median_seconds(run, flushed)
+        except torch.OutOfMemoryError:
+            raise
         except Exception:  # noqa: BLE001 - whatever it is, this kernel does not run here
             is_exact = False
         if is_exact:
@@ -353,7 +361,7 @@ def _read(path: Path) -> Choices:
             kernel: Kernel = None
             if row["tiles"]:
                 kernel = Tiles(*map(int, row["tiles"]))
-            if kernel in candidates(gpu.capability):
+            if kernel in candidates(gpu.capability) and int(row["m"]) > 0:
                 choices.setdefault(case, {})[int(row["m"])] = kernel
     except (OSError, ValueError, TypeError, KeyError):
         return {}

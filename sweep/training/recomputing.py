@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -22,10 +22,14 @@ from torch.autograd.graph import get_gradient_edge
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
-from qlora_sweep.sweep.training.host_memory import SLOTS, aligned, check_apart, pinned, unpin
-
-_PROBABILITIES = ("p", "dropout", "attention_dropout", "hidden_dropout", "activation_dropout")
-"""What modules call the share of values that they drop while they train."""
+from qlora_sweep.sweep.training.host_memory import (
+    SLOTS,
+    aligned,
+    check_apart,
+    check_room,
+    pinned,
+    unpin,
+)
 
 Again = Callable[[], contextlib.AbstractContextManager[Any]]
 """Makes what is entered around the second time."""
@@ -88,11 +92,14 @@ class CheckpointsOnHost:
         Raises:
             HostMemoryError: there is too little.
         """
+        check_room(aligned(size) * count, what="checkpoints")
         for place in range(count):
             self._reserve(place, size)
 
     def keep(self, x: torch.Tensor) -> Waiting:
         """Begin to copy an input to the host; `leave` ends that."""
+        # What is still there is of a pass that was given up.
+        self._held = [None] * SLOTS
         while self._waiting and self._waiting[-1]() is None:
             self._waiting.pop()
         waiting = Waiting(len(self._waiting), x)
@@ -174,20 +181,24 @@ class Recomputing:
     """What takes the place of a layer's `_gradient_checkpointing_func`.
 
     A layer goes through torch's own function that cannot be one node: with several inputs that need
-    a gradient.
+    a gradient, or one through which layers hand each other more.
 
     Args:
         host: where inputs wait; None where they stay on the device.
-        draws: whether the layer draws random numbers, which have to be the same the second time.
+        is_trained: whether the layer has adapters; before the first one that has, nothing is kept.
         again: makes what is entered around the second time; None for autocast as it was the first
             time.
     """
 
     def __init__(
-        self, host: CheckpointsOnHost | None = None, *, draws: bool, again: Again | None = None
+        self,
+        host: CheckpointsOnHost | None = None,
+        *,
+        is_trained: bool = True,
+        again: Again | None = None,
     ) -> None:
         self.host = host
-        self.draws = draws
+        self.is_trained = is_trained
         self.again = again
 
     def __call__(self, run: Callable[..., Any], *inputs: Any) -> Any:
@@ -199,13 +210,20 @@ class Recomputing:
         """
         by_name = run.keywords if isinstance(run, partial) else {}
         first, *others = inputs
-        rest = tree_leaves((others, by_name))
-        is_one = not any(isinstance(x, torch.Tensor) and x.requires_grad for x in rest)
-        if not is_one or not torch.is_grad_enabled():
+        is_kept = self.is_trained or first.requires_grad
+        is_one = first.is_contiguous() and all(map(_is_constant, [*others, *by_name.values()]))
+        if not is_one or not is_kept or not torch.is_grad_enabled():
             return checkpoint(run, *inputs, use_reentrant=False)
         # The embedding's output needs no gradient, though the layer's adapters do.
         anchor = torch.empty(0, device=first.device, requires_grad=True)
         return _Recomputed.apply(self, partial(_of_first, run, others), first, anchor)
+
+
+def _is_constant(value: Any) -> bool:
+    """Return whether an input needs no gradient, and a layer writes nothing into it for others."""
+    if isinstance(value, MutableMapping):
+        return False
+    return not any(isinstance(x, torch.Tensor) and x.requires_grad for x in tree_leaves(value))
 
 
 def _of_first(run: Callable[..., Any], others: Sequence[Any], first: torch.Tensor) -> Any:
@@ -227,7 +245,7 @@ class _Recomputed(torch.autograd.Function):
         ctx.run = run
         ctx.needs_gradient = x.requires_grad
         ctx.again = how.again or _autocast_of(x.device.type)
-        ctx.states = _states(x) if how.draws else None
+        ctx.states = _states(x)
         if how.host is None:
             ctx.save_for_backward(x)
         else:
@@ -269,16 +287,18 @@ class _Recomputed(torch.autograd.Function):
 
 def _cut(ctx: Any, *outputs: Any) -> tuple[Any, ...]:
     """Return a layer's outputs without what they were made by."""
-    returned = []
+    returned: list[torch.Tensor | None] = []
     constant = []
     for output in outputs:
-        if isinstance(output, torch.Tensor):
-            cut = output.detach()
-            if not output.requires_grad:
-                constant.append(cut)
-            returned.append(cut)
-        else:
-            returned.append(output)
+        if output is None:
+            returned.append(None)
+            continue
+        if not isinstance(output, torch.Tensor):
+            raise TypeError(f"a decoder layer returns a {type(output).__name__} among its tensors")
+        cut = output.detach()
+        if not output.requires_grad:
+            constant.append(cut)
+        returned.append(cut)
     ctx.mark_non_differentiable(*constant)
     return tuple(returned)
 
@@ -304,12 +324,9 @@ def _states(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
 
 @contextlib.contextmanager
 def _drawing_as(
-    states: tuple[torch.Tensor, torch.Tensor | None] | None, x: torch.Tensor
+    states: tuple[torch.Tensor, torch.Tensor | None], x: torch.Tensor
 ) -> Iterator[None]:
     """Draw the random numbers that followed some states; afterwards those that would have come."""
-    if states is None:
-        yield
-        return
     of_host, of_device = states
     devices = [x.device] if of_device is not None else []
     with torch.random.fork_rng(devices):
@@ -317,14 +334,3 @@ def _drawing_as(
         if of_device is not None:
             torch.cuda.set_rng_state(of_device, x.device)
         yield
-
-
-def draws(module: torch.nn.Module) -> bool:
-    """Return whether a module may draw random numbers while it trains: it, or a part of it, has a
-    probability that is not 0."""
-    for part in module.modules():
-        for name in _PROBABILITIES:
-            value = getattr(part, name, 0)
-            if isinstance(value, float) and value > 0:
-                return True
-    return False

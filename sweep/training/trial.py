@@ -52,7 +52,7 @@ from qlora_sweep.sweep.training.meter import (
     flops_per_token,
     median_interval,
 )
-from qlora_sweep.sweep.training.model import BaseModel
+from qlora_sweep.sweep.training.model import BaseModel, Unavailable
 from qlora_sweep.sweep.training.process_group import (
     NO_LIMIT,
     Look,
@@ -198,6 +198,8 @@ class Trial:
             self.is_apart = world_size() > 1
         except InputError as error:
             outcome = Invalid(rule="target_modules", detail=str(error))
+        except Unavailable as error:
+            outcome = Ineffective(setting=error.setting, detail=str(error))
         except Exception as error:
             failed = self._outcome_of(error)
             if failed is None:

@@ -40,7 +40,7 @@ STEPS = 10
 
 WAYS: dict[str, Recompute] = {
     "torch": partial(checkpoint, use_reentrant=False),
-    "one node": Recomputing(draws=False),
+    "one node": Recomputing(),
 }
 """On a GPU one more has the inputs wait on the host."""
 
@@ -53,7 +53,7 @@ def on_gpu(typed: argparse.Namespace) -> Iterator[Row]:
     base = build_base(config, spec=model, weights="random", device=device, seed=0)
     with attached(base, config) as attachment:
         host = CheckpointsOnHost(device)
-        ways = WAYS | {"on the host": Recomputing(host, draws=False)}
+        ways = WAYS | {"on the host": Recomputing(host)}
         for turn in range(1 + ROUNDS):
             for way, function in ways.items():
                 for layer in attachment.layers:

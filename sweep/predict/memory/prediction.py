@@ -170,7 +170,7 @@ class MemoryPrediction:
         """What lies pinned in the host's memory."""
         if self.step is None:
             return 0
-        return self.step.profile.base.host_bytes
+        return self.step.profile.base.host_bytes + self.step.checkpoint_host_bytes
 
     @cached_property
     def peak_reserved_bytes(self) -> int:

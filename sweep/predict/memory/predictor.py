@@ -235,13 +235,15 @@ class TracingPredictor(MemoryPredictor):
     def _step(self, config: TrialConfig, shape: _Shape) -> Step:
         first = self._profile(config, config.checkpoint_fraction > 0, shape)
         flags = _flags(config.checkpoint_fraction, len(first.positions))
+        waiting_bytes = _waiting_bytes(config, self._model)
         return Step(
             config=config,
             profiles={flag: self._profile(config, flag, shape) for flag in set(flags)},
             flags=flags,
             values=_values(config, self._model),
-            workspace_bytes=self._workspace_bytes + _slots_bytes(config, self._model),
+            workspace_bytes=self._workspace_bytes + HOST_SLOTS * waiting_bytes,
             benchmark_bytes=self._benchmark_bytes,
+            checkpoint_host_bytes=sum(flags) * waiting_bytes,
             is_unseen=config.compile and recurrent_kind(self._model) is not None,
         )
 
@@ -357,12 +359,12 @@ def _flags(checkpoint_fraction: float, layers: int) -> tuple[bool, ...]:
     return tuple(layer in chosen for layer in range(layers))
 
 
-def _slots_bytes(config: TrialConfig, model: ModelSpec) -> int:
-    """Return the bytes of the slots for what recomputed layers get back from the host."""
+def _waiting_bytes(config: TrialConfig, model: ModelSpec) -> int:
+    """Return the bytes of the input of one layer that waits on the host; 0 where none does."""
     if not config.checkpoint_offload or not config.checkpoint_fraction:
         return 0
     values = config.tokens_per_micro_batch * model.hidden_size
-    return HOST_SLOTS * values * config.hidden_value_bytes
+    return values * config.hidden_value_bytes
 
 
 class Residuals:

@@ -89,6 +89,8 @@ class Step:
     """What the libraries keep for themselves."""
     benchmark_bytes: int = 0
     """What the compiler clears between the runs of a kernel that it tries out."""
+    checkpoint_host_bytes: int = 0
+    """What of recomputed layers waits in the host's memory."""
     is_unseen: bool = False
     """Whether it runs layers in a way in which no peak was measured."""
 

@@ -400,10 +400,12 @@ def _layers(layout: KernelShapes) -> Work:
     last = layout.kind.last
     (reference, _), (forward, backward) = _layer(layout)
     # Recomputation stops at the last tensor that backward needs. Without an adapter on it the last
-    # linear layer keeps nothing, so it is not done again, unless the layer is one compiled graph.
+    # linear layer keeps nothing, so it is not done again, unless the layer is one compiled graph or
+    # one node.
     again = forward
     if last is not None:
-        is_skipped = ~(layout.is_compiled | layout.adapted[last])
+        is_whole = layout.are(lambda config: config.recomputes_as_nodes)
+        is_skipped = ~(layout.is_compiled | is_whole | layout.adapted[last])
         again = forward - _by_term(layout, _frozen(layout, last))[0] * is_skipped
     if any(product.is_routed for product in layout.kind.products):
         forward, backward, again = (work.copy() for work in (forward, backward, again))

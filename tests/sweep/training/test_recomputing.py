@@ -4,6 +4,7 @@ torch's own checkpointing of them."""
 from __future__ import annotations
 
 import weakref
+from collections import UserDict
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -12,8 +13,10 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from qlora_sweep.sweep.training.recomputing import CheckpointsOnHost, Recomputing, draws
-from tests.sweep.training.tiny import LAYERS, tiny_config, tiny_loop
+from qlora_sweep.storage.records import Ineffective
+from qlora_sweep.sweep.training import host_memory
+from qlora_sweep.sweep.training.recomputing import CheckpointsOnHost, Recomputing
+from tests.sweep.training.tiny import LAYERS, tiny_base, tiny_config, tiny_loop, trial_on
 
 DEPTH = 4
 CPU = torch.device("cpu")
@@ -41,8 +44,8 @@ def _torchs(_layer: torch.nn.Module) -> Callable[..., Any]:
     return partial(checkpoint, use_reentrant=False)
 
 
-def _own(layer: torch.nn.Module, host: CheckpointsOnHost | None = None) -> Recomputing:
-    return Recomputing(host, draws=draws(layer))
+def _own(_layer: torch.nn.Module, host: CheckpointsOnHost | None = None) -> Recomputing:
+    return Recomputing(host)
 
 
 def gradients(
@@ -119,6 +122,72 @@ def test_an_argument_by_name_gets_its_gradient_too() -> None:
     _own(layer)(partial(layer, shift=shift), x).sum().backward()
     assert shift.grad is not None
     assert shift.grad.tolist() == [4.0] * 8
+
+
+class Noisy(Layer):
+    """Its input is multiplied by noise, as a router's is."""
+
+    def forward(self, x: torch.Tensor, *, shift: torch.Tensor) -> torch.Tensor:
+        return super().forward(x * torch.empty_like(x).uniform_(0.9, 1.1), shift=shift)
+
+
+def test_noise_is_drawn_as_the_first_time() -> None:
+    found = []
+    for way in (_own, _torchs):
+        torch.manual_seed(0)
+        layer = Noisy()
+        x = torch.ones(4, 8, requires_grad=True)
+        out = way(layer)(partial(layer, shift=torch.ones(8)), x)
+        # The step draws more before it goes back.
+        torch.rand(3)
+        out.square().sum().backward()
+        found.append((x.grad, torch.rand(1)))
+    for own, theirs in zip(*found, strict=True):
+        assert own is not None
+        assert torch.equal(own, theirs)
+
+
+def test_layers_that_share_what_they_keep_go_through_torchs_own() -> None:
+    """As Gemma 4's, whose last layers attend to an earlier one's keys."""
+
+    def stores(x: torch.Tensor, *, states: UserDict[str, torch.Tensor]) -> torch.Tensor:
+        states["keys"] = x * adapter
+        return x + states["keys"]
+
+    def shares(x: torch.Tensor, *, states: UserDict[str, torch.Tensor]) -> torch.Tensor:
+        return x * states["keys"]
+
+    adapter = torch.ones(8, requires_grad=True)
+    host = CheckpointsOnHost(CPU)
+    states: UserDict[str, torch.Tensor] = UserDict()
+    x = torch.ones(4, 8)
+    hidden = Recomputing(host)(partial(stores, states=states), x)
+    Recomputing(host)(partial(shares, states=states), hidden).sum().backward()
+    assert host.copies == 0
+    assert adapter.grad is not None
+    # Of (1 + a) * a, four rows of it.
+    assert adapter.grad.tolist() == [4 * 3.0] * 8
+
+
+def test_what_keeps_nothing_is_not_copied() -> None:
+    """A layer before the first adapter."""
+    host = CheckpointsOnHost(CPU)
+    frozen = torch.nn.Linear(8, 8).requires_grad_(False)
+    out = Recomputing(host, is_trained=False)(frozen, torch.ones(4, 8))
+    assert not out.requires_grad
+    assert not host._waiting
+
+
+def test_a_host_without_room_refuses_the_setting_and_no_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(host_memory, "available_bytes", lambda: 2**30 + 100)
+    config = tiny_config(checkpoint_fraction=1.0, checkpoint_offload=True)
+    with tiny_base(config) as base:
+        outcome = trial_on(base, config).run()
+    assert isinstance(outcome, Ineffective)
+    assert outcome.setting == "checkpoint_offload"
+    assert "checkpoints on the host need" in outcome.detail
 
 
 def test_a_pass_without_a_backward_pass_leaves_nothing_behind() -> None:
