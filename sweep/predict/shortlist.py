@@ -57,6 +57,9 @@ FIRST = (
 """Settings of which all combinations are looked at first."""
 SHARE = "checkpoint_fraction"
 """The setting that buys memory for larger micro-batches: every value of it is always looked at."""
+WAITING = "checkpoint_offload"
+"""Buys more of it for no speed, where layers are recomputed: structures that differ in it alone
+count as one of the fastest few."""
 FIRST_MAX = 256
 """Combinations of `FIRST` that are looked at; of a space with more, those of its first settings."""
 POINTS = 9
@@ -155,6 +158,12 @@ class _Row:
         return tuple(value for key, value in self.params.items() if key != SHARE)
 
     @property
+    def relatives(self) -> tuple[Any, ...]:
+        """What tells it apart beside that, and where the inputs of those layers wait."""
+        apart = (SHARE, WAITING)
+        return tuple(value for key, value in self.params.items() if key not in apart)
+
+    @property
     def share(self) -> float:
         """Its share of recomputed layers."""
         return self.configs[0].checkpoint_fraction
@@ -239,9 +248,14 @@ class _Class:
         least = self.least
         left = [alike for alike in structures.values() if _bound(alike) >= least]
         left.sort(key=_bound, reverse=True)
+        taken: list[list[_Row]] = []
+        families: set[tuple[Any, ...]] = set()
         for alike in left:
-            alike.sort(key=attrgetter("share"))
-        return left[:most]
+            families.add(alike[0].relatives)
+            if len(families) > most:
+                break
+            taken.append(sorted(alike, key=attrgetter("share")))
+        return taken
 
     def open_rows(self) -> list[_Row]:
         """Return rows whose memory is estimated and was not looked at, and that may be as fast, the
@@ -270,14 +284,14 @@ class _Class:
         return [row for row in self.rows if row.sure_speed >= least]
 
     def fastest_rows(self, most: int) -> list[_Row]:
-        """Return the fastest rows that surely fit, or may where none surely does, of different
-        structures."""
+        """Return the fastest rows that surely fit, or may where none surely does, no two of which
+        are relatives."""
         able = sorted(filter(_IS_SURE, self.rows), key=_SURE_SPEED)
         if not able:
             able = sorted(filter(_IS_POSSIBLE, self.rows), key=attrgetter("possible_speed"))
         fastest: dict[tuple[Any, ...], _Row] = {}
         for row in reversed(able):
-            fastest.setdefault(row.structure, row)
+            fastest.setdefault(row.relatives, row)
         return list(fastest.values())[:most]
 
 
@@ -617,9 +631,13 @@ class Shortlist:
             del left[nearest]
 
     def _carried(self, rows: Sequence[_Row], own: Params) -> Iterator[_Row]:
-        """Yield the structures of rows with other values of some settings, and every share."""
+        """Yield the structures of rows with other values of some settings, and every share; what
+        fitted on the GPU there may have to wait on the host here."""
         for row in rows:
-            yield from self._with_every_share({**row.params, **own})
+            params = {**row.params, **own}
+            yield from self._with_every_share(params)
+            for waits in self._values.get(WAITING, ()):
+                yield from self._with_every_share({**params, WAITING: waits})
 
     def _with_every_share(self, params: Params) -> Iterator[_Row]:
         yield from self._with_shares(params, self._values.get(SHARE, ()))
@@ -644,12 +662,12 @@ class Shortlist:
                 turned.append(key)
         done: set[tuple[Any, ...]] = set()
         while True:
-            rows = [row for row in _fastest_rows(classes, REFINED) if row.structure not in done]
+            rows = [row for row in _fastest_rows(classes, REFINED) if row.relatives not in done]
             if not rows:
                 return
             changed: list[_Row] = []
             for row in rows:
-                done.add(row.structure)
+                done.add(row.relatives)
                 for key in turned:
                     for params in self._turned(row.params, key):
                         changed += self._with_every_share(params)
@@ -681,6 +699,9 @@ class Shortlist:
                 yield row
 
     def _row(self, params: dict[str, Any]) -> _Row | None:
+        if params.get(SHARE) == 0 and False in self._values.get(WAITING, ()):
+            # Nothing is recomputed, so nothing waits.
+            params = {**params, WAITING: False}
         key = tuple(repr(params[name]) for name in self._values)
         if key in self._seen:
             return None
