@@ -193,9 +193,15 @@ def test_every_key_is_one_that_the_trainer_knows(format: Any) -> None:
 @pytest.mark.parametrize("format", format_names())
 def test_no_setting_is_dropped_without_a_word(format: str) -> None:
     plain = export(a_study(BASE), format=format)
-    for key in OTHER.keys() - {"packing"}:
+    for key in OTHER.keys() - {"packing", "checkpoint_offload"}:
         changed = BASE.model_copy(update={key: OTHER[key]})
         assert export(a_study(changed), format=format) != plain, key
+    # Where all is recomputed, Unsloth's checkpoints wait on the host whatever is said.
+    if format != "unsloth":
+        recomputed = BASE.model_copy(update={"checkpoint_fraction": 1.0})
+        waiting = recomputed.model_copy(update={"checkpoint_offload": True})
+        on_gpu = export(a_study(recomputed), format=format)
+        assert export(a_study(waiting), format=format) != on_gpu
     packed = BASE.model_copy(update={"packing": "packed"})
     on_texts = export(a_study(BASE, dataset=some_dataset()), format=format)
     assert export(a_study(packed, dataset=some_dataset()), format=format) != on_texts
