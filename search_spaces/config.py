@@ -445,7 +445,7 @@ class TrialConfig(BaseModel):
         Declaration(
             "checkpoints on the host",
             {True: "checkpoints on the host", False: "checkpoints on the GPU"},
-            resolved=lambda config: config.checkpoint_offload and config.checkpoint_fraction > 0,
+            resolved=lambda config: config.waits_on_host,
             applies=lambda config: config.checkpoint_fraction > 0,
             lean_first=(True,),
             memory="shrinks",
@@ -714,17 +714,26 @@ class TrialConfig(BaseModel):
         return self.micro_batch_size * self.rows_per_sample * self.seq_len
 
     @property
+    def waits_on_host(self) -> bool:
+        """Whether there are inputs of recomputed layers that wait on the host."""
+        return self.checkpoint_offload and self.checkpoint_fraction > 0
+
+    @property
     def recomputes_as_nodes(self) -> bool:
         """Whether each recomputed layer is one node of the graph, which saves its input alone."""
         if not self.checkpoint_fraction:
             return False
-        return self.checkpoint_offload or (self.compile and self.data_parallel == 1)
+        return self.waits_on_host or (self.compile and self.data_parallel == 1)
 
     @property
     def hidden_value_bytes(self) -> int:
         """Bytes of a value of the hidden states that layers hand on."""
         is_wide = self.upcast_fp32 or self.compute_dtype == "fp32"
         return 4 if is_wide else 2
+
+    def hidden_bytes(self, width: int) -> int:
+        """Return the bytes that a layer of some width hands on, of a micro-batch."""
+        return self.tokens_per_micro_batch * width * self.hidden_value_bytes
 
     @property
     def tokens_per_step(self) -> int:

@@ -58,5 +58,4 @@ def plainness(config: TrialConfig, peak_bytes: int) -> tuple[int, float, bool, i
     """
     memory = round(math.log(max(1, peak_bytes)) / ALIKE_MEMORY)
     compute, settings = compute_order(config), unusual_settings(config)
-    is_on_host = canonical(config).checkpoint_offload
-    return compute, config.offload_fraction, is_on_host, memory, settings, peak_bytes
+    return compute, config.offload_fraction, config.waits_on_host, memory, settings, peak_bytes

@@ -564,8 +564,9 @@ class OpenStudy(AbstractContextManager["OpenStudy"]):
         self._storage.set_trial_state_values(trial._trial_id, TrialState.FAIL)
 
     def _id(self, number: int) -> int:
-        """Return the database's number of a trial. Raises `KeyError` where it is gone."""
-        study = self._storage.get_study_id_from_name(self.name)
+        """Return the database's number of a trial, in a transaction that is ours. Raises `KeyError`
+        where it is gone."""
+        study = self.study._study_id
         return self._storage.get_trial_id_from_study_id_trial_number(study, number)
 
     def _write(self, action: Callable[[], T]) -> T:

@@ -34,12 +34,7 @@ from qlora_sweep.sweep.finetuning import course
 from qlora_sweep.sweep.finetuning.results import compared
 from qlora_sweep.sweep.paths import cache_directory
 from qlora_sweep.sweep.running.device_info import environment_with, read_gpu
-from qlora_sweep.sweep.training.adapters import (
-    as_nodes,
-    compile_each,
-    recompute,
-    with_adapters,
-)
+from qlora_sweep.sweep.training.adapters import compile_each, recompute, with_adapters
 from qlora_sweep.sweep.training.device import open_device
 from qlora_sweep.sweep.training.model import (
     build_base,
@@ -47,7 +42,7 @@ from qlora_sweep.sweep.training.model import (
     loading_arguments,
     name_quantizer,
 )
-from qlora_sweep.sweep.training.recomputing import CheckpointsOnHost
+from qlora_sweep.sweep.training.recomputing import CheckpointsOnHost, as_nodes
 
 _NOT_LOADED = (
     "compute_dtype",
@@ -171,7 +166,7 @@ def load_model(record: Record, name: str, *, seed: int) -> PeftModel:
         recompute(base.model, layers, chosen)
         if config.recomputes_as_nodes:
             host = None
-            if config.checkpoint_offload:
+            if config.waits_on_host:
                 host = CheckpointsOnHost(device)
                 weakref.finalize(base.model, host.close)
             as_nodes(layers, host)

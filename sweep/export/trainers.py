@@ -151,7 +151,7 @@ def cases_of(record: Record) -> dict[str, str]:
         "quantized_fraction": "all",
         "adapter_dtype": f"{config.adapter_dtype} on quantized",
         "checkpoint_fraction": "all or none",
-        "checkpoint_offload": str(canonical(config).checkpoint_offload),
+        "checkpoint_offload": str(config.waits_on_host),
         "upcast_fp32": str(config.upcast_fp32),
         "trainer": "",
         "image_size": "",

@@ -49,7 +49,7 @@ from qlora_sweep.sweep.training.model import (
 )
 from qlora_sweep.sweep.training.offload import WeightsOnHost
 from qlora_sweep.sweep.training.process_group import GatheredWeights, build_shares
-from qlora_sweep.sweep.training.recomputing import Again, CheckpointsOnHost, Recomputing
+from qlora_sweep.sweep.training.recomputing import CheckpointsOnHost, as_nodes
 
 _SHAPES_MAX = 1_000_000
 """Graphs of one layer that are kept; torch keeps eight, and would not compile what comes after."""
@@ -253,11 +253,11 @@ def _checkpoints(
     Raises:
         Unavailable: the host has too little.
     """
-    if not config.checkpoint_offload:
+    if not config.waits_on_host:
         yield None
         return
     width = base.model.config.get_text_config().hidden_size
-    size = config.tokens_per_micro_batch * width * config.hidden_value_bytes
+    size = config.hidden_bytes(width)
     host: CheckpointsOnHost | None = None
     try:
         host = CheckpointsOnHost(base.device)
@@ -268,26 +268,6 @@ def _checkpoints(
     finally:
         if host is not None:
             host.close()
-
-
-def as_nodes(
-    layers: Sequence[torch.nn.Module],
-    host: CheckpointsOnHost | None = None,
-    *,
-    again: Again | None = None,
-) -> None:
-    """Let each layer that is recomputed be one node of the graph.
-
-    Args:
-        layers: that are recomputed, or not.
-        host: where their inputs wait; None for where they are.
-        again: see `Recomputing`.
-    """
-    layer: Any
-    for layer in layers:
-        is_trained = any(parameter.requires_grad for parameter in layer.parameters())
-        how = Recomputing(host, is_trained=is_trained, again=again)
-        layer._gradient_checkpointing_func = how
 
 
 def _note_recomputing(layer: Any, seen: set[int], index: int) -> None:

@@ -112,3 +112,50 @@ def unpin(memory: Iterable[torch.Tensor], device: torch.device) -> None:
     for each in memory:
         if each.numel() > 0:
             torch.cuda.cudart().cudaHostUnregister(each.data_ptr())
+
+
+class Slots:
+    """Places on a device for what comes from the host, and the stream that copies.
+
+    Args:
+        device: where the slots are; a CPU copies at once.
+        count: how many there are.
+        size: bytes of each.
+
+    Attributes:
+        memory: of each slot (bytes,).
+    """
+
+    def __init__(self, device: torch.device, *, count: int = SLOTS, size: int = 0) -> None:
+        self.device = device
+        self.memory = [torch.empty(size, dtype=torch.uint8, device=device) for _ in range(count)]
+        self._stream: torch.cuda.Stream | None = None
+        self._arrived: list[torch.cuda.Event] = []
+        if device.type == "cuda":
+            self._stream = torch.cuda.Stream(device)
+            self._arrived = [torch.cuda.Event() for _ in range(count)]
+
+    def copy(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        """Begin to copy, once all is done that is launched by now."""
+        if self._stream is None:
+            target.copy_(source)
+            return
+        self._stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self._stream):
+            target.copy_(source, non_blocking=True)
+
+    def fill(self, slot: int, source: torch.Tensor) -> None:
+        """Begin to copy bytes into a slot that nothing reads which is yet to be launched."""
+        self.copy(source, self.memory[slot][: source.numel()])
+        if self._stream is not None:
+            self._arrived[slot].record(self._stream)
+
+    def await_slot(self, slot: int) -> None:
+        """Have what is launched from now on wait for what fills a slot."""
+        if self._stream is not None:
+            torch.cuda.current_stream(self.device).wait_event(self._arrived[slot])
+
+    def await_all(self) -> None:
+        """Have what is launched from now on wait for every copy."""
+        if self._stream is not None:
+            torch.cuda.current_stream(self.device).wait_stream(self._stream)

@@ -13,7 +13,7 @@ import json
 import os
 import statistics
 import tempfile
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -193,7 +193,7 @@ def _chosen(m: int, n: int, k: int, dtype: torch.dtype) -> tuple[int, ...]:
         kernel = nearest(timed, m)
     else:
         kernel = candidates(gpu.capability)[0]
-    return astuple(kernel) if kernel is not None else ()
+    return numbers(kernel)
 
 
 def _this_gpu() -> Gpu:
@@ -224,21 +224,22 @@ def product(
     if m == 0:
         return row_scales.new_empty(m, n, dtype=dtype)
     tiles = _chosen(m, n, k, dtype)
-    return _made(left.contiguous(), right, row_scales, column_scales, added, dtype, list(tiles))
+    return _made(tiles, left.contiguous(), right, row_scales, column_scales, added, dtype)
 
 
-def _made(
-    left: torch.Tensor,
-    right: torch.Tensor,
-    row_scales: torch.Tensor,
-    column_scales: torch.Tensor,
-    added: torch.Tensor | None,
-    dtype: torch.dtype,
-    tiles: list[int],
-) -> torch.Tensor:
+def _made(tiles: Sequence[int], *operands: Any) -> torch.Tensor:
+    """Return what `product` does of its arguments, by a kernel's `numbers`."""
+    result: torch.Tensor
     if tiles:
-        return _in_tiles(left, right, row_scales, column_scales, added, dtype, tiles)
-    return _in_chunks(left, right, row_scales, column_scales, added, dtype)
+        result = _in_tiles(*operands, list(tiles))
+    else:
+        result = _in_chunks(*operands)
+    return result
+
+
+def numbers(kernel: Kernel) -> tuple[int, ...]:
+    """Return the fields of tiles; none for torch's kernel."""
+    return () if kernel is None else astuple(kernel)
 
 
 def tune(
@@ -308,10 +309,10 @@ def _times(
     flushed = torch.empty(_FLUSHED_BYTES, dtype=torch.int8, device=device)
     expected = _in_chunks(left, right, row_scales, column_scales, None, dtype)
     for kernel in kernels:
-        tiles = list(astuple(kernel)) if kernel is not None else []
+        tiles = numbers(kernel)
 
-        def run(tiles: list[int] = tiles) -> torch.Tensor:
-            return _made(left, right, row_scales, column_scales, None, dtype, tiles)
+        def run(tiles: Sequence[int] = tiles) -> torch.Tensor:
+            return _made(tiles, left, right, row_scales, column_scales, None, dtype)
 
         try:
             is_exact = torch.equal(run(), expected)
@@ -384,7 +385,7 @@ def _write(path: Path, choices: Choices) -> None:
                 "n": case.n,
                 "k": case.k,
                 "dtype": case.dtype,
-                "tiles": astuple(kernel) if kernel is not None else None,
+                "tiles": numbers(kernel),
             }
             rows.append(row)
     try:
@@ -533,12 +534,6 @@ if triton is not None:
         return out
 
     @_in_chunks.register_fake
-    def _like_chunks(
-        left: torch.Tensor,
-        right: torch.Tensor,
-        row_scales: torch.Tensor,
-        column_scales: torch.Tensor,
-        added: torch.Tensor | None,
-        dtype: torch.dtype,
-    ) -> torch.Tensor:
+    def _like_chunks(left: torch.Tensor, right: torch.Tensor, *others: Any) -> torch.Tensor:
+        *_, dtype = others
         return left.new_empty(len(left), len(right), dtype=dtype)

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from qlora_sweep.sweep.training.eight_bit import Parts, widened
-from qlora_sweep.sweep.training.host_memory import SLOTS, aligned, check_apart, pinned, unpin
+from qlora_sweep.sweep.training.host_memory import SLOTS, Slots, aligned, check_apart, pinned, unpin
 
 _MOVED = 2
 """Of the parts of a packed weight, those that are large: what is packed, and its scales."""
@@ -53,8 +53,7 @@ class WeightsOnHost:
         self.device = device
         self._layers: list[torch.Tensor] = []
         """What lies on the host (bytes,), by layer."""
-        self._slots: list[torch.Tensor] = []
-        """On the device, each (bytes,)."""
+        self._slots = Slots(device, count=0)
         self._held: list[int | None] = []
         """The layer in each slot."""
         self._last = 0
@@ -62,8 +61,6 @@ class WeightsOnHost:
         self._direction = 1
         self.copies = 0
         """Layers that were copied to the device since somebody began to count."""
-        self._stream: torch.cuda.Stream | None = None
-        self._arrived: list[torch.cuda.Event] = []
 
     @property
     def bytes(self) -> int:
@@ -98,11 +95,7 @@ class WeightsOnHost:
         largest = max((layer.numel() for layer in self._layers), default=0)
         count = min(SLOTS, len(self._layers))
         self._held = [None] * count
-        for _ in range(count):
-            self._slots.append(torch.empty(largest, dtype=torch.uint8, device=self.device))
-        if self.device.type == "cuda":
-            self._stream = torch.cuda.Stream(self.device)
-            self._arrived = [torch.cuda.Event() for _ in range(count)]
+        self._slots = Slots(self.device, count=count, size=largest)
 
     def fetched(self, layer: int) -> torch.Tensor:
         """Return a layer's bytes (bytes,) on the device, for work that is launched before another
@@ -110,13 +103,12 @@ class WeightsOnHost:
         if layer not in self._held:
             self._copy(layer)
         slot = self._held.index(layer)
-        if self._stream is not None:
-            torch.cuda.current_stream(self.device).wait_event(self._arrived[slot])
+        self._slots.await_slot(slot)
         self._turn(layer)
         following = layer + self._direction
         if 0 <= following < len(self._layers) and following not in self._held:
             self._copy(following)
-        return self._slots[slot]
+        return self._slots.memory[slot]
 
     def _turn(self, layer: int) -> None:
         """Note which layer was asked for, and whether the next one comes after it or before."""
@@ -133,16 +125,8 @@ class WeightsOnHost:
         slot = next(at for at, held in enumerate(self._held) if held is None or held != self._last)
         self._held[slot] = layer
         self.copies += 1
-        source = self._layers[layer]
-        target = self._slots[slot][: source.numel()]
-        if self._stream is None:
-            target.copy_(source)
-            return
         # What reads the slot is launched already.
-        self._stream.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(self._stream):
-            target.copy_(source, non_blocking=True)
-            self._arrived[slot].record(self._stream)
+        self._slots.fill(slot, self._layers[layer])
 
     def close(self) -> None:
         """Give the memory back; nothing can be fetched any more."""
@@ -151,7 +135,7 @@ class WeightsOnHost:
                 del _PLACES[address]
         unpin(self._layers, self.device)
         self._layers = []
-        self._slots = []
+        self._slots = Slots(self.device, count=0)
 
 
 def large_parts(parts: Parts) -> Parts:

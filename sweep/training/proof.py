@@ -662,7 +662,7 @@ def _on_host(config: TrialConfig, seen: StepEvidence) -> str | None:
     """The inputs of the recomputed layers came back from the host in each micro-step, or none are
     there."""
     host = seen.loop.attached.host
-    if not config.checkpoint_offload or not config.checkpoint_fraction:
+    if not config.waits_on_host:
         return None if host is None else "checkpoints were to stay on the GPU"
     if host is None:
         return "checkpoints stayed on the GPU"

@@ -24,6 +24,7 @@ from torch.utils.checkpoint import checkpoint
 
 from qlora_sweep.sweep.training.host_memory import (
     SLOTS,
+    Slots,
     aligned,
     check_apart,
     check_room,
@@ -62,7 +63,7 @@ class CheckpointsOnHost:
         device: where the layers are.
 
     Attributes:
-        slots: on the device (bytes,): as large as the largest input that came back so far.
+        slots: as large as the largest input that came back so far.
         copies: inputs that came back since somebody began to count.
 
     Raises:
@@ -73,18 +74,13 @@ class CheckpointsOnHost:
         check_apart(device)
         self.device = device
         self.copies = 0
-        self.slots = [torch.empty(0, dtype=torch.uint8, device=device) for _ in range(SLOTS)]
+        self.slots = Slots(device)
         self._held: list[Waiting | None] = [None] * SLOTS
         """What is in each slot, or on its way there."""
         self._memory: list[torch.Tensor] = []
         """On the host (bytes,), by place."""
         self._waiting: list[weakref.ref[Waiting]] = []
         """By place, in the order in which they came: the last is asked for first."""
-        self._stream: torch.cuda.Stream | None = None
-        self._arrived: list[torch.cuda.Event] = []
-        if device.type == "cuda":
-            self._stream = torch.cuda.Stream(device)
-            self._arrived = [torch.cuda.Event() for _ in range(SLOTS)]
 
     def reserve(self, size: int, *, count: int) -> None:
         """Take the host's memory for so many inputs of so many bytes each.
@@ -110,8 +106,7 @@ class CheckpointsOnHost:
     def leave(self) -> None:
         """Have what is launched from now on wait until nothing is copied to the host any more, so
         that the input may go."""
-        if self._stream is not None:
-            torch.cuda.current_stream(self.device).wait_stream(self._stream)
+        self.slots.await_all()
 
     def fetched(self, waiting: Waiting) -> torch.Tensor:
         """Return an input on the device, for work that is launched before another one is asked for;
@@ -119,19 +114,18 @@ class CheckpointsOnHost:
         if waiting not in self._held:
             self._bring(waiting, slot=0)
         slot = self._held.index(waiting)
-        if self._stream is not None:
-            torch.cuda.current_stream(self.device).wait_event(self._arrived[slot])
+        self.slots.await_slot(slot)
         self._held[slot] = None
         before = self._before(waiting)
         if before is not None:
             self._bring(before, slot=(slot + 1) % SLOTS)
-        return self.slots[slot][: waiting.bytes].view(waiting.dtype).view(waiting.shape)
+        return self.slots.memory[slot][: waiting.bytes].view(waiting.dtype).view(waiting.shape)
 
     def close(self) -> None:
         """Give all memory back; nothing can be fetched any more."""
         unpin(self._memory, self.device)
         self._memory = []
-        self.slots = []
+        self.slots = Slots(self.device)
 
     def _before(self, waiting: Waiting) -> Waiting | None:
         for reference in reversed(self._waiting[: waiting.place]):
@@ -153,28 +147,16 @@ class CheckpointsOnHost:
         """Begin to copy an input to its place on the host."""
         self._reserve(waiting.place, waiting.bytes)
         there = self._memory[waiting.place][: waiting.bytes].view(x.dtype).view(x.shape)
-        if self._stream is None:
-            there.copy_(x)
-            return
-        self._stream.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(self._stream):
-            there.copy_(x, non_blocking=True)
+        self.slots.copy(x, there)
 
     def _bring(self, waiting: Waiting, *, slot: int) -> None:
         """Begin to copy an input into a slot that nothing reads which is yet to be launched."""
         self.copies += 1
         self._held[slot] = waiting
-        if self.slots[slot].numel() < waiting.bytes:
-            self.slots[slot] = torch.empty(waiting.bytes, dtype=torch.uint8, device=self.device)
-        source = self._memory[waiting.place][: waiting.bytes]
-        target = self.slots[slot][: waiting.bytes]
-        if self._stream is None:
-            target.copy_(source)
-            return
-        self._stream.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(self._stream):
-            target.copy_(source, non_blocking=True)
-            self._arrived[slot].record(self._stream)
+        if self.slots.memory[slot].numel() < waiting.bytes:
+            memory = torch.empty(waiting.bytes, dtype=torch.uint8, device=self.device)
+            self.slots.memory[slot] = memory
+        self.slots.fill(slot, self._memory[waiting.place][: waiting.bytes])
 
 
 class Recomputing:
@@ -217,6 +199,26 @@ class Recomputing:
         # The embedding's output needs no gradient, though the layer's adapters do.
         anchor = torch.empty(0, device=first.device, requires_grad=True)
         return _Recomputed.apply(self, partial(_of_first, run, others), first, anchor)
+
+
+def as_nodes(
+    layers: Sequence[torch.nn.Module],
+    host: CheckpointsOnHost | None = None,
+    *,
+    again: Again | None = None,
+) -> None:
+    """Let each layer that is recomputed be one node of the graph.
+
+    Args:
+        layers: that are recomputed, or not.
+        host: where their inputs wait; None for where they are.
+        again: see `Recomputing`.
+    """
+    layer: Any
+    for layer in layers:
+        is_trained = any(parameter.requires_grad for parameter in layer.parameters())
+        how = Recomputing(host, is_trained=is_trained, again=again)
+        layer._gradient_checkpointing_func = how
 
 
 def _is_constant(value: Any) -> bool:

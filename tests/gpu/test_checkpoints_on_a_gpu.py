@@ -38,7 +38,7 @@ def _gradients(how: Recomputing, *, is_late: bool) -> list[torch.Tensor]:
 def test_gradients_are_the_same_to_the_bit(late: str, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = _gradients(Recomputing(), is_late=False)
     host = CheckpointsOnHost(torch.device("cuda"))
-    stream = host._stream
+    stream = host.slots._stream
     assert stream is not None
     if late == "copies":
         kept = host._send

@@ -111,14 +111,13 @@ def stated_uncertainty(config: TrialConfig, *, is_unseen: bool = False) -> Uncer
         return IN_TRL
     if not trainer_of(config).has_measured_peaks:
         return UNSEEN
-    is_on_host = config.checkpoint_offload and config.checkpoint_fraction > 0
     if not config.compile:
-        return UNSEEN if is_on_host else EAGER
+        return UNSEEN if config.waits_on_host else EAGER
     if config.checkpoint_fraction == 1:
         return COMPILED_RECOMPUTED
     if config.upcast_fp32:
         return COMPILED_UPCAST
-    if is_on_host:
+    if config.waits_on_host:
         return COMPILED_RECOMPUTED
     if config.is_8bit_compute:
         return COMPILED_8_BIT

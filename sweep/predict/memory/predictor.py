@@ -235,7 +235,9 @@ class TracingPredictor(MemoryPredictor):
     def _step(self, config: TrialConfig, shape: _Shape) -> Step:
         first = self._profile(config, config.checkpoint_fraction > 0, shape)
         flags = _flags(config.checkpoint_fraction, len(first.positions))
-        waiting_bytes = _waiting_bytes(config, self._model)
+        waiting_bytes = 0
+        if config.waits_on_host:
+            waiting_bytes = config.hidden_bytes(self._model.hidden_size)
         return Step(
             config=config,
             profiles={flag: self._profile(config, flag, shape) for flag in set(flags)},
@@ -260,7 +262,7 @@ class TracingPredictor(MemoryPredictor):
             if key not in self._made:
                 self._made[key] = sharded(known, config, self._model)
             return self._made[key]
-        if is_checkpointed and config.recomputes_as_nodes and not config.checkpoint_offload:
+        if is_checkpointed and config.recomputes_as_nodes and not config.waits_on_host:
             # What waits on the host was traced as it is.
             if id(known) not in self._made:
                 self._made[id(known)] = as_nodes(known)
@@ -357,14 +359,6 @@ def _flags(checkpoint_fraction: float, layers: int) -> tuple[bool, ...]:
     config = TrialConfig(checkpoint_fraction=checkpoint_fraction)
     chosen = config.checkpointed_layers(layers)
     return tuple(layer in chosen for layer in range(layers))
-
-
-def _waiting_bytes(config: TrialConfig, model: ModelSpec) -> int:
-    """Return the bytes of the input of one layer that waits on the host; 0 where none does."""
-    if not config.checkpoint_offload or not config.checkpoint_fraction:
-        return 0
-    values = config.tokens_per_micro_batch * model.hidden_size
-    return values * config.hidden_value_bytes
 
 
 class Residuals:

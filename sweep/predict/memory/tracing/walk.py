@@ -58,10 +58,16 @@ from qlora_sweep.sweep.predict.memory.profiles import (
 from qlora_sweep.sweep.predict.memory.tracing.stand_ins import Cuda
 from qlora_sweep.sweep.predict.memory.tracing.vision import image_inputs
 from qlora_sweep.sweep.training import preference
-from qlora_sweep.sweep.training.adapters import as_nodes, keep_nothing_before
+from qlora_sweep.sweep.training.adapters import keep_nothing_before
 from qlora_sweep.sweep.training.eight_bit import changed
+from qlora_sweep.sweep.training.host_memory import Slots
 from qlora_sweep.sweep.training.model import compute_type
-from qlora_sweep.sweep.training.recomputing import CheckpointsOnHost, Recomputing, Waiting
+from qlora_sweep.sweep.training.recomputing import (
+    CheckpointsOnHost,
+    Recomputing,
+    Waiting,
+    as_nodes,
+)
 
 Event = tuple[int, bool]
 """A storage's number, and whether it was born (or died)."""
@@ -299,7 +305,7 @@ def walk(target: Traceable, symbols: Symbols, structure: Structure) -> Walk:
         if config.checkpoint_offload:
             width = target.base.config.get_text_config().hidden_size
             host = _Nowhere(rows * symbols.s * width * config.hidden_value_bytes)
-            there += host.slots
+            there += host.slots.memory
         _checkpoint(target, cuda, host)
     ledger = StorageCounter(
         ignored=there,
@@ -433,7 +439,7 @@ class _Nowhere(CheckpointsOnHost):
 
     def __init__(self, size: int) -> None:
         super().__init__(torch.device("meta"))
-        self.slots = [slot.new_empty(size) for slot in self.slots]
+        self.slots = Slots(self.device, size=size)
 
     def _send(self, x: torch.Tensor, waiting: Waiting) -> None:
         """Copy nothing."""
