@@ -9,7 +9,6 @@ import torch
 
 from qlora_sweep.search_spaces.config import TrialConfig
 from qlora_sweep.storage.records import Ineffective
-from qlora_sweep.sweep.training import faithfulness
 from qlora_sweep.sweep.training.adapters import attached
 from qlora_sweep.sweep.training.images import SeeingRows
 from qlora_sweep.sweep.training.model import decoder_layers, vision_modules
@@ -37,10 +36,7 @@ def test_a_trial_with_images_is_measured(kind: str, settings: dict[str, Any]) ->
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_images_are_compared_in_parts_where_8_bits_recompute(
-    kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(faithfulness, "MICRO_BATCHES", 4)  # sixteen take a CPU minutes
+def test_images_are_compared_in_parts_where_8_bits_recompute(kind: str, few_compared: None) -> None:
     settings = {"quantization": "nf4", "compute_dtype": "int8", "micro_batch_size": 3}
     config = seeing_config(**settings, checkpoint_fraction=0.5)
     found = measured(outcome_of(config, spec=seeing(kind), steps=BRIEF))

@@ -209,6 +209,24 @@ def test_texts_of_a_row_that_see_each_other_are_found_out(dataset: Any) -> None:
     assert trial.DOCUMENTS_TOGETHER in found.flags
 
 
+def test_compiled_layers_keep_texts_apart_or_are_found_out(dataset: Any, dynamo: None) -> None:
+    """transformers warns that packed rows may be taken for one text where it is compiled as a whole
+    (its pull request 41827): here the mask is made outside of the layers that are compiled."""
+    from qlora_sweep.sweep.data.probing import are_apart
+    from qlora_sweep.sweep.training.adapters import compile_each
+
+    config = tiny_config(packing="packed", checkpoint_fraction=0.0)
+    batch = round_of(dataset, config).largest[0]
+    with tiny_loop(config) as loop:
+        model = loop.attached.model.get_base_model()
+        eager_loss = model(**batch).loss.item()
+        compile_each(loop.attached.layers, backend="eager")
+        assert model(**batch).loss.item() == pytest.approx(eager_loss, rel=1e-5)
+        assert are_apart(model, batch) is True
+        model.config.use_cache = True
+        assert are_apart(model, batch) is False
+
+
 def test_work_is_counted_of_what_is_computed(dataset: Any) -> None:
     from qlora_sweep.sweep.training.meter import flops_per_token
 
